@@ -1,0 +1,132 @@
+"""Which implementation of an op runs.
+
+A backend is a module of plain functions with the ops' names and arguments. `auto` takes the first available of an
+order that was measured; a name, by argument or in the environment variable SPARSE_OPT_BACKEND, runs or raises
+`BackendUnavailable` with the cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from .errors import BackendUnavailable
+
+OPS = (
+    "indexed_adamw_",
+    "indexed_sgd_",
+    "masked_grad_gather_",
+    "indexed_swap_",
+    "delta_encode",
+    "delta_apply_",
+)
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
+
+# First available wins. `reference` is last on a GPU: it reads scalars back to the host.
+AUTO_ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "reference"),
+    "cuda": ("cuda", "triton", "reference"),
+}
+
+
+@functools.cache
+def native_module() -> tuple[ModuleType | None, str]:
+    """The extension module, or None with the reason that it could not be loaded."""
+    try:
+        return importlib.import_module("sparse_opt._C"), ""
+    except ImportError as error:
+        cause = str(error)
+        if "sparse_opt._C" in cause:
+            cause = "the extension sparse_opt._C was not built"
+        return None, f"{cause} (build it with `pip install --no-build-isolation .`, torch and a C++ compiler present)"
+
+
+@functools.cache
+def triton_module() -> tuple[ModuleType | None, str]:
+    """The Triton kernels, or None with the reason that they could not be loaded."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return None, f"triton cannot be imported: {error}"
+    return importlib.import_module("sparse_opt.triton_kernels"), ""
+
+
+def why_unavailable(backend: str, device_type: str) -> str:
+    """Empty when `backend` can run on tensors of `device_type`, else the cause in one line."""
+    if backend not in BACKENDS:
+        return f"no backend has this name; there are {', '.join(BACKENDS)}"
+    if backend == "reference":
+        return ""
+    if backend in ("cpu", "cuda"):
+        if backend != device_type:
+            return f"it runs on {backend} tensors, these are on {device_type}"
+        module, cause = native_module()
+        if module is None:
+            return cause
+        if backend == "cuda" and not module.build_info()["cuda"]:
+            return "the extension was built without CUDA kernels: " + module.build_info()["cuda_missing"]
+        return ""
+    module, cause = triton_module()
+    if module is None:
+        return cause
+    if device_type == "cuda":
+        return ""
+    if device_type == "cpu" and module.interpreted():
+        return ""
+    return f"it runs on cuda tensors, these are on {device_type} (TRITON_INTERPRET=1 runs it on a CPU, for tests)"
+
+
+def available(device_type: str) -> tuple[str, ...]:
+    """The backends that can run on tensors of `device_type`."""
+    return tuple(name for name in BACKENDS if not why_unavailable(name, device_type))
+
+
+@functools.cache
+def _warn_slow_auto(device_type: str, taken: str, wanted: str, cause: str) -> None:
+    warnings.warn(f"sparse_opt runs backend {taken!r} on {device_type}: {wanted!r} is unavailable: {cause}", stacklevel=4)
+
+
+def choose(device_type: str, backend: str | None = None) -> str:
+    """The name of the backend that runs on `device_type`: the argument, else the environment, else `auto`.
+
+    Raises:
+        BackendUnavailable: a backend was named and cannot run; the message says why.
+    """
+    name, source = backend, "argument backend"
+    if name is None:
+        name, source = os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE
+    if name != "auto":
+        cause = why_unavailable(name, device_type)
+        if cause:
+            raise BackendUnavailable(f"backend {name!r} ({source}) cannot run: {cause}")
+        return name
+    order = AUTO_ORDER.get(device_type, ("reference",))
+    for candidate in order:
+        cause = why_unavailable(candidate, device_type)
+        if not cause:
+            return candidate
+        _warn_slow_auto(device_type, order[order.index(candidate) + 1], candidate, cause)
+    raise BackendUnavailable(f"no backend runs on {device_type} tensors")
+
+
+def implementation(device: torch.device, backend: str | None = None) -> Any:
+    """The object whose attributes are the ops' functions, for tensors on `device`."""
+    name = choose(device.type, backend)
+    if name == "reference":
+        return importlib.import_module("sparse_opt.ops.reference")
+    if name == "triton":
+        return triton_module()[0]
+    return _native_ops()
+
+
+@functools.cache
+def _native_ops() -> SimpleNamespace:
+    """The extension's ops as plain callables; past the overload lookup, a call is some microseconds shorter."""
+    return SimpleNamespace(**{name: getattr(torch.ops.sparse_opt_native, name).default for name in OPS})

@@ -1,0 +1,192 @@
+"""Argument checks shared by all backends. Each error names the argument, what was found and what was wanted.
+
+Positions are not compared with the tensors' sizes: that would read them back from the device. `MaskSet` checks its
+indices once when it is built; indices from elsewhere are the caller's to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def _fail(op: str, text: str) -> None:
+    raise ValueError(f"{op}: {text}")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _dense(op: str, name: str, tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    for i, t in enumerate(tensors):
+        if t.device != device:
+            _fail(op, f"{name}[{i}] is on {t.device}, wanted {device}")
+        if t.dtype not in dtypes:
+            _fail(op, f"{name}[{i}] is {t.dtype}, wanted {_names(dtypes)}")
+        if t.dtype != tensors[0].dtype:
+            _fail(op, f"{name}[{i}] is {t.dtype}, but {name}[0] is {tensors[0].dtype}; one call takes one dtype")
+        if not t.is_contiguous():
+            _fail(op, f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, wanted contiguous")
+
+
+def _same_shapes(op: str, name: str, tensors: Sequence[Tensor], like_name: str, like: Sequence[Tensor]) -> None:
+    if len(tensors) != len(like):
+        _fail(op, f"{name} holds {len(tensors)} tensors, {like_name} holds {len(like)}")
+    for i, (t, u) in enumerate(zip(tensors, like, strict=True)):
+        if t.shape != u.shape:
+            _fail(op, f"{name}[{i}] has shape {list(t.shape)}, {like_name}[{i}] has {list(u.shape)}")
+
+
+def _flat(
+    op: str, name: str, t: Tensor, device: torch.device, dtypes: Sequence[torch.dtype], length: int | None = None
+) -> None:
+    if t.device != device:
+        _fail(op, f"{name} is on {t.device}, wanted {device}")
+    if t.dtype not in dtypes:
+        _fail(op, f"{name} is {t.dtype}, wanted {_names(dtypes)}")
+    if t.dim() != 1:
+        _fail(op, f"{name} has shape {list(t.shape)}, wanted one dimension")
+    if length is not None and t.numel() != length:
+        _fail(op, f"{name} has {t.numel()} elements, wanted {length}")
+    if not t.is_contiguous():
+        _fail(op, f"{name} has stride {t.stride(0)}, wanted contiguous")
+
+
+def _scalar(op: str, name: str, t: Tensor | None, device: torch.device) -> None:
+    if t is None:
+        return
+    if t.device != device:
+        _fail(op, f"{name} is on {t.device}, wanted {device}")
+    if t.dtype != torch.float32 or t.numel() != 1:
+        _fail(op, f"{name} is {t.dtype} of shape {list(t.shape)}, wanted one float32 element")
+
+
+def _segments(
+    op: str, name: str, dense: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+) -> None:
+    _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
+    if len(starts) != len(dense) or len(ends) != len(dense):
+        _fail(op, f"starts holds {len(starts)} and ends {len(ends)} numbers, {name} holds {len(dense)} tensors")
+    nnz = indices.numel()
+    for i, (t, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
+        if not 0 <= start <= end <= nnz:
+            _fail(op, f"segment {i} is [{start}, {end}), wanted within [0, {nnz})")
+        if end - start > t.numel():
+            _fail(op, f"segment {i} has {end - start} slots, but {name}[{i}] has {t.numel()} elements")
+        if indices.dtype == torch.int32 and t.numel() > 2**31:
+            _fail(op, f"{name}[{i}] has {t.numel()} elements, which int32 indices cannot reach; wanted int64")
+    order = sorted((s, e) for s, e in zip(starts, ends, strict=True) if e > s)
+    for (_, end), (start, _) in zip(order, order[1:], strict=False):
+        if start < end:
+            _fail(op, f"two segments overlap at compact slot {start}; wanted disjoint segments")
+
+
+def _gradient(
+    op: str,
+    params: Sequence[Tensor],
+    nnz: int,
+    device: torch.device,
+    grad: Tensor | None,
+    dense_grads: Sequence[Tensor] | None,
+) -> None:
+    if (grad is None) == (dense_grads is None):
+        _fail(op, f"{'neither' if grad is None else 'both'} of grad and dense_grads given, wanted exactly one")
+    if grad is not None:
+        _flat(op, "grad", grad, device, FLOAT_DTYPES, nnz)
+    if dense_grads is not None:
+        _same_shapes(op, "dense_grads", dense_grads, "params", params)
+        _dense(op, "dense_grads", dense_grads, device, FLOAT_DTYPES)
+
+
+def _step_arguments(
+    op: str, params: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int], kw: dict[str, Any]
+) -> None:
+    device, nnz = indices.device, indices.numel()
+    _segments(op, "params", params, indices, starts, ends)
+    _dense(op, "params", params, device, FLOAT_DTYPES)
+    _gradient(op, params, nnz, device, kw["grad"], kw["dense_grads"])
+    if kw["master"] is not None:
+        _flat(op, "master", kw["master"], device, (torch.float32,), nnz)
+    for name in ("clip_coef", "grad_scale", "found_inf"):
+        _scalar(op, name, kw[name], device)
+    if not 0 <= kw["seed"] < 2**63:
+        _fail(op, f"seed is {kw['seed']}, wanted 0 <= seed < 2**63")
+
+
+def indexed_adamw_(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]
+    op, device, nnz = "indexed_adamw_", indices.device, indices.numel()
+    _step_arguments(op, params, indices, starts, ends, kw)
+    _flat(op, "exp_avg", exp_avg, device, MOMENT_DTYPES, nnz)
+    _flat(op, "exp_avg_sq", exp_avg_sq, device, (exp_avg.dtype,), nnz)
+    _scalar(op, "lr", lr, device)
+    _flat(op, "steps", steps, device, (torch.float32,), len(params))
+    for name in ("beta1", "beta2"):
+        if not 0.0 <= kw[name] < 1.0:
+            _fail(op, f"{name} is {kw[name]}, wanted 0 <= {name} < 1")
+
+
+def indexed_sgd_(params, indices, starts, ends, momentum_buffer, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]
+    op, device = "indexed_sgd_", indices.device
+    _step_arguments(op, params, indices, starts, ends, kw)
+    if momentum_buffer is not None:
+        _flat(op, "momentum_buffer", momentum_buffer, device, MOMENT_DTYPES, indices.numel())
+    elif kw["momentum"] != 0.0:
+        _fail(op, f"momentum is {kw['momentum']} but momentum_buffer is None")
+    if kw["nesterov"] and (kw["momentum"] <= 0.0 or kw["dampening"] != 0.0):
+        _fail(op, f"nesterov wants momentum > 0 and no dampening, got {kw['momentum']} and {kw['dampening']}")
+    _scalar(op, "lr", lr, device)
+    _flat(op, "steps", steps, device, (torch.float32,), len(params))
+
+
+def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
+    op, device = "masked_grad_gather_", indices.device
+    _segments(op, "dense", dense, indices, starts, ends)
+    _dense(op, "dense", dense, device, FLOAT_DTYPES)
+    _flat(op, "out", out, device, FLOAT_DTYPES, indices.numel())
+    _scalar(op, "scale", kw["scale"], device)
+    _scalar(op, "found_inf", kw["found_inf"], device)
+    if kw["sum_sq"] is not None:
+        _flat(op, "sum_sq", kw["sum_sq"], device, (torch.float32,), len(dense))
+
+
+def _movable(op: str, name: str, tensors: Sequence[Tensor], device: torch.device) -> None:
+    for i, t in enumerate(tensors):
+        if t.element_size() not in (1, 2, 4, 8):
+            _fail(op, f"{name}[{i}] is {t.dtype} of {t.element_size()} bytes, wanted elements of 1, 2, 4 or 8 bytes")
+    _dense(op, name, tensors, device, tuple({t.dtype for t in tensors}))
+
+
+def _like_dense(op: str, name: str, t: Tensor, dense: Sequence[Tensor], indices: Tensor) -> None:
+    dtype = dense[0].dtype if dense else t.dtype
+    _flat(op, name, t, indices.device, (dtype,), indices.numel())
+
+
+def indexed_swap_(dense, compact, indices, starts, ends) -> None:  # type: ignore[no-untyped-def]
+    op = "indexed_swap_"
+    _segments(op, "dense", dense, indices, starts, ends)
+    _movable(op, "dense", dense, indices.device)
+    _like_dense(op, "compact", compact, dense, indices)
+
+
+def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]
+    op = "delta_encode"
+    if not len(new):
+        _fail(op, "new holds no tensor, wanted at least one")
+    _same_shapes(op, "old", old, "new", new)
+    _movable(op, "new", new, new[0].device)
+    _dense(op, "old", old, new[0].device, (new[0].dtype,))
+
+
+def delta_apply_(dense, indices, values, starts, ends) -> None:  # type: ignore[no-untyped-def]
+    op = "delta_apply_"
+    _segments(op, "dense", dense, indices, starts, ends)
+    _movable(op, "dense", dense, indices.device)
+    _like_dense(op, "values", values, dense, indices)

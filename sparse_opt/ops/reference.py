@@ -1,0 +1,206 @@
+"""Every op in plain torch: the definition, and the oracle of the tests.
+
+A call names n dense tensors and flat compact buffers over all of them. Segment i, the compact slots
+[starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened. Arithmetic is
+fp32 whatever the storage, and each operation is rounded on its own, so that every backend can give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .rounding import random_words, stochastic_round
+
+# Any dtype of these sizes can be moved or compared by its bits.
+BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """The same storage as integers of the same size, flattened."""
+    return tensor.view(-1).view(BITS_DTYPE[tensor.element_size()])
+
+
+def _segments(
+    dense: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """(i, compact slice, flat dense tensor, int64 positions in it) of each segment that is not empty."""
+    for i, (tensor, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
+        if end > start:
+            yield i, slice(start, end), tensor.view(-1), indices[start:end].long()
+
+
+def _gradient(
+    i: int,
+    where: slice,
+    positions: Tensor,
+    grad: Tensor | None,
+    dense_grads: Sequence[Tensor] | None,
+    grad_scale: Tensor | None,
+    clip_coef: Tensor | None,
+) -> Tensor:
+    if dense_grads is not None:
+        g = dense_grads[i].view(-1)[positions].float()
+    else:
+        assert grad is not None  # the argument check wants exactly one of the two
+        g = grad[where].float()
+    if grad_scale is not None:
+        g = g / grad_scale
+    if clip_coef is not None:
+        g = g * clip_coef
+    return g
+
+
+def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor | None) -> None:
+    if random is not None and target.dtype != torch.float32:
+        target[where] = stochastic_round(value, target.dtype, random)
+    else:
+        target[where] = value.to(target.dtype)
+
+
+def indexed_adamw_(
+    params: Sequence[Tensor],
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: Tensor,
+    steps: Tensor,
+    *,
+    grad: Tensor | None = None,
+    dense_grads: Sequence[Tensor] | None = None,
+    master: Tensor | None = None,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    clip_coef: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+) -> None:
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    decay = 1.0 - lr.float() * weight_decay
+    for i, where, param, positions in _segments(params, indices, starts, ends):
+        t = int(steps[i].item())
+        # lr / (1 - beta1^t) and sqrt(1 - beta2^t) in fp64: 1 - beta^t loses its digits in fp32 at small t.
+        step_size = (lr.double() / (1.0 - beta1**t)).float()
+        sqrt_bias_correction2 = torch.tensor(math.sqrt(1.0 - beta2**t), dtype=torch.float32, device=lr.device)
+        g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
+        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 4
+        p = param[positions].float() if master is None else master[where]
+        m, v = exp_avg[where].float(), exp_avg_sq[where].float()
+
+        p = p * decay
+        m = m + (g - m) * (1.0 - beta1)
+        v = v * beta2 + (g * g) * (1.0 - beta2)
+        # By way of fp64, which makes it the correctly rounded root: torch's own fp32 sqrt on a CPU is not.
+        denom = v.double().sqrt().float() / sqrt_bias_correction2 + eps
+        p = p - (m / denom) * step_size
+
+        _store(exp_avg, where, m, r[1])
+        _store(exp_avg_sq, where, v, r[2])
+        if master is not None:
+            master[where] = p
+        _store(param, positions, p, r[0] if master is None else None)
+
+
+def indexed_sgd_(
+    params: Sequence[Tensor],
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    momentum_buffer: Tensor | None,
+    lr: Tensor,
+    steps: Tensor,
+    *,
+    grad: Tensor | None = None,
+    dense_grads: Sequence[Tensor] | None = None,
+    master: Tensor | None = None,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    clip_coef: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+) -> None:
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    for i, where, param, positions in _segments(params, indices, starts, ends):
+        t = int(steps[i].item())
+        g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
+        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 4
+        p = param[positions].float() if master is None else master[where]
+
+        g = g + p * weight_decay
+        if momentum_buffer is not None:
+            b = g if t == 1 else momentum_buffer[where].float() * momentum + g * (1.0 - dampening)
+            g = g + b * momentum if nesterov else b
+            _store(momentum_buffer, where, b, r[1])
+        p = p - g * lr
+
+        if master is not None:
+            master[where] = p
+        _store(param, positions, p, r[0] if master is None else None)
+
+
+def masked_grad_gather_(
+    out: Tensor,
+    dense: Sequence[Tensor],
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    scale: Tensor | None = None,
+    accumulate: bool = False,
+    sum_sq: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    if sum_sq is not None:
+        sum_sq.zero_()
+    for i, where, tensor, positions in _segments(dense, indices, starts, ends):
+        g = tensor[positions].float()
+        if scale is not None:
+            g = g * scale
+        if accumulate:
+            g = out[where].float() + g
+        out[where] = g.to(out.dtype)
+        stored = out[where].float()
+        if sum_sq is not None:
+            sum_sq[i] = (stored * stored).sum()
+        if found_inf is not None and not stored.isfinite().all():
+            found_inf.fill_(math.inf)
+
+
+def indexed_swap_(
+    dense: Sequence[Tensor], compact: Tensor, indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+) -> None:
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends):
+        bits, compact_bits = as_bits(tensor), as_bits(compact)
+        held = bits[positions]
+        bits[positions] = compact_bits[where]
+        compact_bits[where] = held
+
+
+def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    index_dtype = torch.int64 if any(t.numel() > 2**31 - 1 for t in new) else torch.int32
+    positions = [(as_bits(a) != as_bits(b)).nonzero().view(-1) for a, b in zip(old, new, strict=True)]
+    values = [as_bits(b)[p].view(b.dtype) for b, p in zip(new, positions, strict=True)]
+    counts = torch.tensor([p.numel() for p in positions], dtype=torch.int64)
+    return torch.cat(positions).to(index_dtype), torch.cat(values), counts
+
+
+def delta_apply_(
+    dense: Sequence[Tensor], indices: Tensor, values: Tensor, starts: Sequence[int], ends: Sequence[int]
+) -> None:
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends):
+        as_bits(tensor)[positions] = as_bits(values)[where]

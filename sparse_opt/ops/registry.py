@@ -1,0 +1,109 @@
+"""The ops as torch sees them: `torch.ops.sparse_opt.*`, their schemas and fakes.
+
+The schemas stand here and not in the extension, so that the ops exist where no compiler was. The extension registers
+its kernels as `torch.ops.sparse_opt_native.*`, same names and arguments less `backend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from . import checks
+
+_SEGMENTS = "Tensor indices, int[] starts, int[] ends"
+_STEP = "Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None"
+_SCALARS = "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None"
+_ROUNDING = "bool stochastic_rounding=False, int seed=0"
+
+# Without the argument `backend`, which the public ops add and the native ones do not have.
+SCHEMAS = {
+    "indexed_adamw_": (
+        f"(Tensor(a!)[] params, {_SEGMENTS}, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, "
+        f"{_STEP}, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
+        f"{_SCALARS}, {_ROUNDING}",
+        "()",
+    ),
+    "indexed_sgd_": (
+        f"(Tensor(a!)[] params, {_SEGMENTS}, Tensor(b!)? momentum_buffer, Tensor lr, Tensor steps, *, "
+        f"{_STEP}, float momentum=0.0, float dampening=0.0, bool nesterov=False, float weight_decay=0.0, "
+        f"{_SCALARS}, {_ROUNDING}",
+        "()",
+    ),
+    "masked_grad_gather_": (
+        f"(Tensor(a!) out, Tensor[] dense, {_SEGMENTS}, *, Tensor? scale=None, bool accumulate=False, "
+        "Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None",
+        "()",
+    ),
+    "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *", "()"),
+    "delta_encode": ("(Tensor[] old, Tensor[] new, *", "(Tensor indices, Tensor values, Tensor counts)"),
+    "delta_apply_": (f"(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends, *", "()"),
+}
+
+_library = torch.library.Library("sparse_opt", "DEF")
+
+
+def _device(name: str, args: tuple[Any, ...]) -> torch.device:
+    if name == "delta_encode":
+        return args[1][0].device
+    return args[2].device if name in ("masked_grad_gather_", "indexed_swap_") else args[1].device
+
+
+def _with_defaults(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The dispatcher leaves out arguments that equal their default; the checks and backends want all of them."""
+    schema = getattr(torch.ops.sparse_opt, name).default._schema
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    args = args + tuple(kwargs.get(a.name, a.default_value) for a in positional[len(args) :])
+    named = {a.name: kwargs.get(a.name, a.default_value) for a in schema.arguments if a.kwarg_only}
+    return args, named
+
+
+def _bump_versions(mutated: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Kernels write through pointers, which autograd does not see: tell it, so that a stale graph raises."""
+    for i, name in mutated:
+        value = args[i] if i < len(args) else kwargs[name]
+        tensors = [value] if isinstance(value, Tensor) else value or []
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def _register(name: str) -> None:
+    arguments, returns = SCHEMAS[name]
+
+    _library.define(f"{name}{arguments}, str? backend=None) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    check = getattr(checks, name)
+    mutated = [
+        (i, a.name)
+        for i, a in enumerate(getattr(torch.ops.sparse_opt, name).default._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_defaults(name, args, kwargs)
+        backend = kwargs.pop("backend")
+        check(*args, **kwargs)
+        result = getattr(backends.implementation(_device(name, args), backend), name)(*args, **kwargs)
+        _bump_versions(mutated, args, kwargs)
+        return result
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_defaults(name, args, kwargs)
+        kwargs.pop("backend")
+        check(*args, **kwargs)
+        return _fake_delta_encode(*args) if name == "delta_encode" else None
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparse_opt::{name}", fake, lib=_library)
+
+
+def _fake_delta_encode(old: list[Tensor], new: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    changed = torch.library.get_ctx().new_dynamic_size()
+    wide = any(t.numel() > 2**31 - 1 for t in new)
+    indices = new[0].new_empty(changed, dtype=torch.int64 if wide else torch.int32)
+    return indices, new[0].new_empty(changed), torch.empty(len(new), dtype=torch.int64, device="cpu")
+
+
+for _name in SCHEMAS:
+    _register(_name)

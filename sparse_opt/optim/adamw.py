@@ -1,0 +1,117 @@
+"""AdamW over the active elements of a mask."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..masks import MaskSet
+from .buckets import Bucket
+from .sparse_optimizer import Params, SparseOptimizer
+
+
+class SparseAdamW(SparseOptimizer):
+    """AdamW that trains the active elements of a mask and pays only for them.
+
+    Equals `torch.optim.AdamW` whose gradients are multiplied by the mask and whose decay touches active elements only
+    (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101). Arithmetic is fp32 whatever the storage.
+
+    With 16-bit weights and neither `master_weights` nor `stochastic_rounding`, updates smaller than half a unit in the
+    last place vanish, as they do in torch: a bf16 weight w keeps its value under |w| / 512 or so.
+
+    Args:
+        params: a model, `model.named_parameters()`, or parameter groups whose 'params' are (name, parameter) pairs.
+            Parameters with no active element are frozen, so that their gradients are never computed.
+        mask: which elements may change, by parameter name.
+        lr: a float, or a tensor of one element (needed to change it under a CUDA graph).
+        betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        grads: 'compact': a hook gathers each gradient and frees it, and micro-batches add up in the compact buffer;
+            `param.grad` stays None, so clip with `clip_grad_norm_` or `max_grad_norm` of this class. 'dense': gradients
+            stay in `param.grad`, and the step reads them at the active elements.
+        max_grad_norm: clip the global norm over the active gradients in each step.
+        state_dtype: of both moments, torch.float32 or torch.bfloat16 (which wants `stochastic_rounding`: a second
+            moment with beta2 = 0.999 decays by less than half a bf16 unit a step).
+        grad_dtype: of the compact gradient.
+        master_weights: keep fp32 weights of the active elements of 16-bit parameters.
+        stochastic_rounding: round 16-bit stores of the step up or down at random, the same way in a repeated run.
+        seed: of the stochastic rounding.
+        freeze_inactive: `requires_grad_(False)` on parameters with no active element; `close()` undoes it.
+        keep_base_weights: remember the weights as they are now, for `base_weights()`.
+        amp_scaling: let `torch.amp.GradScaler` see compact gradients, through a parameter of one element that is
+            appended to the first group. grads='dense' does not need it.
+        backend: reference, cpu, triton, cuda; default by `sparse_opt.backends`.
+
+    Raises:
+        ValueError: the mask names no active element, or one of a parameter that does not require grad; a parameter
+            stands in two groups; an option is out of its range.
+        MaskError: the mask belongs to another model; every mismatch is named.
+        BackendUnavailable: the named backend cannot run on the parameters' device.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        mask: MaskSet,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        grads: Literal["compact", "dense"] = "compact",
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        freeze_inactive: bool = True,
+        keep_base_weights: bool = True,
+        amp_scaling: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        if not isinstance(lr, Tensor) and not lr >= 0.0:
+            raise ValueError(f"lr is {lr}, wanted >= 0")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas are {betas}, wanted 0 <= beta < 1")
+        if not eps >= 0.0:
+            raise ValueError(f"eps is {eps}, wanted >= 0")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"weight_decay is {weight_decay}, wanted >= 0")
+        super().__init__(
+            params,
+            mask,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed},
+            grads=grads,
+            max_grad_norm=max_grad_norm,
+            state_dtype=state_dtype,
+            grad_dtype=grad_dtype,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            freeze_inactive=freeze_inactive,
+            keep_base_weights=keep_base_weights,
+            amp_scaling=amp_scaling,
+            backend=backend,
+        )
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _update(self, bucket: Bucket, **arguments: Any) -> None:
+        group = bucket.group
+        bucket.backend.indexed_adamw_(
+            arguments.pop("params"),
+            arguments.pop("indices"),
+            arguments.pop("starts"),
+            arguments.pop("ends"),
+            bucket.state["exp_avg"],
+            bucket.state["exp_avg_sq"],
+            arguments.pop("lr"),
+            arguments.pop("steps"),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            **arguments,
+        )

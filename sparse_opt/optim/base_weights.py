@@ -1,0 +1,93 @@
+"""The weights a run started from, kept at the elements that may have changed since."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .buckets import Bucket, compact, index_dtype
+
+# While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
+# may not run backward outside, nor the other way round. Outside again the bits and so the version are the old ones.
+_ELSEWHERE = itertools.count(2**30)
+
+
+@dataclass(eq=False)
+class BaseWeights:
+    """W0 at every element that was ever active, for parameters that one op call can take."""
+
+    params: list[Parameter]
+    indices: Tensor  # [ever active]
+    starts: list[int]
+    ends: list[int]
+    values: Tensor  # [ever active], the parameters' dtype
+    backend: Any
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> BaseWeights:
+        return cls(bucket.params, bucket.indices, bucket.starts, bucket.ends, compact(bucket), bucket.backend)
+
+    def swap_(self) -> None:
+        """Exchange the model's weights with the base, bit for bit."""
+        self.backend.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends)
+
+    def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
+        """(parameter, (indices, values)) of each."""
+        for param, start, end in zip(self.params, self.starts, self.ends, strict=True):
+            yield param, (self.indices[start:end], self.values[start:end])
+
+
+def rebuild(buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]]) -> list[BaseWeights]:
+    """Base weights of the active elements and of those in `held`, parameter -> (indices, values).
+
+    An element not held has never changed, so its base is the weight as it is. Parameters may be held that no bucket
+    has any more: their elements left the mask.
+    """
+    active = {p: (b.indices[b.segment(i)], b.backend) for b in buckets for i, p in enumerate(b.params)}
+    split: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Parameter]] = {}
+    for param in dict.fromkeys([*active, *held]):
+        split.setdefault((param.device, param.dtype, index_dtype(param)), []).append(param)
+    bases = []
+    for (device, _, dtype), params in split.items():
+        indices, values = [], []
+        for param in params:
+            flat = param.detach().view(-1)
+            nothing = (torch.empty(0, dtype=dtype, device=device), flat[:0])
+            held_indices, held_values = held.get(param, nothing)
+            union = torch.cat([held_indices, active.get(param, nothing)[0]]).unique(sorted=True)
+            base = flat[union.long()]
+            base[torch.searchsorted(union, held_indices)] = held_values
+            indices.append(union)
+            values.append(base)
+        ends = list(itertools.accumulate(part.numel() for part in indices))
+        starts = [end - part.numel() for end, part in zip(ends, indices, strict=True)]
+        backend = next(b.backend for b in buckets if b.device == device)
+        bases.append(BaseWeights(params, torch.cat(indices), starts, ends, torch.cat(values), backend))
+    return bases
+
+
+@contextmanager
+def swapped(bases: list[BaseWeights]) -> Iterator[None]:
+    """The model is W0 inside and itself again outside, bit for bit, also after an exception."""
+    tracked = tuple(p for base in bases for p in base.params if not p.is_inference())
+    versions = tuple(p._version for p in tracked)
+    done: list[BaseWeights] = []
+    try:
+        with torch.no_grad():
+            for base in bases:
+                base.swap_()
+                done.append(base)
+        torch._C._autograd._unsafe_set_version_counter(tracked, (next(_ELSEWHERE),) * len(tracked))
+        yield
+    finally:
+        with torch.no_grad():
+            for base in reversed(done):
+                base.swap_()
+        torch._C._autograd._unsafe_set_version_counter(tracked, versions)

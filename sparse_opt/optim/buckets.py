@@ -1,0 +1,120 @@
+"""Flat compact storage of the active elements that one op call covers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(eq=False)
+class Bucket:
+    """The active parameters of one group, device, dtype and index width, and their compact buffers.
+
+    Segment i, the slots [starts[i], ends[i]) of every [nnz] buffer, belongs to params[i].
+    """
+
+    group: dict[str, Any]
+    names: list[str]
+    params: list[Parameter]
+    indices: Tensor  # [nnz] int32 or int64, positions in the flattened parameter
+    starts: list[int]
+    ends: list[int]
+    seed: int
+    backend: Any  # the object whose attributes are the ops
+    lr: Tensor  # [1] fp32
+    steps: Tensor  # [n] fp32
+    sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter
+    grad: Tensor | None = None  # [nnz]
+    state: dict[str, Tensor] = field(default_factory=dict)  # name -> [nnz]
+    received: list[bool] = field(default_factory=list)  # compact gradient present since zero_grad
+    filled_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        self.received = [False] * len(self.params)
+
+    @property
+    def nnz(self) -> int:
+        return self.indices.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    def segment(self, i: int) -> slice:
+        return slice(self.starts[i], self.ends[i])
+
+    def refresh_lr(self) -> Tensor:
+        """The group's learning rate on the device, sent there only when it has changed."""
+        lr = self.group["lr"]
+        if isinstance(lr, Tensor):
+            self.lr.copy_(lr, non_blocking=True)
+            self.filled_lr = None
+        elif lr != self.filled_lr:
+            self.lr.fill_(lr)
+            self.filled_lr = lr
+        return self.lr
+
+    def parameter_state(self, i: int) -> dict[str, Tensor]:
+        """Views of parameter i's part of the flat buffers, under the names torch's optimizers use."""
+        views = {name: flat[self.segment(i)] for name, flat in self.state.items()}
+        return {"step": self.steps[i], "indices": self.indices[self.segment(i)], **views}
+
+
+def index_dtype(param: Tensor) -> torch.dtype:
+    return torch.int64 if param.numel() >= 2**31 else torch.int32
+
+
+def bucket_keys(
+    groups: list[dict[str, Any]], active: dict[Parameter, Tensor]
+) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter]]]:
+    """Split each group's active parameters by what one op call can take: a device, a dtype, an index width."""
+    for group in groups:
+        split: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[str], list[Parameter]]] = {}
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if param in active:
+                names, params = split.setdefault((param.device, param.dtype, index_dtype(param)), ([], []))
+                names.append(name)
+                params.append(param)
+        for names, params in split.values():
+            yield group, names, params
+
+
+def build_bucket(
+    group: dict[str, Any],
+    names: list[str],
+    params: list[Parameter],
+    active: dict[Parameter, Tensor],
+    *,
+    seed: int,
+    backend: Any,
+) -> Bucket:
+    """Indices of `params` laid end to end on their device; the compact buffers are the optimizer's to add."""
+    device = params[0].device
+    counts = [active[p].numel() for p in params]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    starts = [end - count for end, count in zip(ends, counts, strict=True)]
+    indices = torch.cat([active[p].to(index_dtype(p)) for p in params]).to(device)
+    return Bucket(
+        group=group,
+        names=names,
+        params=params,
+        indices=indices,
+        starts=starts,
+        ends=ends,
+        seed=seed,
+        backend=backend,
+        lr=torch.zeros(1, device=device),
+        steps=torch.zeros(len(params), device=device),
+        sum_sq=torch.zeros(len(params), device=device),
+    )
+
+
+def compact(bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
+    """[nnz] the parameters' own values at the active elements, in `dtype` or theirs."""
+    parts = [p.detach().view(-1)[bucket.indices[bucket.segment(i)].long()] for i, p in enumerate(bucket.params)]
+    return torch.cat(parts).to(dtype or bucket.params[0].dtype)

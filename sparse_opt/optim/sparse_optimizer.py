@@ -1,0 +1,440 @@
+"""What the sparse optimizers share: the mask's binding to parameters, gradients, clipping, base weights, state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from .. import backends
+from ..masks import MaskSet
+from . import base_weights, gradients, state_io
+from .buckets import Bucket, bucket_keys, build_bucket, compact
+
+Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class SparseOptimizer(torch.optim.Optimizer):
+    """Trains the active elements of a mask; state, gradients and clipping scale with their number (nnz).
+
+    Subclasses name their compact state in `_state_names` and make one op call a bucket in `_update`.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler leaves scale and inf check to step(), as with torch's fused ones
+
+    def __init__(
+        self,
+        params: Params,
+        mask: MaskSet,
+        defaults: dict[str, Any],
+        *,
+        grads: Literal["compact", "dense"],
+        max_grad_norm: float | None,
+        state_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        master_weights: bool,
+        stochastic_rounding: bool,
+        freeze_inactive: bool,
+        keep_base_weights: bool,
+        amp_scaling: bool,
+        backend: str | None,
+    ) -> None:
+        if grads not in ("compact", "dense"):
+            raise ValueError(f"grads is {grads!r}, wanted 'compact' or 'dense'")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype is {state_dtype}, wanted torch.float32 or torch.bfloat16")
+        if grad_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"grad_dtype is {grad_dtype}, wanted one of {FLOAT_DTYPES}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}, wanted a positive number or None")
+        self.grads = grads
+        self.max_grad_norm = max_grad_norm
+        self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
+        self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
+        self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
+        self.backend = backend
+        self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
+        self._buckets: list[Bucket] = []
+        self._bases: list[base_weights.BaseWeights] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._frozen: list[Parameter] = []
+        self._carriers: dict[torch.device, gradients.Carrier] = {}
+        self._clip_coef: Tensor | None = None
+        self._inside_base = False
+        self._bound = self._closed = False
+
+        model = params if isinstance(params, nn.Module) else None
+        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+        self._bind(mask if model is None else mask.resolve(model))
+        if amp_scaling and grads == "compact":
+            self._add_carriers()
+
+    # Binding a mask
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch while the optimizer is being built; afterwards the mask has fixed the groups."""
+        if getattr(self, "_bound", False):
+            raise RuntimeError("the mask has fixed the parameter groups; build a new optimizer to add one")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names")
+        if names is None or len(names) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {len(self.param_groups) - 1} has no parameter names, which the mask goes by; "
+                "pass a model, model.named_parameters(), or groups whose 'params' are (name, parameter) pairs"
+            )
+        if len({id(p) for p in group["params"]}) < len(group["params"]):
+            raise ValueError(f"parameter group {len(self.param_groups) - 1} holds a parameter twice")
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        for group in self.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=False)
+
+    def _bind(self, mask: MaskSet) -> None:
+        named = dict(self._named())
+        self.mask = mask.resolve(named)
+        active = {named[name]: self.mask[name] for name in self.mask.names if self.mask[name].numel()}
+        if not active:
+            raise ValueError(f"the mask has no active element in any of the {len(named)} parameters given")
+        for name, param in named.items():
+            if param in active and not param.requires_grad and not any(param is p for p in self._frozen):
+                raise ValueError(
+                    f"the mask has {active[param].numel()} active elements in {name!r}, which does not require grad"
+                )
+            if param in active and not param.is_contiguous():
+                raise ValueError(f"{name!r} has strides {param.stride()}, wanted a contiguous parameter")
+            if param in active and param.dtype not in FLOAT_DTYPES:
+                raise ValueError(f"{name!r} is {param.dtype}, wanted bfloat16, float16 or float32")
+        self._freeze(p for p in named.values() if p not in active)
+
+        self._buckets = []
+        for group, names, params in bucket_keys(self.param_groups, active):
+            bucket = build_bucket(
+                group,
+                names,
+                params,
+                active,
+                seed=group["seed"] + len(self._buckets),
+                backend=backends.implementation(params[0].device, self.backend),
+            )
+            self._allocate(bucket)
+            self._buckets.append(bucket)
+        self._bases = [base_weights.BaseWeights.of(b) for b in self._buckets] if self.keep_base_weights else []
+        self._publish_state()
+        if self.grads == "compact":
+            self._add_hooks()
+        self._bound = True
+
+    def _allocate(self, bucket: Bucket) -> None:
+        for name in self._state_names(bucket.group):
+            bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
+        if self.master_weights and bucket.params[0].dtype != torch.float32:
+            bucket.state["master"] = compact(bucket, torch.float32)
+        if self.grads == "compact" or self.max_grad_norm is not None:
+            bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
+
+    def _publish_state(self) -> None:
+        self.state.clear()
+        for bucket in self._buckets:
+            for i, param in enumerate(bucket.params):
+                self.state[param] = bucket.parameter_state(i)
+        for base in self._bases:
+            for param, (indices, values) in base.parts():
+                self.state[param].update(base_indices=indices, base=values)
+
+    def _freeze(self, inactive: Iterable[Parameter]) -> None:
+        self._unfreeze()
+        if self.freeze_inactive:
+            self._frozen = [p for p in inactive if p.requires_grad]
+            for p in self._frozen:
+                p.requires_grad_(False)
+
+    def _unfreeze(self) -> None:
+        for p in self._frozen:
+            p.requires_grad_(True)
+        self._frozen = []
+
+    def _add_hooks(self) -> None:
+        for bucket in self._buckets:
+            for i, param in enumerate(bucket.params):
+                run = gradients.hook(weakref.ref(self), weakref.ref(bucket), i)
+                self._handles.append(param.register_post_accumulate_grad_hook(run))
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _add_carriers(self) -> None:
+        for device in {b.device for b in self._buckets}:
+            self._carriers[device] = gradients.Carrier(device)
+        self.param_groups[0]["params"].extend(c.param for c in self._carriers.values())
+
+    def close(self) -> None:
+        """Give the model back: remove the hooks and unfreeze what was frozen. The optimizer can't step after it."""
+        self._remove_hooks()
+        self._unfreeze()
+        self._closed = True
+
+    @torch.no_grad()
+    def set_mask(self, mask: MaskSet) -> None:
+        """Train other elements from now on. Kept elements keep their state; new ones start with zero moments.
+
+        Step counts stay with the parameters, so the bias correction no longer lifts the moments of new elements:
+        Adam's first updates there are up to (1 - beta1) / sqrt(1 - beta2) times the learning rate, about 3.2 with the
+        usual betas. Elements that leave the mask stay as they are, and `base_weights` still restores them.
+
+        Raises:
+            RuntimeError: gradients wait for a step, or the model holds its base weights.
+        """
+        self._refuse("set_mask")
+        if any(any(b.received) for b in self._buckets):
+            raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
+        old_buckets, old_bases = self._buckets, self._bases
+        self._remove_hooks()
+        self._bind(mask)
+        state_io.carry(old_buckets, self._buckets)
+        if self.keep_base_weights:
+            held = dict(part for base in old_bases for part in base.parts())
+            self._bases = base_weights.rebuild(self._buckets, held)
+        self._publish_state()
+
+    # Gradients
+
+    def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
+        """A dense gradient has been made: keep its active elements and free it."""
+        if self._inside_base:
+            raise RuntimeError(f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained")
+        if self._clip_coef is not None:
+            raise RuntimeError(
+                f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
+            )
+        if param.grad is None:
+            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it")
+        if param.grad.layout != torch.strided:
+            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {param.grad.layout}, wanted a strided tensor")
+        carrier = self._carriers.get(bucket.device)
+        if carrier is not None:
+            carrier.begin()
+        with torch.no_grad():
+            gradients.gather_(bucket, i, param.grad, carrier.factor if carrier is not None else None)
+        param.grad = None
+
+    def compact_grad(self, param: Parameter) -> Tensor | None:
+        """[nnz of param] the waiting compact gradient, a view; None if there is none (or with grads='dense')."""
+        for bucket in self._buckets:
+            for i, p in enumerate(bucket.params):
+                if p is param and bucket.grad is not None and bucket.received[i]:
+                    return bucket.grad[bucket.segment(i)]
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. With compact gradients nothing is written: the next ones overwrite the buffer."""
+        self._clip_coef = None
+        for bucket in self._buckets:
+            bucket.received = [False] * len(bucket.params)
+        for carrier in self._carriers.values():
+            carrier.clear()
+        if self.grads == "dense" or not self.freeze_inactive:
+            super().zero_grad(set_to_none)
+
+    def _norm(self) -> Tensor:
+        """Global 2-norm over the active gradients, one fp32 element, without a synchronisation."""
+        home = self._buckets[0].device
+        total = torch.zeros((), device=home)
+        for bucket in self._buckets:
+            if self.grads == "dense":
+                if bucket.grad is None:
+                    bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
+                gradients.gather_all_(bucket)
+            elif not all(bucket.received):
+                for i, received in enumerate(bucket.received):
+                    if not received:
+                        bucket.sum_sq[i].zero_()
+            total = total + bucket.sum_sq.sum().to(home)
+        norm = total.sqrt()
+        scaled = [c.factor.to(home) for c in self._carriers.values()]
+        if scaled:
+            norm = norm * scaled[0].squeeze()
+        grad_scale = getattr(self, "grad_scale", None)
+        return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over the active gradients. The next step() multiplies by the coefficient.
+
+        The norm comes from the pass that gathered the gradients; with grads='dense' it gathers them now, and the
+        step reads what was gathered. Nothing waits for the device, unless `error_if_nonfinite`.
+
+        Returns:
+            The norm before clipping, one fp32 element on the device.
+        """
+        self._refuse("clip_grad_norm_")
+        norm = self._norm()
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
+        self._clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.grad_norm = norm
+        return norm
+
+    # The step
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _update(self, bucket: Bucket, **arguments: Any) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of the active elements. Parameters without a gradient are passed over, as torch does."""
+        self._refuse("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = self._amp_scaling()
+        if self.max_grad_norm is not None and self._clip_coef is None:
+            self.clip_grad_norm_(self.max_grad_norm)
+        for bucket in self._buckets:
+            self._step_bucket(bucket, grad_scale, found_inf)
+        self._clip_coef = None
+        return loss
+
+    def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
+        """(grad_scale, found_inf) as a GradScaler has set them on this optimizer, if one has."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and self.grads == "compact" and not self._carriers:
+            raise RuntimeError(
+                "a GradScaler can't see compact gradients; build the optimizer with amp_scaling=True or grads='dense'"
+            )
+        # With no gradient at all GradScaler sums an empty list to the integer 0.
+        return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
+
+    def _step_bucket(self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        gathered = self.grads == "compact" or self._clip_coef is not None
+        if gathered:
+            received = bucket.received
+            if self.grads == "compact" and bucket.params[0].grad is not None:
+                raise RuntimeError(
+                    f"{bucket.names[0]!r} has a dense gradient that its hook did not see (DistributedDataParallel puts "
+                    "it there); use grads='dense'"
+                )
+        else:
+            received = [p.grad is not None for p in bucket.params]
+        whole = all(received)
+        present = range(len(received)) if whole else [i for i, r in enumerate(received) if r]
+        if not present:
+            return
+
+        def pick(values: list[Any]) -> list[Any]:
+            return values if whole else [values[i] for i in present]
+
+        scalars = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": self._clip_coef}
+        factor = self._carriers[bucket.device].factor if found_inf is not None and self._carriers else None
+        if factor is not None and grad_scale is None:  # GradScaler.unscale_ was called: the carrier holds 1/scale
+            scalars["clip_coef"] = factor if self._clip_coef is None else factor * self._clip_coef.to(factor.device)
+        scalars = {k: None if t is None else t.to(bucket.device, torch.float32) for k, t in scalars.items()}
+        found_inf = scalars["found_inf"]
+
+        counted = 1.0 if found_inf is None else (found_inf == 0).float()
+        steps = bucket.steps
+        if whole:
+            steps.add_(counted)
+        else:
+            where = torch.tensor(present, device=bucket.device)
+            steps[where] += counted
+            steps = steps[where]
+        params = pick(bucket.params)
+        dense = None
+        if not gathered:
+            dense = [p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in params]
+        self._update(
+            bucket,
+            params=params,
+            indices=bucket.indices,
+            starts=pick(bucket.starts),
+            ends=pick(bucket.ends),
+            lr=bucket.refresh_lr(),
+            steps=steps,
+            grad=bucket.grad if gathered else None,
+            dense_grads=dense,
+            master=bucket.state.get("master"),
+            stochastic_rounding=self.stochastic_rounding,
+            seed=bucket.seed,
+            **scalars,
+        )
+        torch.autograd.graph.increment_version(params)
+
+    # Base weights
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """The model is W0, the weights it had when this optimizer was built, inside; itself again outside.
+
+        Bit for bit, also after an exception. A graph made inside can't run backward outside, nor one made outside
+        inside: autograd raises. One made outside, before, runs backward after it as if nothing had happened.
+        """
+        self._refuse("base_weights")
+        if not self.keep_base_weights:
+            raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
+        self._inside_base = True
+        try:
+            with base_weights.swapped(self._bases):
+                yield
+        finally:
+            self._inside_base = False
+
+    def _refuse(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what}: the optimizer is closed")
+        if self._inside_base:
+            raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout; each active parameter's state holds its indices and base weights beside the moments."""
+        self._refuse("state_dict")
+        params = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = params[: len(params) - len(self._carriers)]
+        try:
+            return super().state_dict()
+        finally:
+            self.param_groups[0]["params"] = params
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state in, bit for bit, into the buffers that are there.
+
+        Raises:
+            ValueError: it was saved under another mask, shape, dtype or set of parameters. Nothing has changed then.
+        """
+        self._refuse("load_state_dict")
+        self._bases = state_io.load(state_dict, self.param_groups, self._buckets, self._bases, len(self._carriers))
+        for bucket in self._buckets:
+            bucket.filled_lr = None
+        self.zero_grad()
+        self._publish_state()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held by the compact buffers, by what they are for: state, master, indices, grad, base."""
+        total = dict.fromkeys(("state", "master", "indices", "grad", "base"), 0)
+        for bucket in self._buckets:
+            for name, flat in bucket.state.items():
+                total["master" if name == "master" else "state"] += flat.nbytes
+            total["indices"] += bucket.indices.nbytes
+            total["grad"] += 0 if bucket.grad is None else bucket.grad.nbytes
+        shared = {id(b.indices) for b in self._buckets}
+        for base in self._bases:
+            total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.indices.nbytes)
+        return total
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()")

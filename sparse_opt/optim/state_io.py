@@ -1,0 +1,98 @@
+"""State across masks and across processes: carrying it to a new mask, and loading a state_dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .base_weights import BaseWeights, rebuild
+from .buckets import Bucket
+
+_BASE = ("base_indices", "base")
+
+
+def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
+    """Copy the compact state of the elements that both masks have, and the step counts of their parameters."""
+    old = {param: (bucket, i) for bucket in old_buckets for i, param in enumerate(bucket.params)}
+    for bucket in new_buckets:
+        for i, param in enumerate(bucket.params):
+            if param not in old:
+                continue
+            source, j = old[param]
+            bucket.steps[i] = source.steps[j]
+            before, after = source.indices[source.segment(j)], bucket.indices[bucket.segment(i)]
+            slot = torch.searchsorted(before, after).clamp_(max=before.numel() - 1)
+            kept = before[slot] == after
+            for name, flat in bucket.state.items():
+                flat[bucket.segment(i)][kept] = source.state[name][source.segment(j)][slot[kept]]
+
+
+def _check(
+    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], buckets: list[Bucket], carriers: int
+) -> dict[Parameter, dict[str, Tensor]]:
+    """The saved state of each parameter, once everything about it fits what is here."""
+    saved_groups = state_dict["param_groups"]
+    sizes = [len(g["params"]) for g in param_groups]
+    sizes[0] -= carriers
+    saved_sizes = [len(g["params"]) for g in saved_groups]
+    if saved_sizes != sizes:
+        raise ValueError(f"the saved state has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}")
+    saved: dict[Parameter, dict[str, Tensor]] = {}
+    names: dict[Parameter, str] = {}
+    for group, saved_group in zip(param_groups, saved_groups, strict=True):
+        for name, param, key in zip(group["param_names"], group["params"], saved_group["params"], strict=False):
+            names[param] = name
+            if key in state_dict["state"]:
+                saved[param] = state_dict["state"][key]
+
+    active = {param: bucket.parameter_state(i) for bucket in buckets for i, param in enumerate(bucket.params)}
+    for param, name in names.items():
+        has, had = param in active, "indices" in saved.get(param, {})
+        if has != had:
+            raise ValueError(f"{name!r} is {'' if has else 'not '}active here, but {'' if had else 'not '}in the saved state")
+    for param, here in active.items():
+        there = {k: v for k, v in saved[param].items() if k not in _BASE}
+        if there.keys() != here.keys():
+            raise ValueError(f"{names[param]!r} was saved with {sorted(there)}, wanted {sorted(here)}")
+        if not torch.equal(there["indices"].to(here["indices"].device), here["indices"]):
+            raise ValueError(
+                f"{names[param]!r} was saved under another mask: {there['indices'].numel()} active elements there, "
+                f"{here['indices'].numel()} here, and not the same ones"
+            )
+        for key, value in there.items():
+            if value.shape != here[key].shape or value.dtype != here[key].dtype:
+                raise ValueError(
+                    f"{names[param]!r}: {key} was saved as {value.dtype} {list(value.shape)}, "
+                    f"wanted {here[key].dtype} {list(here[key].shape)}"
+                )
+    return saved
+
+
+def load(
+    state_dict: dict[str, Any],
+    param_groups: list[dict[str, Any]],
+    buckets: list[Bucket],
+    bases: list[BaseWeights],
+    carriers: int,
+) -> list[BaseWeights]:
+    """Check all, then copy states and group options in; returns the base weights as they were saved."""
+    saved = _check(state_dict, param_groups, buckets, carriers)
+    held: dict[Parameter, tuple[Tensor, Tensor]] = {}
+    if bases:
+        for param, there in saved.items():
+            if any(key not in there for key in _BASE):
+                raise ValueError("the state was saved without base weights; build this optimizer with keep_base_weights=False")
+            held[param] = (there["base_indices"].to(param.device), there["base"].to(param.device))
+            if held[param][1].dtype != param.dtype:
+                raise ValueError(f"base weights were saved as {held[param][1].dtype}, the parameter is {param.dtype}")
+
+    for bucket in buckets:
+        for i, param in enumerate(bucket.params):
+            for key, here in bucket.parameter_state(i).items():
+                here.copy_(saved[param][key])
+    for group, saved_group in zip(param_groups, state_dict["param_groups"], strict=True):
+        group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
+    return rebuild(buckets, held) if bases else []

@@ -1,0 +1,252 @@
+"""Compact gradients: accumulation, clipping, freeing, GradScaler."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from sparse_opt import MaskSet, SparseAdamW
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def make_model(device, width=16, depth=3):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(depth)]).to(device)
+
+
+def backward(model, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, model[0].in_features, generator=generator).to(next(model.parameters()).device)
+    (scale * model(x).square().mean()).backward()
+
+
+def active_grads(model, mask):
+    return {n: p.grad.view(-1)[mask[n].long().to(p.device)] for n, p in model.named_parameters()}
+
+
+def test_micro_batches_add_up_in_the_compact_buffer(device):
+    dense, sparse = make_model(device), make_model(device)
+    mask = MaskSet.random(sparse, density=0.4)
+    optimizer = SparseAdamW(sparse, mask)
+    for seed in range(3):
+        backward(dense, seed)
+        backward(sparse, seed)
+        assert all(p.grad is None for p in sparse.parameters())
+    for (name, p), expected in zip(sparse.named_parameters(), active_grads(dense, mask).values(), strict=True):
+        assert torch.equal(optimizer.compact_grad(p), expected), name  # the same two fp32 additions
+    optimizer.zero_grad()
+    assert optimizer.compact_grad(next(sparse.parameters())) is None
+    dense.zero_grad()
+    backward(dense, 9)
+    backward(sparse, 9)  # overwrites what zero_grad left in the buffer
+    for (_, p), expected in zip(sparse.named_parameters(), active_grads(dense, mask).values(), strict=True):
+        assert torch.equal(optimizer.compact_grad(p), expected)
+
+
+def test_bf16_micro_batches_add_up_in_fp32(device):
+    w = torch.nn.Parameter(torch.ones(64, device=device, dtype=torch.bfloat16))
+    optimizer = SparseAdamW([("w", w)], MaskSet.from_bool({"w": torch.ones(64, dtype=torch.bool)}))
+    for scale in (1.0, *[2.0**-9] * 64):  # each alone is lost when added to 1 in bf16
+        (w * scale).sum().backward()
+    assert torch.equal(optimizer.compact_grad(w), torch.full((64,), 1.125, device=device))
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_clipping_equals_torch_over_the_active_gradients(grads, scale, device):
+    sparse, reference = make_model(device), make_model(device)
+    mask = MaskSet.random(sparse, density=0.4)
+    optimizer = SparseAdamW(sparse, mask, lr=1e-2, grads=grads)
+    theirs = SparseAdamW(reference, mask, lr=1e-2, grads="dense")
+    for seed in range(5):
+        for model in (sparse, reference):
+            backward(model, 2 * seed, scale)
+            backward(model, 2 * seed + 1, scale)
+        for name, p in reference.named_parameters():
+            p.grad.mul_(mask.bool(name).to(device))
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        norm = optimizer.clip_grad_norm_(1.0)
+        # Two orders of summing ~400 squares in fp32: each within sqrt(400) roundings.
+        torch.testing.assert_close(norm, expected, rtol=20 * EPS32, atol=0)
+        optimizer.step()
+        theirs.step()
+        optimizer.zero_grad()
+        theirs.zero_grad()
+    for p, q in zip(sparse.parameters(), reference.parameters(), strict=True):
+        # Adam divides the gradient's scale out: errors of the coefficient survive in lr-sized updates only.
+        torch.testing.assert_close(p, q, rtol=4 * EPS32, atol=5 * 1e-2 * 100 * EPS32)
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_max_grad_norm_is_clip_grad_norm_in_the_step(grads, device):
+    models = make_model(device), make_model(device)
+    mask = MaskSet.random(models[0], density=0.4)
+    explicit = SparseAdamW(models[0], mask, grads=grads)
+    built_in = SparseAdamW(models[1], mask, grads=grads, max_grad_norm=0.1)
+    for seed in range(3):
+        for model, optimizer in zip(models, (explicit, built_in), strict=True):
+            optimizer.zero_grad()
+            backward(model, seed)
+            if optimizer is explicit:
+                norm = optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+        assert torch.equal(norm, built_in.grad_norm)
+    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_clipping_forgets_gradients_of_an_earlier_step(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4))
+    backward(model, 0, 1e6)
+    optimizer.zero_grad()
+    model[2].weight.square().sum().backward()  # the others have no gradient this time
+    index = optimizer.mask["2.weight"].long().to(device)
+    expected = (2 * model[2].weight.detach()).view(-1)[index].norm()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), expected, rtol=20 * EPS32, atol=0)
+
+
+def test_a_gradient_after_clipping_is_refused(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4))
+    backward(model, 0)
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"arrived after clip_grad_norm_\(\)"):
+        backward(model, 1)
+
+
+def test_error_if_nonfinite(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4))
+    backward(model, 0, float("inf"))
+    with pytest.raises(RuntimeError, match="norm of the active gradients is"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def strided_gradients(model):
+    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_dense_gradients_never_live_together_when_compact(grads, device):
+    """Counts the bytes of dense gradients alive whenever one has been made: all of them, or one at a time."""
+    model = make_model(device, depth=12)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), grads=grads)
+    alive = []
+    for p in model.parameters():  # after the optimizer's hooks, and before: both moments of each gradient's life
+        p.register_hook(lambda grad: alive.append(strided_gradients(model) + grad.nbytes))
+        p.register_post_accumulate_grad_hook(lambda p: alive.append(strided_gradients(model)))
+    for seed in range(2):
+        backward(model, seed)
+    total, largest = sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.parameters())
+    assert max(alive) == (largest if grads == "compact" else total + model[0].weight.nbytes) or (
+        grads == "dense" and max(alive) >= total
+    )
+    if grads == "compact":
+        assert all(p.grad is None for p in model.parameters())
+        assert optimizer.nbytes()["grad"] < 0.2 * total
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_backward_is_below_the_dense_gradients():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = make_model("cuda", width=2048, depth=16)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.025))
+    backward(model, 0)
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    backward(model, 1)
+    total = sum(p.nbytes for p in model.parameters())
+    assert torch.cuda.max_memory_allocated() - before < 0.25 * total  # two of 16 layers, activations of 4 rows
+
+
+def test_an_optimizer_that_is_gone_leaves_the_gradients_alone(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4))
+    del optimizer
+    gc.collect()
+    backward(model, 0)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_second_optimizer_on_the_same_parameter_is_refused_when_gradients_come(device):
+    model = make_model(device)
+    mask = MaskSet.random(model, density=0.4)
+    first, second = SparseAdamW(model, mask), SparseAdamW(model, mask)
+    with pytest.raises(RuntimeError, match="second sparse optimizer"):
+        backward(model, 0)
+    assert first.mask == second.mask
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(grads, unscale, device):
+    plain, scaled = make_model(device), make_model(device)
+    mask = MaskSet.random(plain, density=0.4)
+    a = SparseAdamW(plain, mask, lr=1e-2, max_grad_norm=None if unscale else 0.5)
+    b = SparseAdamW(scaled, mask, lr=1e-2, grads=grads, amp_scaling=True, max_grad_norm=None if unscale else 0.5)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=1000)
+    x = torch.randn(4, 16, device=device)
+    for step in range(6):
+        for optimizer in (a, b):
+            optimizer.zero_grad()
+        overflow = step in (2, 3)
+        plain(x).square().mean().backward()
+        scaler.scale(scaled(x).square().mean() * (float("inf") if overflow else 1.0)).backward()
+        norm = None
+        if unscale:
+            scaler.unscale_(b)
+            norm = b.clip_grad_norm_(0.5)
+        before = [p.detach().clone() for p in scaled.parameters()]
+        scaler.step(b)
+        scale = scaler.get_scale()
+        scaler.update()
+        if overflow:
+            assert scaler.get_scale() == scale / 2
+            assert all(torch.equal(p, q) for p, q in zip(scaled.parameters(), before, strict=True))
+        else:
+            if unscale:
+                assert torch.equal(norm, a.clip_grad_norm_(0.5))  # powers of two scale exactly
+            a.step()
+        assert scaler.get_scale() == (scale / 2 if overflow else scale)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters(), strict=True))
+    assert len(b.state_dict()["param_groups"][0]["params"]) == 6  # the carrier stays here
+
+
+def test_grad_scaler_without_amp_scaling_is_refused(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4))
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(model(torch.randn(4, 16, device=device)).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="amp_scaling=True"):
+        scaler.step(optimizer)
+
+
+def test_nonfinite_gradients_without_a_scaler_reach_only_their_own_elements(device):
+    w = torch.nn.Parameter(torch.ones(8, device=device))
+    optimizer = SparseAdamW([("w", w)], MaskSet.from_bool({"w": torch.arange(8) < 6}))
+    g = torch.ones(8, device=device)
+    g[1], g[7] = float("nan"), float("nan")  # 7 is inactive
+    (w * g).sum().backward()
+    optimizer.step()
+    assert w.isnan().tolist() == [False, True, *[False] * 6]
+    assert w[7] == 1
+
+
+def test_dense_gradients_that_are_not_contiguous(device):
+    models = [make_model(device), make_model(device)]
+    mask = MaskSet.random(models[0], density=0.4)
+    optimizers = [SparseAdamW(m, mask, grads="dense") for m in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, 0)
+        if model is models[0]:
+            for p in model.parameters():
+                if p.dim() == 2:
+                    p.grad = p.grad.t().contiguous().t()
+                    assert not p.grad.is_contiguous()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
