@@ -24,7 +24,7 @@ class Bucket:
     indices: Tensor  # [nnz] int32 or int64, positions in the flattened parameter
     starts: list[int]
     ends: list[int]
-    seed: int
+    ordinal: int  # among the buckets; keeps their random streams apart
     backend: Any  # the object whose attributes are the ops
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
@@ -90,7 +90,7 @@ def build_bucket(
     params: list[Parameter],
     active: dict[Parameter, Tensor],
     *,
-    seed: int,
+    ordinal: int,
     backend: Any,
 ) -> Bucket:
     """Indices of `params` laid end to end on their device; the compact buffers are the optimizer's to add."""
@@ -106,7 +106,7 @@ def build_bucket(
         indices=indices,
         starts=starts,
         ends=ends,
-        seed=seed,
+        ordinal=ordinal,
         backend=backend,
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),

@@ -120,7 +120,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 names,
                 params,
                 active,
-                seed=group["seed"] + len(self._buckets),
+                ordinal=len(self._buckets),
                 backend=backends.implementation(params[0].device, self.backend),
             )
             self._allocate(bucket)
@@ -367,7 +367,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             dense_grads=dense,
             master=bucket.state.get("master"),
             stochastic_rounding=self.stochastic_rounding,
-            seed=bucket.seed,
+            seed=bucket.group["seed"] + bucket.ordinal,
             **scalars,
         )
         torch.autograd.graph.increment_version(params)

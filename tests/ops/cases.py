@@ -1,0 +1,126 @@
+"""Inputs for the ops' tests: lists of odd-shaped tensors, masks of every kind, and copies of them for each backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+SHAPES = [(7, 33), (1,), (129,), (4, 5, 6), (64, 64), (3, 1030)]
+MASKS = ("random", "empty", "full", "single", "ragged", "some-empty")
+
+
+def positions_of(kind: str, numel: int, i: int, generator: torch.Generator) -> Tensor:
+    if kind == "empty" or (kind == "some-empty" and i % 2):
+        return torch.empty(0, dtype=torch.int64)
+    if kind == "full":
+        return torch.arange(numel)
+    if kind == "single":
+        return torch.tensor([numel - 1])
+    if kind == "ragged":  # the first, the last, and a run that ends inside a vector
+        return torch.unique(torch.cat([torch.arange(min(numel, 5)), torch.arange(max(0, numel - 3), numel)]))
+    return (torch.rand(numel, generator=generator) < 0.2).nonzero().view(-1)
+
+
+@dataclass
+class Case:
+    """One call's dense tensors and compact buffers. The first and last slot belong to no segment."""
+
+    params: list[Tensor]
+    dense_grads: list[Tensor]
+    indices: Tensor
+    starts: list[int]
+    ends: list[int]
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor
+    lr: Tensor
+    steps: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def clone(self) -> Case:
+        def copy(value):
+            if isinstance(value, Tensor):
+                return value.clone()
+            if isinstance(value, dict):
+                return {k: copy(v) for k, v in value.items()}
+            return [copy(v) for v in value] if isinstance(value, list) else value
+
+        return Case(**{f.name: copy(getattr(self, f.name)) for f in fields(self)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by a name for messages."""
+        found: dict[str, Tensor] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                found[f.name] = value
+            elif isinstance(value, dict):
+                found.update(value)
+            elif value and isinstance(value[0], Tensor):
+                found.update({f"{f.name}[{i}]": t for i, t in enumerate(value)})
+        return found
+
+
+def make(
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype | None = None,
+    moment_dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    mask: str = "random",
+    step: int = 3,
+    shapes: list[tuple[int, ...]] | None = None,
+    seed: int = 0,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = SHAPES if shapes is None else shapes
+    grad_dtype = grad_dtype or dtype
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    picked = [positions_of(mask, torch.Size(s).numel(), i, generator) for i, s in enumerate(shapes)]
+    counts = [p.numel() for p in picked]
+    ends = [1 + sum(counts[: i + 1]) for i in range(len(counts))]
+    starts = [e - c for e, c in zip(ends, counts, strict=True)]
+    outside = torch.zeros(1, dtype=torch.int64)
+    indices = torch.cat([outside, *picked, outside])
+    nnz = indices.numel()
+    params = [randn(*s).mul_(0.02).to(dtype) for s in shapes]
+    return Case(
+        params=[p.to(device) for p in params],
+        dense_grads=[randn(*s).to(grad_dtype).to(device) for s in shapes],
+        indices=indices.to(index_dtype).to(device),
+        starts=starts,
+        ends=ends,
+        grad=randn(nnz).to(grad_dtype).to(device),
+        exp_avg=randn(nnz).mul_(0.1).to(moment_dtype).to(device),
+        exp_avg_sq=randn(nnz).square_().mul_(0.01).to(moment_dtype).to(device),
+        master=randn(nnz).mul_(0.02).to(device),
+        lr=torch.tensor([1e-2], device=device),
+        steps=torch.tensor([float(step + 5 * i) for i in range(len(shapes))], device=device),
+    )
+
+
+def bits_of(t: Tensor) -> Tensor:
+    """NaN payloads and signed zeros included."""
+    return t.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def assert_same_bits(got: Case, want: Case, context: str = "") -> None:
+    other = want.tensors()
+    for name, tensor in got.tensors().items():
+        differ = bits_of(tensor) != bits_of(other[name])
+        # Which NaN an operation makes is the hardware's choice; that it is one is not.
+        if tensor.is_floating_point():
+            differ &= ~(tensor.reshape(-1).isnan() & other[name].reshape(-1).isnan())
+        if differ.any():
+            at = differ.nonzero()[0].item()
+            raise AssertionError(
+                f"{context} {name}[{at}] is {tensor.reshape(-1)[at].item()!r}, the reference has "
+                f"{other[name].reshape(-1)[at].item()!r}; {int(differ.sum())} of {tensor.numel()} differ"
+            )

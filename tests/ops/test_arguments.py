@@ -1,0 +1,127 @@
+"""Bad arguments raise an error that names the tensor, what was found and what was wanted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import make
+from sparse_opt import BackendUnavailable, backends, ops
+
+
+def adamw(case, **changes):
+    arguments = {
+        "params": case.params,
+        "indices": case.indices,
+        "starts": case.starts,
+        "ends": case.ends,
+        "exp_avg": case.exp_avg,
+        "exp_avg_sq": case.exp_avg_sq,
+        "lr": case.lr,
+        "steps": case.steps,
+        "grad": case.grad,
+        **changes,
+    }
+    names = ("params", "indices", "starts", "ends", "exp_avg", "exp_avg_sq", "lr", "steps")
+    positional = [arguments.pop(n) for n in names]
+    ops.indexed_adamw_(*positional, **arguments)
+
+
+BAD = {
+    "dtype of a parameter": (
+        lambda c: {"params": [c.params[0].double(), *c.params[1:]]},
+        r"params\[0\] is torch.float64, wanted bfloat16 or float16 or float32",
+    ),
+    "mixed dtypes": (
+        lambda c: {"params": [*c.params[:1], c.params[1].half(), *c.params[2:]]},
+        r"params\[1\] is torch.float16, but params\[0\] is torch.float32",
+    ),
+    "layout": (
+        lambda c: {"params": [torch.empty(33, 7).t(), *c.params[1:]]},
+        r"params\[0\] of shape \[7, 33\] has strides \[1, 7\], wanted contiguous",
+    ),
+    "device": (
+        lambda c: {"params": [c.params[0].to("meta"), *c.params[1:]]},
+        r"params\[0\] is on meta, wanted cpu",
+    ),
+    "index dtype": (lambda c: {"indices": c.indices.short()}, r"indices is torch.int16, wanted int32 or int64"),
+    "segment out of range": (
+        lambda c: {"ends": [*c.ends[:-1], c.indices.numel() + 1]},
+        r"segment 5 is \[\d+, \d+\), wanted within \[0, \d+\)",
+    ),
+    "overlap": (lambda c: {"starts": [c.starts[0], c.starts[0], *c.starts[2:]]}, "segments overlap at|has .* slots, but"),
+    "too many slots": (
+        lambda c: {"starts": [1] * 6, "ends": [1, 9, 9, 9, 9, 9]},
+        r"segment 1 has 8 slots, but params\[1\] has 1 elements",
+    ),
+    "list lengths": (lambda c: {"starts": c.starts[1:]}, "starts holds 5 and ends 6 numbers, params holds 6 tensors"),
+    "no gradient": (lambda c: {"grad": None}, "neither of grad and dense_grads given, wanted exactly one"),
+    "two gradients": (lambda c: {"dense_grads": c.dense_grads}, "both of grad and dense_grads given"),
+    "gradient length": (lambda c: {"grad": c.grad[:-1]}, r"grad has \d+ elements, wanted \d+"),
+    "gradient shape": (
+        lambda c: {"grad": None, "dense_grads": [c.dense_grads[0].view(-1), *c.dense_grads[1:]]},
+        r"dense_grads\[0\] has shape \[231\], params\[0\] has \[7, 33\]",
+    ),
+    "moment dtype": (lambda c: {"exp_avg": c.exp_avg.half()}, "exp_avg is torch.float16, wanted float32 or bfloat16"),
+    "moments differ": (lambda c: {"exp_avg_sq": c.exp_avg_sq.bfloat16()}, "exp_avg_sq is torch.bfloat16, wanted float32"),
+    "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, wanted float32"),
+    "lr": (lambda c: {"lr": torch.tensor([1e-3, 1e-3])}, r"lr is torch.float32 of shape \[2\], wanted one float32 element"),
+    "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, wanted 6"),
+    "beta": (lambda c: {"beta1": 1.0}, "beta1 is 1.0, wanted 0 <= beta1 < 1"),
+    "seed": (lambda c: {"seed": -1}, "seed is -1, wanted 0 <= seed"),
+    "clip_coef": (lambda c: {"clip_coef": torch.ones(1).double()}, "clip_coef is torch.float64"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_adamw(what):
+    case = make(torch.device("cpu"))
+    before = case.clone()
+    change, message = BAD[what]
+    with pytest.raises(ValueError, match="indexed_adamw_: " + message if "|" not in message else message):
+        adamw(case, **change(case))
+    assert all(torch.equal(a, b) for a, b in zip(case.params, before.params, strict=True))
+
+
+def test_other_ops():
+    c = make(torch.device("cpu"))
+    segments = (c.indices, c.starts, c.ends)
+    with pytest.raises(ValueError, match=r"indexed_swap_: compact is torch.bfloat16, wanted float32"):
+        ops.indexed_swap_(c.params, c.grad.bfloat16(), *segments)
+    with pytest.raises(ValueError, match=r"indexed_swap_: dense\[0\] is torch.complex128 of 16 bytes"):
+        ops.indexed_swap_([c.params[0].to(torch.complex128)], c.grad, c.indices, c.starts[:1], c.ends[:1])
+    with pytest.raises(ValueError, match=r"masked_grad_gather_: sum_sq has 2 elements, wanted 6"):
+        ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, sum_sq=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"masked_grad_gather_: out has 3 elements"):
+        ops.masked_grad_gather_(c.grad[:3], c.dense_grads, *segments)
+    with pytest.raises(ValueError, match=r"delta_encode: old\[1\] has shape \[2\], new\[1\] has \[1\]"):
+        ops.delta_encode([c.params[0], torch.zeros(2)], c.params[:2])
+    with pytest.raises(ValueError, match=r"delta_encode: old\[0\] is torch.float16, wanted float32"):
+        ops.delta_encode([c.params[0].half()], c.params[:1])
+    with pytest.raises(ValueError, match="delta_encode: new holds no tensor"):
+        ops.delta_encode([], [])
+    with pytest.raises(ValueError, match=r"delta_apply_: values has 4 elements"):
+        ops.delta_apply_(c.params, c.indices, c.grad[:4], c.starts, c.ends)
+    with pytest.raises(ValueError, match="momentum is 0.9 but momentum_buffer is None"):
+        ops.indexed_sgd_(c.params, *segments, None, c.lr, c.steps, grad=c.grad, momentum=0.9)
+
+
+def test_an_explicit_backend_runs_or_raises(monkeypatch):
+    case = make(torch.device("cpu"))
+    with pytest.raises(BackendUnavailable, match="'cuda' .* cannot run: it runs on cuda tensors, these are on cpu"):
+        adamw(case, backend="cuda")
+    with pytest.raises(BackendUnavailable, match="'fast' .* no backend has this name; there are reference, cpu, triton, cuda"):
+        adamw(case, backend="fast")
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
+    with pytest.raises(BackendUnavailable, match="SPARSE_OPT_BACKEND"):
+        adamw(case)
+    adamw(case, backend="reference")  # the argument outranks the environment
+
+
+def test_a_missing_extension_keeps_its_cause(monkeypatch):
+    monkeypatch.setattr(backends, "native_module", lambda: (None, "undefined symbol: torch_something"))
+    with pytest.raises(BackendUnavailable, match="undefined symbol: torch_something"):
+        backends.choose("cpu", "cpu")
+    backends._warn_slow_auto.cache_clear()
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
+    with pytest.warns(UserWarning, match="runs backend 'reference' on cpu: 'cpu' is unavailable: undefined symbol"):
+        assert backends.choose("cpu") == "reference"

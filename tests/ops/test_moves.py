@@ -1,0 +1,213 @@
+"""masked_grad_gather_, indexed_swap_, delta_encode and delta_apply_ on every backend against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import MASKS, assert_same_bits, bits_of, make
+from sparse_opt import ops
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ANY = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+
+
+def name_of(value):
+    return str(value).removeprefix("torch.")
+
+
+def gather(case, backend, **options):
+    ops.masked_grad_gather_(
+        case.grad, case.dense_grads, case.indices, case.starts, case.ends, backend=backend, **{**case.extra, **options}
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_gather(dtype, accumulate, mask, place):
+    device, backend = torch.device(place[0]), place[1]
+    case = make(device, dtype=dtype, mask=mask)
+    if not accumulate:
+        case.grad.fill_(math.nan)  # every slot of a segment must be written
+    case.extra = {"scale": torch.tensor([0.3], device=device)}
+    want, got = case.clone(), case.clone()
+    want_sq, got_sq = (torch.full((len(case.params),), math.nan, device=device) for _ in range(2))
+    gather(want, "reference", accumulate=accumulate, sum_sq=want_sq)
+    gather(got, backend, accumulate=accumulate, sum_sq=got_sq)
+    assert_same_bits(got, want)
+    # Positive terms, added in another order: each of two sums is within n roundings, in truth far fewer.
+    longest = max(e - s for s, e in zip(case.starts, case.ends, strict=True))
+    torch.testing.assert_close(got_sq, want_sq, rtol=max(1, longest) ** 0.5 * 4 * 2**-24, atol=0)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("dense_dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
+def test_gather_dtypes(index_dtype, dense_dtype, out_dtype, place):
+    case = make(torch.device(place[0]), dtype=dense_dtype, index_dtype=index_dtype, shapes=[(5, 33), (70,)])
+    case.grad = case.grad.to(out_dtype)
+    want, got = case.clone(), case.clone()
+    gather(want, "reference", accumulate=True)
+    gather(got, place[1], accumulate=True)
+    assert_same_bits(got, want)
+
+
+def test_gather_norm_is_the_same_on_every_run_and_of_what_was_stored(any_place):
+    device, backend = any_place
+    case = make(torch.device(device), shapes=[(300, 701)])
+    case.grad = case.grad.bfloat16()  # stored in bf16: the sum is of the rounded values
+    results = []
+    for _ in range(3):
+        sum_sq = torch.full((1,), math.nan, device=device)
+        gather(case, backend, sum_sq=sum_sq)
+        results.append(sum_sq)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    stored = case.grad[case.starts[0] : case.ends[0]].double().square().sum()
+    n = case.ends[0] - case.starts[0]
+    assert abs(results[0].item() - stored.item()) < 4 * n**0.5 * 2**-24 * stored.item()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_gather_flags_what_is_not_finite(dtype, bad, any_place):
+    device, backend = any_place
+    case = make(torch.device(device), dtype=dtype)
+    flag = torch.tensor([0.5], device=device)
+    gather(case, backend, found_inf=flag)
+    assert flag.item() == 0.5  # left alone
+    inactive = torch.ones(case.params[0].numel(), dtype=torch.bool, device=device)
+    inactive[case.indices[case.starts[0] : case.ends[0]].long()] = False
+    case.dense_grads[0].view(-1)[inactive] = bad
+    gather(case, backend, found_inf=flag)
+    assert flag.item() == 0.5  # outside the mask nobody looks
+    case.dense_grads[2].view(-1)[case.indices[case.ends[2] - 1].long()] = bad
+    gather(case, backend, found_inf=flag)
+    assert flag.item() == math.inf
+
+
+def test_gather_flags_an_overflow_of_the_stored_dtype(any_place):
+    device, backend = any_place
+    case = make(torch.device(device), shapes=[(40,)], mask="full")
+    case.dense_grads[0][7] = 1e6
+    case.grad = case.grad.half()
+    flag = torch.zeros(1, device=device)
+    gather(case, backend, found_inf=flag)
+    assert flag.item() == math.inf
+
+
+def any_bits(shape, dtype, generator, device):
+    """Random bits of a dtype: NaN payloads, infinities and -0 among them."""
+    if dtype == torch.bool:
+        return (torch.rand(shape, generator=generator) < 0.5).to(device)
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (torch.Size(shape).numel() * size,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape).to(device)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
+@pytest.mark.parametrize("dtype", ANY, ids=name_of)
+def test_swap_moves_bits(dtype, index_dtype, place):
+    device, backend = torch.device(place[0]), place[1]
+    generator = torch.Generator().manual_seed(3)
+    for mask in MASKS:
+        case = make(device, index_dtype=index_dtype, mask=mask)
+        case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
+        case.grad = any_bits(case.grad.shape, dtype, generator, device)
+        want, got = case.clone(), case.clone()
+        for c, name in ((want, "reference"), (got, backend)):
+            ops.indexed_swap_(c.params, c.grad, c.indices, c.starts, c.ends, backend=name)
+        for a, b in zip((*got.params, got.grad), (*want.params, want.grad), strict=True):
+            assert torch.equal(bits_of(a), bits_of(b)), mask
+        if mask not in ("empty",):
+            assert not torch.equal(bits_of(got.grad), bits_of(case.grad))
+        ops.indexed_swap_(got.params, got.grad, got.indices, got.starts, got.ends, backend=backend)
+        for a, b in zip((*got.params, got.grad), (*case.params, case.grad), strict=True):
+            assert torch.equal(bits_of(a), bits_of(b)), mask
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", ANY, ids=name_of)
+def test_delta_round_trip(dtype, share, place):
+    device, backend = torch.device(place[0]), place[1]
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(7, 33), (1,), (0,), (129,), (3, 1030), (64, 64)]
+    old = [any_bits(s, dtype, generator, device) for s in shapes]
+    new = []
+    for t in old:
+        change = (torch.rand(t.shape, generator=generator) < share).to(device)
+        new.append(torch.where(change, any_bits(t.shape, dtype, generator, device), t))
+        bits_of(new[-1])[~change.view(-1)] = bits_of(t)[~change.view(-1)]  # where() may not keep NaN payloads
+    want = ops.delta_encode(old, new, backend="reference")
+    got = ops.delta_encode(old, new, backend=backend)
+    assert got[0].dtype == torch.int32 and got[1].dtype == dtype
+    assert got[2].device.type == "cpu" and got[2].dtype == torch.int64
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(bits_of(a), bits_of(b))
+    if share == 0.0:
+        assert got[0].numel() == 0
+    ends = got[2].cumsum(0).tolist()
+    starts = [e - c for e, c in zip(ends, got[2].tolist(), strict=True)]
+    restored = [t.clone() for t in old]
+    ops.delta_apply_(restored, got[0], got[1], starts, ends, backend=backend)
+    for a, b in zip(restored, new, strict=True):
+        assert torch.equal(bits_of(a), bits_of(b))
+
+
+def test_delta_sees_bits_not_numbers(any_place):
+    device, backend = any_place
+    quiet = torch.tensor([0x7FC00000, 0x7FC00000, 0, 5], dtype=torch.int32, device=device).view(torch.float32)
+    other = torch.tensor([0x7FC00001, 0x7FC00000, -(2**31), 5], dtype=torch.int32, device=device).view(torch.float32)
+    indices, values, counts = ops.delta_encode([quiet], [other], backend=backend)
+    assert indices.tolist() == [0, 2] and counts.tolist() == [2]
+    assert values.view(torch.int32).tolist() == [0x7FC00001, -(2**31)]
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 4095, 4096, 4097, 70001])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_delta_of_any_length_and_alignment(numel, offset, place):
+    """Vector loads must mind storage that starts anywhere and ends anywhere."""
+    device, backend = torch.device(place[0]), place[1]
+    generator = torch.Generator().manual_seed(numel)
+    base = any_bits((numel + offset,), torch.bfloat16, generator, device)[offset:]
+    new = base.clone() if offset == 1 else torch.cat([base[:0].new_zeros(2), base])[2:]
+    bits_of(new)[:: max(1, numel // 7)] ^= 1
+    bits_of(new)[-1] ^= 2
+    for a, b in zip(
+        ops.delta_encode([base], [new], backend=backend), ops.delta_encode([base], [new], backend="reference"), strict=True
+    ):
+        assert torch.equal(bits_of(a), bits_of(b))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_opcheck(dtype, any_place):
+    device, backend = any_place
+    case = make(torch.device(device), dtype=dtype, shapes=[(3, 5), (4,)])
+    segments = (case.indices, case.starts, case.ends)
+    sum_sq, flag = torch.zeros(2, device=device), torch.zeros(1, device=device)
+    name = {"backend": backend}
+    check = torch.library.opcheck
+    check(
+        torch.ops.sparse_opt.masked_grad_gather_.default,
+        (case.grad, case.dense_grads, *segments),
+        {"sum_sq": sum_sq, "found_inf": flag, "accumulate": True, **name},
+    )
+    check(torch.ops.sparse_opt.indexed_swap_.default, (case.params, case.grad, *segments), name)
+    check(torch.ops.sparse_opt.delta_apply_.default, (case.params, case.indices, case.grad, case.starts, case.ends), name)
+    check(torch.ops.sparse_opt.delta_encode.default, (case.params, case.dense_grads), name)
+
+
+def test_compiled_without_graph_breaks(any_place):
+    device, backend = any_place
+    case = make(torch.device(device), shapes=[(3, 5), (4,)])
+    segments = (case.indices, case.starts, case.ends)
+
+    def swap_and_add(params, compact):
+        ops.indexed_swap_(params, compact, *segments, backend=backend)
+        return params[0] * 2
+
+    compiled = torch.compile(swap_and_add, fullgraph=True, backend="aot_eager")
+    other = case.clone()
+    assert torch.equal(compiled(case.params, case.grad), swap_and_add(other.params, other.grad))
+    assert_same_bits(case, other)

@@ -1,0 +1,194 @@
+"""Every Triton kernel compiles for sm_90 on a machine without a GPU, and rounds each fp32 operation by itself.
+
+The compiler runs in a child process without TRITON_INTERPRET, under which the kernels are Python functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+# Parameter -> pointer or scalar type; None: the argument is left out; the value itself for a constexpr (upper case).
+_RANGE = {"start": "i64", "end": "i64"}
+_LIST = {"blocks": "*i64", "indices": "*i32", **_RANGE, "BLOCK": 1024}
+_STEP = {
+    **_LIST,
+    "params": "*i64",
+    "dense_grads": None,
+    "grad": "*fp32",
+    "master": None,
+    "lr": "*fp32",
+    "steps": "*fp32",
+    "clip_coef": "*fp32",
+    "grad_scale": "*fp32",
+    "found_inf": "*fp32",
+    "weight_decay": "fp32",
+    "seed": "i64",
+    "PARAM": "bfloat16",
+    "GRAD": None,
+    "STOCHASTIC": False,
+}
+_ADAMW = {
+    **_STEP,
+    "exp_avg": "*fp32",
+    "exp_avg_sq": "*fp32",
+    "beta1_bits": "i64",
+    "beta2_bits": "i64",
+    "one_minus_beta1": "fp32",
+    "beta2": "fp32",
+    "one_minus_beta2": "fp32",
+    "eps": "fp32",
+}
+_SGD = {**_STEP, "momentum_buffer": "*fp32", "momentum": "fp32", "one_minus_dampening": "fp32", "NESTEROV": False}
+_GATHER = {
+    **_LIST,
+    "dense": "*i64",
+    "out": "*fp32",
+    "scale": "*fp32",
+    "partials": "*fp32",
+    "found_inf": "*fp32",
+    "ACCUMULATE": True,
+    "DENSE": "bfloat16",
+}
+_MOVE = {**_LIST, "dense": "*i64", "BITS": "int16"}
+_DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
+
+_ONE_TENSOR = {"blocks": None}
+_DENSE_GRADS = {"grad": None, "dense_grads": "*i64", "GRAD": "float16"}
+_BARE = {"clip_coef": None, "grad_scale": None, "found_inf": None}
+_BF16_MOMENTS = {"exp_avg": "*bf16", "exp_avg_sq": "*bf16"}
+
+# name -> module, kernel, parameters
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    name: (module, f"_{kernel}_kernel", parameters)
+    for name, module, kernel, parameters in [
+        ("adamw", "indexed_adamw", "indexed_adamw", _ADAMW),
+        ("adamw-master", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BARE, "master": "*fp32", "indices": "*i64"}),
+        ("adamw-bf16-moments", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BF16_MOMENTS, "grad": "*bf16"}),
+        ("adamw-stochastic", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BF16_MOMENTS, "STOCHASTIC": True}),
+        ("adamw-stochastic-fp16", "indexed_adamw", "indexed_adamw", {**_ADAMW, "STOCHASTIC": True, "PARAM": "float16"}),
+        ("adamw-dense-grads", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_DENSE_GRADS, "PARAM": "float32"}),
+        ("adamw-one", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_ONE_TENSOR, "params": "*bf16"}),
+        ("sgd", "indexed_sgd", "indexed_sgd", _SGD),
+        ("sgd-nesterov-stochastic", "indexed_sgd", "indexed_sgd", {**_SGD, "NESTEROV": True, "STOCHASTIC": True}),
+        ("sgd-no-momentum", "indexed_sgd", "indexed_sgd", {**_SGD, "momentum_buffer": None, "master": "*fp32"}),
+        ("gather", "masked_grad_gather", "masked_grad_gather", _GATHER),
+        ("gather-one", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_ONE_TENSOR, "dense": "*fp16"}),
+        (
+            "gather-bare",
+            "masked_grad_gather",
+            "masked_grad_gather",
+            {**_GATHER, "scale": None, "partials": None, "found_inf": None, "ACCUMULATE": False, "out": "*bf16"},
+        ),
+        (
+            "gather-sums",
+            "masked_grad_gather",
+            "sum_partials",
+            {"partials": "*fp32", "firsts": "*i64", "count": "i64", "sum_sq": "*fp32", "BLOCK": 1024},
+        ),
+        ("swap", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i16"}),
+        ("swap-8-bytes", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i64", "BITS": "int64"}),
+        ("delta-count", "delta_codec", "delta_count", {**_DELTA, "counts": "*i32"}),
+        (
+            "delta-write",
+            "delta_codec",
+            "delta_write",
+            {**_DELTA, "offsets": "*i64", "indices": "*i32", "values": "*i16"},
+        ),
+        (
+            "delta-write-unaligned",
+            "delta_codec",
+            "delta_write",
+            {**_DELTA, "offsets": "*i64", "indices": "*i64", "values": "*i8", "BITS": "int8", "ALIGNED": False},
+        ),
+        ("delta-apply", "delta_codec", "delta_apply", {**_MOVE, "values": "*i16"}),
+    ]
+}
+ARITHMETIC = [name for name in VARIANTS if name.startswith(("adamw", "sgd", "gather"))]
+ADAMW = [name for name in VARIANTS if name.startswith("adamw")]
+
+
+def _compile_all() -> dict[str, dict[str, Any]]:
+    """In the child: the PTX of each variant, and which scalars the launcher would specialise on their values."""
+    import importlib
+
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sparse_opt.triton_kernels import launch
+
+    compiled = {}
+    for name, (module, kernel_name, wanted) in VARIANTS.items():
+        kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
+        signature, constants, specialized = {}, {}, []
+        for p in kernel.params:
+            kind = wanted[p.name]
+            if p.is_constexpr or kind is None:
+                signature[p.name] = "constexpr"
+                constants[p.name] = getattr(tl, kind) if isinstance(kind, str) else kind
+            else:
+                signature[p.name] = kind
+                if not kind.startswith("*") and not p.do_not_specialize:
+                    specialized.append(p.name)
+                if kind == "i64" and p.annotation_type != "i64":
+                    specialized.append(f"{p.name} (width by value)")
+        assert set(signature) == set(wanted), name
+        options = launch.ELEMENT_OPTIONS if name.startswith(("delta-count", "delta-write")) else launch.SLOT_OPTIONS
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled[name] = {"ptx": result.asm["ptx"], "cubin": len(result.asm["cubin"]), "specialized": specialized}
+    return compiled
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    result: dict[str, dict[str, Any]] = json.loads(child.stdout)
+    return result
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_for_sm_90(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    assert ".target sm_90" in compiled[name]["ptx"]
+    assert compiled[name]["cubin"] > 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_scalar_is_specialized(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    """A learning rate, a seed or an end that is 1 or a multiple of 16 must not compile a second kernel."""
+    assert compiled[name]["specialized"] == []
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_operations_are_not_contracted(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    ptx = compiled[name]["ptx"]
+    assert not re.findall(r"\bfma\.\S*f(?:32|64)", ptx)
+    assert ".ftz" not in ptx  # subnormal second moments of small gradients are not zero
+
+
+@pytest.mark.parametrize("name", ADAMW)
+def test_roots_and_quotients_are_ieee(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    ptx = compiled[name]["ptx"]
+    found = set(re.findall(r"\b(?:sqrt|div)\.\S+", ptx))
+    assert {"sqrt.rn.f32", "div.rn.f32", "sqrt.rn.f64", "div.rn.f64"} <= found
+    assert not {op for op in found if "approx" in op or "full" in op}
+
+
+def test_aligned_compare_loads_16_bytes(compiled: dict[str, dict[str, Any]]) -> None:
+    assert re.search(r"ld\.global\S*\.v4\.b32", compiled["delta-count"]["ptx"])
+
+
+if __name__ == "__main__":
+    json.dump(_compile_all(), sys.stdout)
