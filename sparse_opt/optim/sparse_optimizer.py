@@ -319,6 +319,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _step_bucket(self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         gathered = self.grads == "compact" or self._clip_coef is not None
+        dense: list[Any] | None = None
         if gathered:
             received = bucket.received
             if self.grads == "compact" and bucket.params[0].grad is not None:
@@ -327,7 +328,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                     "it there); use grads='dense'"
                 )
         else:
-            received = [p.grad is not None for p in bucket.params]
+            dense = [p.grad for p in bucket.params]
+            received = [g is not None for g in dense]
         whole = all(received)
         present = range(len(received)) if whole else [i for i, r in enumerate(received) if r]
         if not present:
@@ -352,9 +354,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             steps[where] += counted
             steps = steps[where]
         params = pick(bucket.params)
-        dense = None
-        if not gathered:
-            dense = [p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in params]
+        if dense is not None:
+            dense = [g if g.is_contiguous() else g.contiguous() for g in pick(dense)]
         self._update(
             bucket,
             params=params,

@@ -1,0 +1,62 @@
+"""Tensors past 2^31 elements, on hardware: positions on both sides of each 32-bit border, against small twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import bits_of
+from sparse_opt import ops
+
+NUMEL = 2**32 + 5  # past the unsigned border too
+NEAR = (0, 2**31 - 2, 2**32 - 2)
+
+
+@pytest.fixture
+def large(place):
+    device, backend = place
+    if device != "cuda":
+        pytest.skip("needs a CUDA device with 40 GB free")
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip(f"needs 40 GB free on the CUDA device, {torch.cuda.mem_get_info()[0] / 2**30:.0f} are")
+    positions = torch.cat([torch.arange(n, n + 5) for n in NEAR]).to(device)
+    tensor = torch.zeros(NUMEL, dtype=torch.bfloat16, device=device)
+    values = torch.randn(positions.numel(), device=device).bfloat16()
+    tensor[positions] = values
+    yield backend, tensor, positions, values
+    del tensor
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_step_gather_and_swap(large):
+    backend, tensor, positions, values = large
+    n, device = positions.numel(), tensor.device
+    small, inner = values.clone(), torch.arange(n, device=device)
+    results = []
+    for params, indices, name in (([tensor], positions, backend), ([small], inner, "reference")):
+        moments = [torch.zeros(n, device=device) for _ in range(2)]
+        gathered, compact = torch.empty(n, device=device), torch.ones(n, dtype=torch.bfloat16, device=device)
+        one = torch.ones(1, device=device)
+        ops.masked_grad_gather_(gathered, params, indices, [0], [n], backend=name)
+        ops.indexed_adamw_(params, indices, [0], [n], *moments, 0.01 * one, one, dense_grads=params, backend=name)
+        ops.indexed_sgd_(params, indices, [0], [n], None, 0.01 * one, one, grad=gathered, backend=name)
+        ops.indexed_swap_(params, compact, indices, [0], [n], backend=name)
+        results.append([gathered, *moments, compact])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert (tensor[positions] == 1).all()
+    tensor[positions] = 0
+    assert not tensor.any()
+
+
+@pytest.mark.gpu
+def test_delta(large):
+    backend, tensor, positions, values = large
+    old = torch.zeros_like(tensor)
+    indices, changed, counts = ops.delta_encode([old], [tensor], backend=backend)
+    kept = bits_of(values) != 0
+    assert indices.dtype == torch.int64 and counts.tolist() == [int(kept.sum())]
+    assert torch.equal(indices, positions[kept])
+    assert torch.equal(bits_of(changed), bits_of(values[kept]))
+    ops.delta_apply_([old], indices, changed, [0], [indices.numel()], backend=backend)
+    assert torch.equal(bits_of(old), bits_of(tensor))

@@ -1,0 +1,109 @@
+"""What only a GPU can show: a step does not wait for the device, launches little, and replays from a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sparse_opt import MaskSet, SparseAdamW, backends
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+FAST = [b for b in ("cuda", "triton") if b in backends.available("cuda")]
+
+
+def make_model(depth=6, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(depth)]
+    return torch.nn.Sequential(*layers).to("cuda", dtype)
+
+
+def backward(model, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("backend", FAST)
+def test_nothing_in_a_step_synchronises(backend, grads):
+    model = make_model()
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), grads=grads, max_grad_norm=1.0, backend=backend)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s)
+    for step in range(4):
+        if step == 1:  # the first step may compile kernels and fill tables
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            with torch.no_grad(), optimizer.base_weights():
+                pass
+        finally:
+            if step == 3:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def launches(work):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    return sum(e.count for e in profile.key_averages() if "Memset" not in e.key and "Memcpy" not in e.key)
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("backend", FAST)
+def test_launches_do_not_grow_with_the_number_of_parameters(backend, grads):
+    counts = []
+    for depth in (2, 40):
+        model = make_model(depth)
+        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), grads=grads, max_grad_norm=1.0, backend=backend)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        backward(model)
+        torch.cuda.synchronize()
+        counts.append(launches(optimizer.step))
+    assert counts[0] == counts[1] <= 16
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("backend", FAST)
+def test_replays_equal_eager_steps(backend, grads):
+    models = [make_model(), make_model()]
+    mask = MaskSet.random(models[0], density=0.1)
+    optimizers = [
+        SparseAdamW(m, mask, lr=torch.tensor(1e-2, device="cuda"), grads=grads, max_grad_norm=1.0, backend=backend)
+        for m in models
+    ]
+    x = torch.zeros(16, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(k):
+        optimizers[k].zero_grad(set_to_none=True)
+        models[k](x).float().square().mean().backward()
+        optimizers[k].step()
+
+    inputs = [torch.randn(16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for data in inputs[:3]:
+            x.copy_(data)
+            run(0)
+            run(1)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(1)
+    for i, data in enumerate(inputs[3:]):
+        x.copy_(data)
+        run(0)
+        graph.replay()
+        if i == 2:  # a schedule under the graph writes into the learning rate's tensor
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"].mul_(0.5)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
