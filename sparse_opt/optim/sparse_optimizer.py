@@ -247,7 +247,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _norm(self) -> Tensor:
         """Global 2-norm over the active gradients, one fp32 element, without a synchronisation."""
         home = self._buckets[0].device
-        total = torch.zeros((), device=home)
+        sums = []
         for bucket in self._buckets:
             if self.grads == "dense":
                 if bucket.grad is None:
@@ -257,7 +257,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 for i, received in enumerate(bucket.received):
                     if not received:
                         bucket.sum_sq[i].zero_()
-            total = total + bucket.sum_sq.sum().to(home)
+            sums.append(bucket.sum_sq.sum().to(home))
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
         norm = total.sqrt()
         scaled = [c.factor.to(home) for c in self._carriers.values()]
         if scaled:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ _RANGE = {"start": "i64", "end": "i64"}
 _LIST = {"blocks": "*i64", "indices": "*i32", **_RANGE, "BLOCK": 1024}
 _STEP = {
     **_LIST,
-    "params": "*i64",
-    "dense_grads": None,
+    "param_table": "*i64",
+    "grad_table": None,
     "grad": "*fp32",
     "master": None,
     "lr": "*fp32",
@@ -50,7 +51,7 @@ _ADAMW = {
 _SGD = {**_STEP, "momentum_buffer": "*fp32", "momentum": "fp32", "one_minus_dampening": "fp32", "NESTEROV": False}
 _GATHER = {
     **_LIST,
-    "dense": "*i64",
+    "dense_table": "*i64",
     "out": "*fp32",
     "scale": "*fp32",
     "partials": "*fp32",
@@ -58,11 +59,11 @@ _GATHER = {
     "ACCUMULATE": True,
     "DENSE": "bfloat16",
 }
-_MOVE = {**_LIST, "dense": "*i64", "BITS": "int16"}
+_MOVE = {**_LIST, "dense_table": "*i64", "BITS": "int16"}
 _DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
 
 _ONE_TENSOR = {"blocks": None}
-_DENSE_GRADS = {"grad": None, "dense_grads": "*i64", "GRAD": "float16"}
+_DENSE_GRADS = {"grad": None, "grad_table": "*i64", "GRAD": "float16"}
 _BARE = {"clip_coef": None, "grad_scale": None, "found_inf": None}
 _BF16_MOMENTS = {"exp_avg": "*bf16", "exp_avg_sq": "*bf16"}
 
@@ -76,12 +77,12 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("adamw-stochastic", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BF16_MOMENTS, "STOCHASTIC": True}),
         ("adamw-stochastic-fp16", "indexed_adamw", "indexed_adamw", {**_ADAMW, "STOCHASTIC": True, "PARAM": "float16"}),
         ("adamw-dense-grads", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_DENSE_GRADS, "PARAM": "float32"}),
-        ("adamw-one", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_ONE_TENSOR, "params": "*bf16"}),
+        ("adamw-one", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_ONE_TENSOR, "param_table": "*bf16"}),
         ("sgd", "indexed_sgd", "indexed_sgd", _SGD),
         ("sgd-nesterov-stochastic", "indexed_sgd", "indexed_sgd", {**_SGD, "NESTEROV": True, "STOCHASTIC": True}),
         ("sgd-no-momentum", "indexed_sgd", "indexed_sgd", {**_SGD, "momentum_buffer": None, "master": "*fp32"}),
         ("gather", "masked_grad_gather", "masked_grad_gather", _GATHER),
-        ("gather-one", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_ONE_TENSOR, "dense": "*fp16"}),
+        ("gather-one", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_ONE_TENSOR, "dense_table": "*fp16"}),
         (
             "gather-bare",
             "masked_grad_gather",
@@ -150,13 +151,94 @@ def _compile_all() -> dict[str, dict[str, Any]]:
     return compiled
 
 
+class _Sm90Driver:
+    """What Triton asks of a device up to the launch itself."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def _launch_with_varying_scalars() -> dict[str, list[int]]:
+    """In the child: [calls, kernels compiled for them] of each launcher, called up to the launch on CPU tensors."""
+    import torch
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from sparse_opt import triton_kernels as ops
+
+    driver.set_active(_Sm90Driver())
+    launched: list[int] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launched.append(id(run(kernel, *args, grid=grid, warmup=True, **kwargs)))
+
+    n = 40
+    dense, compact = [torch.zeros(n), torch.zeros(n)], torch.zeros(n)
+    indices = torch.arange(n, dtype=torch.int32)
+    one, steps = torch.ones(1), torch.ones(2)
+    two = (indices, [0, 16], [16, 17])
+    calls: dict[str, list[Any]] = {
+        "indexed_adamw_": [
+            lambda kw=kw: ops.indexed_adamw_(dense, *two, compact, compact, one, steps, grad=compact, **kw)
+            for kw in ({}, {"seed": 1}, {"seed": 16}, {"seed": 2**62}, {"beta1": 0.0, "beta2": 0.0}, {"eps": 1})
+        ],
+        "indexed_adamw_ of one tensor": [
+            lambda s=s, e=e, t=t: ops.indexed_adamw_(
+                [t], indices, [s], [e], compact, compact, one, one, dense_grads=[t], stochastic_rounding=True
+            )
+            for s, e, t in ((0, 1, dense[0]), (1, 16, dense[0]), (16, 17, dense[0][1:]), (1, n, dense[0][4:]))
+        ],
+        "indexed_sgd_": [
+            lambda kw=kw: ops.indexed_sgd_(dense, *two, compact, one, steps, grad=compact, **kw)
+            for kw in ({}, {"momentum": 1}, {"dampening": 1}, {"weight_decay": 16, "seed": 1})
+        ],
+        "masked_grad_gather_": [
+            lambda s=s, e=e: ops.masked_grad_gather_(compact, dense[:1], indices, [s], [e], scale=one, found_inf=one)
+            for s, e in ((0, 1), (1, 16), (16, 17), (1, n))
+        ],
+        "indexed_swap_": [
+            lambda s=s, e=e: ops.indexed_swap_(dense[:1], compact, indices, [s], [e])
+            for s, e in ((0, 1), (1, 16), (16, 17), (1, n))
+        ],
+        "delta_apply_": [lambda: ops.delta_apply_(dense, indices, compact, [0, 16], [16, 17])],
+    }
+    figures = {}
+    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+        for name, launches in calls.items():
+            launched.clear()
+            for call in launches:
+                call()
+            figures[name] = [len(launches), len(set(launched))]
+    return figures
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
+def child() -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    result: dict[str, dict[str, Any]] = json.loads(child.stdout)
+    finished = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    result: dict[str, Any] = json.loads(finished.stdout)
     return result
+
+
+@pytest.fixture(scope="module")
+def compiled(child: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    result: dict[str, dict[str, Any]] = child["compiled"]
+    return result
+
+
+def test_varying_scalars_compile_once(child: dict[str, Any]) -> None:
+    """A seed, a beta, an end or an address that is 0, 1, a multiple of 16 or past 32 bits finds the same kernel."""
+    assert {name: compiled for name, (_, compiled) in child["launched"].items()} == dict.fromkeys(child["launched"], 1)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -191,4 +273,4 @@ def test_aligned_compare_loads_16_bytes(compiled: dict[str, dict[str, Any]]) -> 
 
 
 if __name__ == "__main__":
-    json.dump(_compile_all(), sys.stdout)
+    json.dump({"compiled": _compile_all(), "launched": _launch_with_varying_scalars()}, sys.stdout)

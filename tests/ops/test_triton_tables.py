@@ -98,7 +98,7 @@ def test_blocks_cover_each_segment_once(starts: list[int], ends: list[int]) -> N
     blocks = tables.block_table(starts, ends, block, CPU)
     assert [(packed >> 32, first, packed & 0xFFFFFFFF) for first, packed in blocks.rows.tolist()] == wanted
     assert blocks.firsts.tolist() == firsts
-    assert blocks.count == len(wanted)
+    assert blocks.programs == len(wanted)
 
 
 def test_blocks_are_kept_by_segments_and_size() -> None:
@@ -111,9 +111,7 @@ def test_blocks_are_kept_by_segments_and_size() -> None:
     assert len(tables.BLOCK_TABLES) == 4
 
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or triton_kernels.interpreted(), reason="needs a GPU, and TRITON_INTERPRET unset"
-)
+compiled_only = pytest.mark.skipif(triton_kernels.interpreted(), reason="needs TRITON_INTERPRET unset")
 
 
 class _Swap:
@@ -136,7 +134,8 @@ class _Swap:
         return False
 
 
-@needs_gpu
+@pytest.mark.gpu
+@compiled_only
 def test_table_made_in_a_capture_is_filled_by_each_replay() -> None:
     _Swap()()  # compiles
     swap, graph = _Swap(), torch.cuda.CUDAGraph()
@@ -151,7 +150,8 @@ def test_table_made_in_a_capture_is_filled_by_each_replay() -> None:
     assert swap.swapped()
 
 
-@needs_gpu
+@pytest.mark.gpu
+@compiled_only
 def test_tables_of_a_graph_outlive_the_cache() -> None:
     swap, graph = _Swap(), torch.cuda.CUDAGraph()
     swap()
@@ -167,7 +167,8 @@ def test_tables_of_a_graph_outlive_the_cache() -> None:
     del overwritten
 
 
-@needs_gpu
+@pytest.mark.gpu
+@compiled_only
 def test_table_is_read_on_other_streams_once_filled() -> None:
     swap = _Swap()
     _Swap()()

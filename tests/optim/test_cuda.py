@@ -50,7 +50,7 @@ def launches(work):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
-    return sum(e.count for e in profile.key_averages() if "Memset" not in e.key and "Memcpy" not in e.key)
+    return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])
@@ -67,7 +67,7 @@ def test_launches_do_not_grow_with_the_number_of_parameters(backend, grads):
         backward(model)
         torch.cuda.synchronize()
         counts.append(launches(optimizer.step))
-    assert counts[0] == counts[1] <= 16
+    assert counts[0] == counts[1] <= 12
 
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])

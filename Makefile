@@ -1,0 +1,69 @@
+# Everything here runs on a fresh machine with Python 3.11+ and a C++ compiler. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+
+# setup.py finds ninja on PATH; pip puts it beside the environment's python.
+INSTALL = PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Nothing in the suite may reach for the network.
+PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+OP_SUITES := tests/ops tests/optim
+
+.PHONY: help quickstart test lint format bench gpu-check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+quickstart: $(VENV)/.train ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
+	$(BIN)/sparse-opt quickstart
+
+test: $(VENV)/.test ## the whole suite, then the ops and optimizers again on the backends that are not the default
+	$(PYTEST) tests
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet $(OP_SUITES)
+	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet $(OP_SUITES)
+
+# mypy looks a package up by its folder: lay the import map out as it is installed.
+lint: $(VENV)/.lint ## ruff, mypy and clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/types && SPARSE_OPT_NO_NATIVE=1 $(BIN)/python setup.py --quiet build_py --build-lib build/types
+	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p sparse_opt
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+format: $(VENV)/.lint ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+bench: $(VENV)/.test ## the benchmark suites on this machine
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench
+
+# Uses the torch that PYTHON has and installs nothing: the package is laid out under build/gpu. PYTHONSAFEPATH keeps the
+# checkout's own sparse_opt folder, which has no extension for this torch, from standing in front of it.
+gpu-check: ## build for the GPU at hand against PYTHON's torch, run the GPU tests and benches
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"gpu-check needs a CUDA GPU that torch {torch.__version__} can use")'
+	rm -rf build/gpu
+	export TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')}" && \
+	  SPARSE_OPT_REQUIRE_NATIVE=1 $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
+	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.gpu_check
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks sparse_opt/_C*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.python: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"sparse-opt needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools wheel ninja torch
+	touch $@
+
+# The extension is built against the torch just installed; new Python code needs no new installation.
+$(VENV)/.train $(VENV)/.test: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py $(NATIVE)
+	SPARSE_OPT_REQUIRE_NATIVE=1 $(INSTALL) --no-build-isolation --editable '.[$*]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.python pyproject.toml setup.py
+	SPARSE_OPT_NO_NATIVE=1 $(INSTALL) --no-build-isolation --editable '.[train,lint]'
+	touch $@

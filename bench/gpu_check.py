@@ -1,0 +1,215 @@
+"""What has to hold on a machine with a GPU: the build, the tests, the memory checker, and the kernels' speed.
+
+Prints each part as it ends, one table last, and writes all of it as JSON. Ends with 1 if anything was wrong; what is
+slow is shown, not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_opt import backends
+
+from .environment import environment
+from .kernels import KernelBench, Row
+from .report import table, why_unwritable, write_json
+from .shapes import LLAMA_3_2_3B, Shapes, scaled
+
+SANITIZER = "compute-sanitizer"
+SANITIZER_TOOLS = ("memcheck", "racecheck")
+# Seconds that a part may take before it counts as failed.
+TESTS_LIMIT_S, SANITIZER_LIMIT_S = 300, 200
+# --quick: 1/16 of the elements, still past the L2 of an H200.
+QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all parts; 0 if every check held, else 1."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")
+    if not args.skip_tests and not args.tests.is_dir():
+        parser.error(f"tests folder {args.tests}: not found; run from the repository's root, or name it with --tests")
+    if problem := why_unwritable(args.output):
+        parser.error(problem)
+    report: dict[str, Any] = {"benchmark": "gpu_check", "environment": environment(device), "completed": False}
+    failures: list[str] = []
+    try:
+        failures += _build(report, device)
+        if not args.skip_tests:
+            failures += _tests(report, args, device)
+        if not args.skip_sanitizer:
+            failures += _sanitizer(report, device)
+        failures += _kernels(report, args, device)
+        report["completed"] = True
+    finally:  # what was found before an error is worth keeping
+        report["failures"] = failures
+        write_json(args.output, report)
+        print(f"\nresults: {args.output}")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    print("gpu-check: FAILED" if failures else "gpu-check: all checks passed")
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparse-opt bench gpu_check", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path("bench/results/gpu_check.json"), help="JSON (%(default)s)")
+    parser.add_argument("--tests", type=Path, default=Path("tests"), help="folder of the tests (%(default)s)")
+    parser.add_argument("--pytest_options", default="", help="more words for pytest: --pytest_options='-n 8'")
+    parser.add_argument("--skip_tests", action="store_true", help="leave the tests out")
+    parser.add_argument("--skip_sanitizer", action="store_true", help="leave compute-sanitizer out")
+    parser.add_argument("--quick", action="store_true", help="time smaller tensors, fewer times")
+    parser.add_argument("--device", default="cuda", help="a CPU runs the same code, to try it out (%(default)s)")
+    parser.add_argument("--numel", type=int, help="elements of all weight matrices (default: the 3.21 B of a 3B model)")
+    parser.add_argument("--delta_numel", type=int, help="elements of the tensor that is encoded (default: 2^30)")
+    parser.add_argument("--n_rounds", type=int, help="timed calls of each row (default: 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _build(report: dict[str, Any], device: torch.device) -> list[str]:
+    """Every fast backend of the device has to be there."""
+    _title("build")
+    module, cause = backends.native_module()
+    wanted = ("triton", "cuda") if device.type == "cuda" else (device.type,)
+    missing = {name: backends.why_unavailable(name, device.type) for name in wanted}
+    report["build_info"] = module.build_info() if module is not None else None
+    for key, value in (report["build_info"] or {"extension": cause}).items():
+        print(f"{key}: {value}")
+    print(f"backends on {device.type} tensors: {', '.join(backends.available(device.type))}")
+    return [f"backend {name} cannot run: {cause}" for name, cause in missing.items() if cause]
+
+
+def _tests(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
+    """The tests marked `gpu`; on a CPU the tests of the ops."""
+    _title("tests")
+    selection = [str(args.tests), "-m", "gpu"] if device.type == "cuda" else [str(args.tests / "ops")]
+    options = ["-q", "-p", "no:cacheprovider", *shlex.split(args.pytest_options)]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", *selection, *options, f"--junit-xml={results}"]
+        code, seconds = _run(command, TESTS_LIMIT_S)
+        counts = _junit_counts(results) if results.is_file() else {}
+    report["tests"] = {"exit_code": code, "seconds": seconds, **counts}
+    if code == 0 and counts.get("passed", 0) > 0:
+        return []
+    return [f"tests: exit code {code}, {counts or 'no results'} (see the output of pytest above)"]
+
+
+def _junit_counts(results: Path) -> dict[str, int]:
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for case in ElementTree.parse(results).iter("testcase"):
+        kinds = {child.tag for child in case}
+        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        counts[kind] += 1
+    return counts
+
+
+def _sanitizer(report: dict[str, Any], device: torch.device) -> list[str]:
+    _title(SANITIZER)
+    if device.type != "cuda" or shutil.which(SANITIZER) is None:
+        why = f"{device} is no GPU" if device.type != "cuda" else f"{SANITIZER} is not on PATH"
+        print(f"skipped: {why}")
+        report["sanitizer"] = {"skipped": why}
+        return []
+    report["sanitizer"], failures = {}, []
+    # One allocation for each tensor: in torch's pool, a neighbour's memory would hide an access out of bounds.
+    variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    program = [sys.executable, "-m", "sparse_opt.bench.sanitize_ops"]
+    for tool in SANITIZER_TOOLS:
+        print(f"{tool}:", flush=True)
+        # torch probes for driver features and lives with their absence: such API errors are none of a kernel's.
+        options = ["--tool", tool, "--error-exitcode", "1", "--print-limit", "20"]
+        if tool == "memcheck":
+            options += ["--report-api-errors", "no"]
+        code, seconds = _run([SANITIZER, *options, *program], SANITIZER_LIMIT_S, variables)
+        report["sanitizer"][tool] = {"exit_code": code, "seconds": seconds}
+        if code != 0:
+            failures.append(f"{SANITIZER} {tool}: exit code {code}")
+    return failures
+
+
+def _kernels(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
+    _title("kernels")
+    numel = args.numel or (QUICK_NUMEL if args.quick else None)
+    shapes: Shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
+    bench = KernelBench(
+        shapes,
+        device,
+        [name for name in backends.available(device.type) if name != "reference"],
+        delta_numel=args.delta_numel or (QUICK_DELTA_NUMEL if args.quick else 2**30),
+        n_rounds=args.n_rounds or (QUICK_ROUNDS if args.quick else 20),
+        seed=args.seed,
+        on_row=lambda row: print("  ".join(_cells(row)), flush=True),
+        on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
+    )
+    try:
+        bench.run()
+    finally:
+        report["kernels"] = bench.as_dict()
+    print()
+    print(_text(report, bench))
+    return bench.failures
+
+
+def _text(report: dict[str, Any], bench: KernelBench) -> str:
+    found, machine = report["kernels"], report["environment"]["machine"]
+    headers = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms", "of floor")
+    return "\n".join(
+        [
+            f"{found['n_matrices']} bf16 matrices of {found['numel'] / 1e9:.2f} B elements; deltas of "
+            f"{found['delta_numel'] / 1e6:.0f} M; {machine.get('gpu', {}).get('name', machine['cpu'])}; "
+            f"copy {found['copy_gb_per_s']:.0f} GB/s",
+            table(headers, [_cells(row) for row in bench.rows], n_words=2),
+        ]
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    share = row.share_of_floor
+    return [
+        row.work,
+        row.backend,
+        "" if row.density is None else f"{row.density:.1%}",
+        f"{row.timing.ms:.3f}",
+        f"{row.timing.p20_ms:.3f} - {row.timing.p80_ms:.3f}",
+        f"{row.timing.host_ms:.3f}",
+        "" if row.floor_ms is None else f"{row.floor_ms:.3f}",
+        "" if share is None else f"{share:.0%}",
+    ]
+
+
+def _run(command: list[str], limit_s: float, variables: dict[str, str] | None = None) -> tuple[int | None, float]:
+    """Run a command whose output goes where ours goes: (its exit code, None past the limit; seconds)."""
+    sys.stdout.flush()
+    began = time.perf_counter()
+    try:
+        code: int | None = subprocess.run(command, env={**os.environ, **(variables or {})}, timeout=limit_s).returncode
+    except subprocess.TimeoutExpired:
+        code = None
+        print(f"stopped after {limit_s:.0f} s")
+    return code, round(time.perf_counter() - began, 1)
+
+
+def _title(part: str) -> None:
+    print(f"\n{part}\n{'-' * len(part)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

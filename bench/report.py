@@ -1,0 +1,46 @@
+"""How results are shown and kept: text tables and JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_opt.atomic_files import written_aside
+
+
+def why_unwritable(path: Path) -> str:
+    """Empty if results can be written to ``path``, else the cause: to be known before the work, not after it.
+
+    Makes the folder.
+    """
+    probe = path.with_name(f"{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(probe) as aside:
+            aside.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"results cannot be written to {path}: {error.strerror}"
+    return ""
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write ``data`` under its final name whole or not at all. NaN is an error: no result holds one."""
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1) -> str:
+    """Aligned columns: the first ``n_words`` flush left, the others, figures, flush right."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < n_words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,71 @@
+"""Every op once on every backend of a GPU, on small odd sizes: what `compute-sanitizer` watches.
+
+Inputs are made on the CPU, and so is the comparison, so that hardly any kernel but this package's runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from sparse_opt import backends
+
+from .cases import Case, StepCase, WrongResult, check
+from .inputs import random_case
+
+# Below, at and past the widths of a vector load, a warp and a block, one of them a multiple; one tensor empty.
+SHAPES = {
+    "matrix": (37, 61),
+    "one": (1,),
+    "empty": (0,),
+    "aligned": (64, 128),
+    "long": (3, 2049),
+    "vector": (777,),
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A few elements, with empty segments and ragged ends, and all of them.
+DENSITIES = (0.03, 1.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all; 0 if every result was right."""
+    parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.sanitize_ops", description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args(argv).device)
+    names = [name for name in backends.available(device.type) if name != "reference"]
+    failures = n_run = 0
+    for op in backends.OPS:
+        for dtype in DTYPES:
+            for density in DENSITIES:
+                oracle = _case(op, dtype, density)
+                for name in names:
+                    n_run += 1
+                    failures += not _agrees(oracle, name, device)
+    print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {failures} wrong")
+    return 1 if failures or not n_run else 0
+
+
+def _case(op: str, dtype: torch.dtype, density: float) -> Case:
+    """The sparse cases step from dense gradients, the full ones from compact ones, rounding at random."""
+    sparse = density < 1
+    case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
+    if isinstance(case, StepCase) and not sparse:
+        case.options = {"stochastic_rounding": True, "seed": 1}
+    return case
+
+
+def _agrees(oracle: Case, backend: str, device: torch.device) -> bool:
+    # The reference writes to a copy, so that each backend starts from the same inputs.
+    try:
+        check(oracle.mapped(lambda t: t.to(device, copy=True)), backend, oracle.mapped(torch.clone))
+    except WrongResult as error:
+        print(f"WRONG RESULT: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

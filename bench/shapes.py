@@ -1,0 +1,53 @@
+"""The weight matrices that the benchmarks step over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+Shapes = dict[str, tuple[int, int]]
+
+
+def llama_matrices(
+    *, hidden: int, intermediate: int, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, vocab: int
+) -> Shapes:
+    """Name -> shape of the matrices of a Llama with tied embeddings, named as transformers names them.
+
+    Norm vectors are left out: 0.006 % of a 3B model, and what is sparse in training is its matrices.
+    """
+    queries, keys = n_heads * head_dim, n_kv_heads * head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(n_layers):
+        name = f"model.layers.{layer}"
+        shapes |= {
+            f"{name}.self_attn.q_proj.weight": (queries, hidden),
+            f"{name}.self_attn.k_proj.weight": (keys, hidden),
+            f"{name}.self_attn.v_proj.weight": (keys, hidden),
+            f"{name}.self_attn.o_proj.weight": (hidden, queries),
+            f"{name}.mlp.gate_proj.weight": (intermediate, hidden),
+            f"{name}.mlp.up_proj.weight": (intermediate, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, intermediate),
+        }
+    return shapes
+
+
+# 197 matrices, 3.21 B elements. https://huggingface.co/meta-llama/Llama-3.2-3B/blob/main/config.json
+LLAMA_3_2_3B = llama_matrices(
+    hidden=3072, intermediate=8192, n_layers=28, n_heads=24, n_kv_heads=8, head_dim=128, vocab=128256
+)
+
+# 85 matrices, 64 M elements: a small language model's proportions.
+LLAMA_64M = llama_matrices(
+    hidden=512, intermediate=2048, n_layers=12, n_heads=8, n_kv_heads=4, head_dim=64, vocab=32768
+)
+
+
+def total_numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The number of elements of all matrices together."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def scaled(shapes: Shapes, numel: int) -> Shapes:
+    """The same matrices with every dimension multiplied by one factor, so that they hold about ``numel`` elements."""
+    factor = math.sqrt(numel / total_numel(shapes))
+    return {name: (max(1, round(rows * factor)), max(1, round(cols * factor))) for name, (rows, cols) in shapes.items()}

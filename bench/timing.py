@@ -1,0 +1,162 @@
+"""Timing of variants side by side.
+
+Each round calls every variant once, in an order that turns from round to round, so that a change of clocks or a busy
+neighbour meets all of them. Reported are medians with the 20th and 80th percentile.
+
+On a GPU two times are kept. The device's is read with events; the device spins before the first of them while the host
+enqueues the work, so that the time to launch stays out of it. The host's is the time until the call returned, with the
+device idle before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Variant = Callable[[], object] | Sequence[Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one variant."""
+
+    ms: float  # median time of the work, on the device where there is one
+    p20_ms: float
+    p80_ms: float
+    host_ms: float  # median time until the call returned; without a GPU the same as ms
+    n_rounds: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Clock(Protocol):
+    def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Run ``call`` and return its milliseconds on the device and on the host."""
+
+
+def measure(
+    variants: Mapping[str, Variant],
+    *,
+    device: torch.device | str = "cpu",
+    n_warmup: int = 3,
+    n_rounds: int = 20,
+    budget_s: float | None = None,
+    clock: Clock | None = None,
+) -> dict[str, Timing]:
+    """Time the variants in turns.
+
+    Args:
+        variants: name -> a callable without arguments; or several that do the same work on different buffers, taken in
+            rotation, which keeps small buffers from staying in a cache (see ``n_buffer_sets``).
+        device: where the work runs; a GPU is timed with events.
+        n_warmup: untimed calls of each variant.
+        n_rounds: timed calls of each variant.
+        budget_s: stop after the round in which this many seconds have passed.
+        clock: how to time a call; by default the device's.
+
+    Returns:
+        name -> Timing, in the order of ``variants``.
+    """
+    rotations = {name: _Rotation(variant) for name, variant in variants.items()}
+    for rotation in rotations.values():
+        for _ in range(n_warmup):
+            rotation()
+    clock = clock or _clock(torch.device(device))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    names = list(variants)
+    began = time.perf_counter()
+    for i in range(n_rounds if variants else 0):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(clock(rotations[name]))
+        if budget_s is not None and time.perf_counter() - began > budget_s:
+            break
+    return {name: _timing(found) for name, found in times.items()}
+
+
+def n_buffer_sets(nbytes: int, device: torch.device | str) -> int:
+    """How many sets of buffers of ``nbytes`` a rotation needs so that none is left in the GPU's L2 when its turn comes.
+
+    1 on a CPU, whose caches the sizes themselves have to outgrow.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 1
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    # Three times the cache: replacement is not strictly the oldest first.
+    return max(1, -(-3 * l2 // max(nbytes, 1)))
+
+
+class _Rotation:
+    def __init__(self, variant: Variant):
+        self.calls = [variant] if callable(variant) else list(variant)
+        self.turn = 0
+
+    def __call__(self) -> None:
+        call = self.calls[self.turn]
+        self.turn = (self.turn + 1) % len(self.calls)
+        call()
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th percentile, the median and the 80th percentile of one value or more."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    p20, _, _, p80 = statistics.quantiles(values, n=5, method="inclusive")
+    return p20, statistics.median(values), p80
+
+
+def _timing(found: list[tuple[float, float]]) -> Timing:
+    device, host = zip(*found, strict=True)
+    p20, median, p80 = percentiles(device)
+    return Timing(median, p20, p80, statistics.median(host), len(found))
+
+
+def _clock(device: torch.device) -> Clock:
+    return _cpu_clock if device.type == "cpu" else functools.partial(_cuda_clock, device)
+
+
+def _cpu_clock(call: Callable[[], object]) -> tuple[float, float]:
+    began = time.perf_counter()
+    call()
+    ms = 1e3 * (time.perf_counter() - began)
+    return ms, ms
+
+
+def _cuda_clock(device: torch.device, call: Callable[[], object]) -> tuple[float, float]:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        host_ms = 1e3 * (time.perf_counter() - began)
+        torch.cuda.synchronize()
+
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # Twice the host's time, so that all launches are queued before the device comes to them; a call that waits for
+        # the device takes as long as its work, and needs no more than this.
+        torch.cuda._sleep(int(_spin_cycles_per_ms(device) * min(2.0 * host_ms + 0.1, 20.0)))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end), host_ms
+
+
+@functools.cache
+def _spin_cycles_per_ms(device: torch.device) -> float:
+    cycles = 4_000_000
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):  # the first ones also wake an idle GPU's clock
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    return cycles / start.elapsed_time(end)

@@ -1,0 +1,102 @@
+// What a kernel must be sure of to stay within its memory. The Python layer checks more, with longer messages; these
+// repeat what guards against a caller who comes straight to torch.ops.sparse_opt_native. Each costs nanoseconds.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <vector>
+
+#include "kernels/arguments.h"
+
+namespace sparse_opt {
+
+inline DType dtype_of(const char* name, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    default: TORCH_CHECK_VALUE(false, name, " is ", tensor.scalar_type(), ", wanted bfloat16, float16 or float32");
+  }
+}
+
+// [length], contiguous, on `device`.
+inline void check_flat(const char* name, const at::Tensor& tensor, int64_t length, at::Device device) {
+  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), ", wanted ", device);
+  TORCH_CHECK_VALUE(tensor.numel() == length, name, " has ", tensor.numel(), " elements, wanted ", length);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " has strides ", tensor.strides(), ", wanted contiguous");
+}
+
+inline void check_dtype(const char* name, const at::Tensor& tensor, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", wanted ", dtype);
+}
+
+inline float* float_data(const char* name, const at::Tensor& tensor, int64_t length, at::Device device) {
+  check_flat(name, tensor, length, device);
+  check_dtype(name, tensor, at::kFloat);
+  return static_cast<float*>(tensor.data_ptr());
+}
+
+inline float* optional_float_data(
+    const char* name, const std::optional<at::Tensor>& tensor, int64_t length, at::Device device) {
+  return tensor.has_value() ? float_data(name, *tensor, length, device) : nullptr;
+}
+
+// The data pointers of a list whose tensors share `device` and a dtype.
+inline std::vector<void*> list_data(const char* name, at::TensorList tensors, at::Device device) {
+  std::vector<void*> pointers;
+  pointers.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& t = tensors[i];
+    TORCH_CHECK_VALUE(t.device() == device, name, "[", i, "] is on ", t.device(), ", wanted ", device);
+    TORCH_CHECK_VALUE(t.scalar_type() == tensors[0].scalar_type(), name, "[", i, "] is ", t.scalar_type(), ", but ",
+                      name, "[0] is ", tensors[0].scalar_type());
+    TORCH_CHECK_VALUE(t.is_contiguous(), name, "[", i, "] has strides ", t.strides(), ", wanted contiguous");
+    pointers.push_back(t.data_ptr());
+  }
+  return pointers;
+}
+
+inline void check_same_sizes(const char* name, at::TensorList tensors, const char* like_name, at::TensorList like) {
+  TORCH_CHECK_VALUE(tensors.size() == like.size(), name, " holds ", tensors.size(), " tensors, ", like_name, " holds ",
+                    like.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(tensors[i].numel() == like[i].numel(), name, "[", i, "] has ", tensors[i].numel(),
+                      " elements, ", like_name, "[", i, "] has ", like[i].numel());
+  }
+}
+
+inline int movable_size(const char* name, const at::Tensor& tensor) {
+  const auto size = static_cast<int>(tensor.element_size());
+  TORCH_CHECK_VALUE(size == 1 || size == 2 || size == 4 || size == 8, name, " is ", tensor.scalar_type(), " of ", size,
+                    " bytes, wanted elements of 1, 2, 4 or 8 bytes");
+  return size;
+}
+
+// `pointers` are those of the dense tensors, and must outlive the result.
+inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
+                                 const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends) {
+  const int64_t nnz = indices.numel();
+  TORCH_CHECK_VALUE(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
+                    indices.scalar_type(), ", wanted int32 or int64");
+  check_flat("indices", indices, nnz, indices.device());
+  TORCH_CHECK_VALUE(starts.size() == dense.size() && ends.size() == dense.size(), "starts holds ", starts.size(),
+                    " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
+  for (size_t i = 0; i < dense.size(); ++i) {
+    TORCH_CHECK_VALUE(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i],
+                      ", ", ends[i], "), wanted within [0, ", nnz, ")");
+    TORCH_CHECK_VALUE(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
+                      " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
+  }
+  Segments segments;
+  segments.count = static_cast<int64_t>(dense.size());
+  segments.dense = pointers.data();
+  segments.starts = starts.data();
+  segments.ends = ends.data();
+  segments.indices = indices.data_ptr();
+  segments.wide_indices = indices.scalar_type() == at::kLong;
+  return segments;
+}
+
+}  // namespace sparse_opt

@@ -1,0 +1,91 @@
+// What the launchers of both devices take: raw pointers and sizes, already checked.
+#pragma once
+
+#include <cstdint>
+
+namespace sparse_opt {
+
+enum class DType : int { kFloat32, kBFloat16, kFloat16 };
+
+inline int element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it.
+// The pointers to lists are to host memory.
+struct Segments {
+  int64_t count = 0;
+  void* const* dense = nullptr;     // [count]
+  const int64_t* starts = nullptr;  // [count]
+  const int64_t* ends = nullptr;    // [count]
+  const void* indices = nullptr;    // [nnz] int32, or int64 if wide_indices
+  bool wide_indices = false;
+};
+
+// The part that AdamW and SGD share. Exactly one of grad and dense_grads is given; null is "not given" for the rest.
+struct StepArguments {
+  Segments segments;
+  DType param_dtype = DType::kFloat32;
+  DType grad_dtype = DType::kFloat32;
+  DType moment_dtype = DType::kFloat32;
+  const void* grad = nullptr;                // [nnz]
+  void* const* dense_grads = nullptr;        // [count], the list in host memory
+  float* master = nullptr;                   // [nnz]
+  const float* lr = nullptr;                 // [1]
+  const float* steps = nullptr;              // [count]
+  const float* clip_coef = nullptr;          // [1]
+  const float* grad_scale = nullptr;         // [1]
+  const float* found_inf = nullptr;          // [1]
+  bool stochastic_rounding = false;
+  uint64_t seed = 0;
+};
+
+struct AdamWArguments : StepArguments {
+  void* exp_avg = nullptr;     // [nnz]
+  void* exp_avg_sq = nullptr;  // [nnz]
+  double beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
+};
+
+struct SgdArguments : StepArguments {
+  void* momentum_buffer = nullptr;  // [nnz], may be null
+  double momentum = 0, dampening = 0, weight_decay = 0;
+  bool nesterov = false;
+};
+
+struct GatherArguments {
+  Segments segments;
+  DType dense_dtype = DType::kFloat32;
+  DType out_dtype = DType::kFloat32;
+  void* out = nullptr;           // [nnz]
+  const float* scale = nullptr;  // [1], may be null
+  bool accumulate = false;
+  float* sum_sq = nullptr;     // [count], may be null
+  float* found_inf = nullptr;  // [1], may be null
+};
+
+// Bits moved between dense[indices] and a compact buffer.
+struct MoveArguments {
+  Segments segments;
+  void* compact = nullptr;  // [nnz]
+  int element_size = 0;     // 1, 2, 4 or 8
+};
+
+// delta_encode works in blocks of this many elements, none of which spans two tensors. `changed` has one bit for each
+// element, element k of a block at bit k % 8 of byte k / 8; elements past a tensor's end are unchanged.
+constexpr int64_t kDeltaBlock = 8192;
+constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
+
+struct DeltaArguments {
+  int64_t count = 0;
+  void* const* old_tensors = nullptr;    // [count], the list in host memory
+  void* const* new_tensors = nullptr;    // [count], the list in host memory
+  const int64_t* numels = nullptr;       // [count], in host memory
+  const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
+  int element_size = 0;                  // 1, 2, 4 or 8
+  uint8_t* changed = nullptr;            // [blocks * kDeltaBlockBytes]
+  int32_t* block_counts = nullptr;       // [blocks]
+  const int64_t* offsets = nullptr;      // [blocks], exclusive running sums of block_counts; second pass only
+  void* indices = nullptr;               // [changed] int32, or int64 if wide_indices; second pass only
+  bool wide_indices = false;
+  void* values = nullptr;  // [changed]; second pass only
+};
+
+}  // namespace sparse_opt

@@ -1,0 +1,22 @@
+// The CPU kernels. Work is cut into pieces whose size does not depend on the number of threads, so results do not either.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "../arguments.h"
+
+namespace sparse_opt::cpu {
+
+// Runs body(begin, end) over parts of [0, count) on the caller's thread pool, and returns when all are done.
+using ParallelFor = void (*)(int64_t count, const std::function<void(int64_t, int64_t)>& body);
+
+void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for);
+void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for);
+void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for);
+void indexed_swap(const MoveArguments& args, ParallelFor parallel_for);
+void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
+void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);
+void delta_apply(const MoveArguments& args, ParallelFor parallel_for);
+
+}  // namespace sparse_opt::cpu

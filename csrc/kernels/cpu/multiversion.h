@@ -1,0 +1,9 @@
+// A function marked with this is compiled for AVX-512, AVX2 and the baseline, and the machine's best is taken when the
+// library is loaded (glibc's ifunc). Elsewhere the compiler's own target is all there is.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define SPARSE_OPT_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define SPARSE_OPT_MULTIVERSION
+#endif

@@ -1,0 +1,10 @@
+// Bytes per active element: index 4, the compact element read and written; and 64 read and 64 written for each 64-byte
+// granule of the dense tensors that the mask touches.
+#include "kernels.h"
+#include "move.cuh"
+
+namespace sparse_opt::cuda {
+
+void indexed_swap(const MoveArguments& args, cudaStream_t stream) { move<true>("indexed_swap_", args, stream); }
+
+}  // namespace sparse_opt::cuda

@@ -1,0 +1,23 @@
+// The CUDA launchers. They run on `stream` and the current device, allocate nothing, wait for nothing, and can be
+// captured in a graph. A launch that fails throws std::runtime_error naming the op.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../arguments.h"
+
+namespace sparse_opt::cuda {
+
+void indexed_adamw(const AdamWArguments& args, cudaStream_t stream);
+void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
+
+// `partial_sums` is scratch, fp32 [gather_blocks(args.segments)] on the device; null if args.sum_sq is.
+int64_t gather_blocks(const Segments& segments);
+void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream);
+
+void indexed_swap(const MoveArguments& args, cudaStream_t stream);
+void delta_mark(const DeltaArguments& args, cudaStream_t stream);
+void delta_collect(const DeltaArguments& args, cudaStream_t stream);
+void delta_apply(const MoveArguments& args, cudaStream_t stream);
+
+}  // namespace sparse_opt::cuda

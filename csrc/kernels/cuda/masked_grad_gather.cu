@@ -1,0 +1,127 @@
+// Bytes per active element: index 4, out written (and read, to accumulate); and 64 read for each 64-byte granule of the
+// dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel adds those of a
+// tensor in a fixed order: no atomics, so the same bits on every run.
+#include "dispatch.cuh"
+#include "kernels.h"
+#include "segment_table.cuh"
+
+namespace sparse_opt::cuda {
+namespace {
+
+// Sum over the block, valid in thread 0. Every thread calls it, once.
+template <typename T>
+__device__ __forceinline__ T block_sum(T value) {
+  __shared__ T warp_sums[kThreads / 32];
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  T sum = 0;
+  if (threadIdx.x == 0) {
+    for (int warp = 0; warp < kThreads / 32; ++warp) sum += warp_sums[warp];
+  }
+  return sum;
+}
+
+template <typename Dense, typename Out, typename Index, int Capacity>
+__global__ void __launch_bounds__(kThreads) masked_grad_gather_kernel(
+    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ GatherArguments args,
+    float* partial_sums) {
+  const BlockRange range = block_range(table, kSlots);
+  const Dense* dense = static_cast<const Dense*>(table.dense[range.segment]);
+  const Index* indices = static_cast<const Index*>(args.segments.indices);
+  Out* out = static_cast<Out*>(args.out);
+  float sum = 0.0f;
+  bool not_finite = false;
+
+#pragma unroll 1
+  for (int64_t from = range.origin + threadIdx.x; from < range.end; from += kThreads * kUnroll) {
+    Index position[kUnroll];
+    Dense raw[kUnroll];
+    Out held[kUnroll];
+    bool active[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      const int64_t slot = from + j * kThreads;
+      active[j] = slot >= range.begin && slot < range.end;
+      position[j] = active[j] ? load_once(indices + slot) : Index{0};
+    }
+    if (args.accumulate) {
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        if (active[j]) held[j] = load_once(out + from + j * kThreads);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (active[j]) raw[j] = dense[position[j]];
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (!active[j]) continue;
+      float g = to_float(raw[j]);
+      if (args.scale != nullptr) g = g * *args.scale;
+      if (args.accumulate) g = to_float(held[j]) + g;
+      const Out stored = from_float<Out>(g);
+      store_once(out + from + j * kThreads, stored);
+      const float value = to_float(stored);
+      sum += value * value;
+      not_finite = not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
+    }
+  }
+  if (args.found_inf != nullptr && __syncthreads_or(not_finite) && threadIdx.x == 0) {
+    *args.found_inf = __int_as_float(0x7f800000);
+  }
+  if (args.sum_sq != nullptr) {
+    const float block_total = block_sum(sum);
+    if (threadIdx.x == 0) partial_sums[table.block_offset + blockIdx.x] = block_total;
+  }
+}
+
+// One block for each segment, empty ones too: their sum is 0.
+template <int Capacity>
+__global__ void __launch_bounds__(kThreads) sum_partials_kernel(
+    const __grid_constant__ SegmentTable<Capacity> table, const float* partial_sums, float* sum_sq) {
+  const float* partials = partial_sums + table.block_offset;
+  double sum = 0.0;
+  for (int block = table.first_block[blockIdx.x] + threadIdx.x; block < table.first_block[blockIdx.x + 1];
+       block += kThreads) {
+    sum += static_cast<double>(partials[block]);
+  }
+  const double total = block_sum(sum);
+  if (threadIdx.x == 0) sum_sq[table.segment_offset + blockIdx.x] = static_cast<float>(total);
+}
+
+template <typename Dense, typename Out, typename Index>
+void launch(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
+  for_each_table(args.segments, nullptr, kSlots,
+                 [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                   if (blocks > 0) {
+                     masked_grad_gather_kernel<Dense, Out, Index>
+                         <<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
+                     check_launch("masked_grad_gather_");
+                   }
+                   if (args.sum_sq != nullptr) {
+                     sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, args.sum_sq);
+                     check_launch("masked_grad_gather_");
+                   }
+                 });
+}
+
+}  // namespace
+
+int64_t gather_blocks(const Segments& segments) {
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < segments.count; ++i) blocks += blocks_of(segments.starts[i], segments.ends[i], kSlots);
+  return blocks;
+}
+
+void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
+  dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
+    dispatch_dtype(args.out_dtype, [&]<typename Out>() {
+      dispatch_index(args.segments.wide_indices,
+                     [&]<typename Index>() { launch<Dense, Out, Index>(args, partial_sums, stream); });
+    });
+  });
+}
+
+}  // namespace sparse_opt::cuda

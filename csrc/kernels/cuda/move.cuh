@@ -1,0 +1,60 @@
+// The loop of the kernels that move bits between dense[indices] and a compact buffer.
+#pragma once
+
+#include "dispatch.cuh"
+#include "segment_table.cuh"
+
+namespace sparse_opt::cuda {
+
+// With Swap the two are exchanged, else the compact buffer is written to the dense tensors.
+template <typename Word, typename Index, bool Swap, int Capacity>
+__global__ void __launch_bounds__(kThreads) move_kernel(
+    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {
+  const BlockRange range = block_range(table, kSlots);
+  Word* dense = static_cast<Word*>(table.dense[range.segment]);
+  Word* compact = static_cast<Word*>(args.compact);
+  const Index* indices = static_cast<const Index*>(args.segments.indices);
+
+#pragma unroll 1
+  for (int64_t from = range.origin + threadIdx.x; from < range.end; from += kThreads * kUnroll) {
+    Index position[kUnroll];
+    Word held[kUnroll], value[kUnroll];
+    bool active[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      const int64_t slot = from + j * kThreads;
+      active[j] = slot >= range.begin && slot < range.end;
+      if (!active[j]) continue;
+      position[j] = load_once(indices + slot);
+      value[j] = compact[slot];
+    }
+    if (Swap) {
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        if (active[j]) held[j] = dense[position[j]];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (!active[j]) continue;
+      dense[position[j]] = value[j];
+      if (Swap) compact[from + j * kThreads] = held[j];
+    }
+  }
+}
+
+template <bool Swap>
+void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    dispatch_index(args.segments.wide_indices, [&]<typename Index>() {
+      for_each_table(args.segments, nullptr, kSlots,
+                     [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                       if (blocks == 0) return;
+                       move_kernel<Word, Index, Swap><<<blocks, kThreads, 0, stream>>>(table, args);
+                       check_launch(op);
+                     });
+    });
+  });
+}
+
+}  // namespace sparse_opt::cuda

@@ -1,0 +1,114 @@
+// How a kernel learns of a whole list of tensors: by value, in its parameters. No table is kept on the device, nothing
+// is copied beside the launch, and a captured graph holds its own copy.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "../arguments.h"
+
+namespace sparse_opt::cuda {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+// Slots of one block. A warp takes 32 consecutive slots at a time: streams of compact data are coalesced whatever the
+// segment's first slot, and neighbours in a dense tensor are fetched and stored by one instruction. Each thread has
+// kUnroll independent elements in flight.
+constexpr int64_t kSlots = 4 * kThreads * kUnroll;
+
+// Parameters may take 32764 bytes from CUDA 12.1 on (sm_70 and later), 4096 before. Few tensors get a small table, as
+// every launch copies its parameters.
+constexpr int kSmallTable = 64;
+#if CUDART_VERSION >= 12010
+constexpr int kLargeTable = 800;
+#else
+constexpr int kLargeTable = kSmallTable;
+#endif
+
+template <int Capacity>
+struct SegmentTable {
+  void* dense[Capacity];
+  const void* companions[Capacity];  // dense gradients, or the old tensors of a delta
+  int64_t starts[Capacity];
+  int64_t ends[Capacity];
+  int32_t first_block[Capacity + 1];  // of each segment, in this launch
+  int32_t count;
+  int64_t segment_offset;  // this launch's first segment and block within the call
+  int64_t block_offset;
+};
+
+// Blocks begin at multiples of 32 slots, so that a warp's loads do not straddle sectors.
+__host__ __device__ inline int64_t aligned_start(int64_t start) { return start & ~int64_t{31}; }
+
+// Where a block works: slots [begin, end) of segment `segment` of the table, handed to threads from `origin` on.
+struct BlockRange {
+  int segment;
+  int64_t origin, begin, end;
+};
+
+template <int Capacity>
+__device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block) {
+  const int block = static_cast<int>(blockIdx.x);
+  int low = 0, high = table.count;  // first_block[low] <= block < first_block[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (table.first_block[middle] <= block) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t start = table.starts[low], end = table.ends[low];
+  const int64_t origin = aligned_start(start) + (block - table.first_block[low]) * slots_per_block;
+  const int64_t last = origin + slots_per_block;
+  return {low, origin, origin < start ? start : origin, last < end ? last : end};
+}
+
+inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
+  return end > start ? (end - aligned_start(start) + slots_per_block - 1) / slots_per_block : 0;
+}
+
+inline void check_launch(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(op) + ": the CUDA launch failed: " + cudaGetErrorString(error));
+  }
+}
+
+template <int Capacity, typename Launch>
+void launch_tables(const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch& launch) {
+  SegmentTable<Capacity> table;
+  table.block_offset = 0;
+  for (int64_t first = 0; first < segments.count; first += Capacity) {
+    table.count = static_cast<int32_t>(std::min<int64_t>(Capacity, segments.count - first));
+    table.segment_offset = first;
+    table.first_block[0] = 0;
+    for (int i = 0; i < table.count; ++i) {
+      table.dense[i] = segments.dense[first + i];
+      table.companions[i] = companions != nullptr ? companions[first + i] : nullptr;
+      table.starts[i] = segments.starts[first + i];
+      table.ends[i] = segments.ends[first + i];
+      const int64_t blocks = blocks_of(table.starts[i], table.ends[i], slots_per_block);
+      table.first_block[i + 1] = table.first_block[i] + static_cast<int32_t>(blocks);
+    }
+    launch(table, static_cast<unsigned>(table.first_block[table.count]));
+    table.block_offset += table.first_block[table.count];
+  }
+}
+
+// launch(table, blocks) for as many tables as the list needs.
+template <typename Launch>
+void for_each_table(
+    const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch launch) {
+  if (segments.count <= kSmallTable) {
+    launch_tables<kSmallTable>(segments, companions, slots_per_block, launch);
+  } else {
+    launch_tables<kLargeTable>(segments, companions, slots_per_block, launch);
+  }
+}
+
+}  // namespace sparse_opt::cuda

@@ -1,0 +1,66 @@
+// Stochastic rounding, reproducible from a seed, a step and a compact slot.
+#pragma once
+
+#include "scalar_types.h"
+
+namespace sparse_opt {
+
+struct RandomWords {
+  uint32_t param, exp_avg, exp_avg_sq;
+};
+
+// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Key: the seed. Counter: the
+// compact slot and the step. The fourth word is not used.
+SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, uint32_t step) {
+  uint32_t c0 = static_cast<uint32_t>(slot), c1 = static_cast<uint32_t>(slot >> 32), c2 = step, c3 = 0;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
+    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(product0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {c0, c1, c2};
+}
+
+// x rounded to T, away from zero with probability (|x| - below) / (above - below), where below and above are its
+// neighbours by magnitude. What is not finite, or past T's largest finite value, is rounded to nearest.
+template <typename T>
+SPARSE_OPT_HOST_DEVICE T stochastic_round(float x, uint32_t random);
+
+template <>
+SPARSE_OPT_HOST_DEVICE float stochastic_round<float>(float x, uint32_t) {
+  return x;
+}
+
+template <>
+SPARSE_OPT_HOST_DEVICE bfloat16 stochastic_round<bfloat16>(float x, uint32_t random) {
+  const uint32_t bits = float_bits(x);
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  const uint16_t rounded = static_cast<uint16_t>((bits + (random & 0xffffu)) >> 16);
+  return {finite ? rounded : from_float<bfloat16>(x).bits};
+}
+
+template <>
+SPARSE_OPT_HOST_DEVICE float16 stochastic_round<float16>(float x, uint32_t random) {
+  const float magnitude = bits_float(float_bits(x) & 0x7fffffffu);
+  const uint16_t nearest = from_float<float16>(x).bits;
+  const uint16_t nearest_magnitude = nearest & 0x7fff;
+  const bool above = to_float(float16{nearest_magnitude}) > magnitude;
+  const uint16_t below = static_cast<uint16_t>(nearest_magnitude - (above ? 1 : 0));
+  const float below_value = to_float(float16{below});
+  const float gap = to_float(float16{static_cast<uint16_t>(below + 1)}) - below_value;
+  const float uniform = static_cast<float>(random >> 8) * 0x1p-24f;
+  const bool up = uniform * gap < magnitude - below_value;
+  const uint16_t rounded = static_cast<uint16_t>((below + (up ? 1 : 0)) | (nearest & 0x8000));
+  return {magnitude < 65504.0f ? rounded : nearest};
+}
+
+}  // namespace sparse_opt

@@ -1,0 +1,53 @@
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "kernels/cpu/kernels.h"
+#include "native.h"
+
+// As SCHEMAS in sparse_opt/ops/registry.py, where `backend` is added.
+TORCH_LIBRARY(sparse_opt_native, m) {
+  m.def(
+      "indexed_adamw_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!) exp_avg, "
+      "Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor[]? dense_grads=None, "
+      "Tensor(z!)? master=None, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
+      "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, "
+      "int seed=0) -> ()");
+  m.def(
+      "indexed_sgd_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!)? momentum_buffer, "
+      "Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None, "
+      "float momentum=0.0, float dampening=0.0, bool nesterov=False, float weight_decay=0.0, "
+      "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, "
+      "int seed=0) -> ()");
+  m.def(
+      "masked_grad_gather_(Tensor(a!) out, Tensor[] dense, Tensor indices, int[] starts, int[] ends, *, "
+      "Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None) -> ()");
+  m.def("indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
+  m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
+  m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");
+}
+
+namespace sparse_opt {
+namespace {
+
+// One piece of work is thousands of elements already, so the grain is one.
+void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  at::parallel_for(0, count, 1, body);
+}
+
+struct Cpu {
+  struct Guard {
+    explicit Guard(at::Device) {}
+  };
+  static void run(const AdamWArguments& args) { cpu::indexed_adamw(args, parallel_for); }
+  static void run(const SgdArguments& args) { cpu::indexed_sgd(args, parallel_for); }
+  static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
+  static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
+  static void run_mark(const DeltaArguments& args) { cpu::delta_mark(args, parallel_for); }
+  static void run_collect(const DeltaArguments& args) { cpu::delta_collect(args, parallel_for); }
+  static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
+};
+
+}  // namespace
+}  // namespace sparse_opt
+
+TORCH_LIBRARY_IMPL(sparse_opt_native, CPU, m) { sparse_opt::implement_ops<sparse_opt::Cpu>(m); }

@@ -1,0 +1,42 @@
+"""Sparse fine-tuning: training that pays only for the weights a mask makes active.
+
+Names are loaded on first use, so that `import sparse_opt` costs nothing and needs neither torch nor the extension.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import ops
+    from .delta_log import DeltaLog
+    from .errors import BackendUnavailable
+    from .masks import MaskSet
+    from .optim import SparseAdamW, SparseSGD
+
+__version__ = "0.1.0"
+
+__all__ = ["BackendUnavailable", "DeltaLog", "MaskSet", "SparseAdamW", "SparseSGD", "ops"]
+
+_HOMES = {
+    "BackendUnavailable": "errors",
+    "DeltaLog": "delta_log",
+    "MaskSet": "masks",
+    "SparseAdamW": "optim",
+    "SparseSGD": "optim",
+    "ops": "ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_HOMES[name]}", __name__)
+    value = module if name == _HOMES[name] else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

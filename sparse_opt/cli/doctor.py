@@ -1,0 +1,186 @@
+"""`sparse-opt doctor`: what is installed, which backends can run here, and why the others cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .output import format_bytes, print_json, table
+from .parser import CommandParser, add_json_flag
+
+# Environment variables that change what runs.
+ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
+OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
+
+_EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
+'auto' takes the first that can run; SPARSE_OPT_BACKEND=name, or an argument backend=name, takes that one or fails.
+
+examples:
+  sparse-opt doctor
+  sparse-opt doctor --json | python -c "import json, sys; print(json.load(sys.stdin)['backends'])"
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the report. Finding that a backend cannot run is a result, not a failure: the exit code is 0."""
+    parser = CommandParser(
+        prog="sparse-opt doctor",
+        description="What is installed, which backends can run here, and why the others cannot.",
+        epilog=_EPILOG,
+    )
+    add_json_flag(parser)
+    args = parser.parse_words(argv)
+    report = examine()
+    if args.json:
+        print_json(report)
+    else:
+        print(_text(report))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """The report as plain data. Keys that need torch are absent where torch is."""
+    report: dict[str, Any] = {
+        "sparse_opt": {"version": __version__, "path": str(Path(__file__).parents[1])},
+        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "packages": {name: _installed_version(name) for name in ("torch", "triton", *OPTIONAL_PACKAGES)},
+    }
+    if importlib.util.find_spec("torch") is None:
+        return report
+
+    import torch
+
+    from .. import backends
+
+    present = [device for device in ("cpu", "cuda") if _present(torch, device)]
+    module, cause = backends.native_module()
+    report |= {
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
+        "extension": {
+            "built": module is not None,
+            "cause": cause,
+            "build_info": module.build_info() if module else None,
+        },
+        "devices": _devices(torch),
+        "backends": {
+            device: {name: _availability(backends, torch, name, device) for name in backends.BACKENDS}
+            for device in ("cpu", "cuda")
+        },
+        "auto": {device: _auto(backends, device) for device in present},
+        "in_force": {device: _in_force(backends, device) for device in present},
+    }
+    return report
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices(torch: Any) -> list[dict[str, Any]]:
+    devices: list[dict[str, Any]] = [{"name": "cpu", "type": platform.processor() or platform.machine()}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": f"cuda:{index}",
+                "type": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return devices
+
+
+def _present(torch: Any, device_type: str) -> bool:
+    return device_type == "cpu" or torch.cuda.is_available()
+
+
+def _availability(backends: Any, torch: Any, backend: str, device_type: str) -> dict[str, Any]:
+    cause = backends.why_unavailable(backend, device_type)
+    if not cause and not _present(torch, device_type):
+        cause = "torch finds no CUDA device" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
+    return {"available": not cause, "cause": cause}
+
+
+def _auto(backends: Any, device_type: str) -> dict[str, Any]:
+    """What `auto` takes on a device for each op, and what stood before it in the order and cannot run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the slow choice that would be warned of is what this reports
+        taken = backends.choose(device_type, "auto")
+    order = backends.AUTO_ORDER[device_type]
+    passed_over = {name: backends.why_unavailable(name, device_type) for name in order[: order.index(taken)]}
+    return {"ops": dict.fromkeys(backends.OPS, taken), "order": list(order), "passed_over": passed_over}
+
+
+def _in_force(backends: Any, device_type: str) -> dict[str, Any]:
+    """What an op without an argument `backend` gets here and now, SPARSE_OPT_BACKEND included."""
+    from ..errors import BackendUnavailable
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {"backend": backends.choose(device_type), "cause": ""}
+    except BackendUnavailable as error:
+        return {"backend": None, "cause": str(error)}
+
+
+def _text(report: dict[str, Any]) -> str:
+    packages, python = report["packages"], report["python"]
+    facts = [
+        ("sparse-opt", f"{report['sparse_opt']['version']}  ({report['sparse_opt']['path']})"),
+        ("python", f"{python['version']}  ({python['executable']}, {python['platform']})"),
+    ]
+    if "torch" not in report:
+        facts.append(("torch", "MISSING: sparse-opt needs torch >= 2.9; install it with `pip install torch`"))
+        return _aligned(facts)
+    torch, extension = report["torch"], report["extension"]
+    facts.append(("torch", f"{torch['version']}  (CUDA {torch['cuda'] or 'none'}, {torch['threads']} threads)"))
+    facts.append(("triton", packages["triton"] or "not installed"))
+    facts.append(("extension", _one_line(extension["build_info"]) if extension["built"] else extension["cause"]))
+    facts += [("device", _one_line(device)) for device in report["devices"]]
+    facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
+    facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]
+    rows = [
+        (f"{device} tensors", name, "yes" if found["available"] else "no", found["cause"])
+        for device, backends in report["backends"].items()
+        for name, found in backends.items()
+    ]
+    choices = [line for device in report["auto"] for line in _choice(report, device)]
+    return "\n".join([_aligned(facts), "", table(("on", "backend", "runs", "because"), rows, words=4), "", *choices])
+
+
+def _choice(report: dict[str, Any], device: str) -> list[str]:
+    """What runs on a device, and why, in a few lines."""
+    auto, lines = report["auto"][device], []
+    for backend in sorted(set(auto["ops"].values())):
+        op_names = [op for op, taken in auto["ops"].items() if taken == backend]
+        why = "".join(f"; not {name}: {cause}" for name, cause in auto["passed_over"].items())
+        lines.append(
+            f"auto on {device} tensors takes {backend}, the first that runs of {', '.join(auto['order'])}{why}"
+        )
+        lines.append(f"  for {', '.join(op_names)}")
+    if report["environment"]["SPARSE_OPT_BACKEND"] is not None:
+        in_force = report["in_force"][device]
+        lines.append(f"SPARSE_OPT_BACKEND on {device} tensors: {in_force['backend'] or in_force['cause']}")
+    return lines
+
+
+def _aligned(facts: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{label:<13}{text}" for label, text in facts)
+
+
+def _one_line(info: dict[str, Any]) -> str:
+    words = [f"{k} {format_bytes(v) if k == 'memory_bytes' else v}" for k, v in info.items() if v not in ("", None)]
+    return ", ".join(words)

@@ -1,0 +1,128 @@
+"""`sparse-opt COMMAND ...`: finds the command, runs it, and turns what went wrong into one line and an exit code.
+
+Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted.
+
+A command is a module beside this one with `run(argv) -> int`. It is imported when it is called, and imports torch
+inside `run`, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+from ..errors import ConfigError, SparseOptError
+
+COMMANDS = {
+    "quickstart": "dense DPO, a mask from it, sparse DPO under the mask: the whole path on a tiny model, in minutes",
+    "train": "train a model: dpo, sft",
+    "mask": "find a mask, draw one at random, or describe one",
+    "delta": "list, verify and reconstruct the steps of a delta log",
+    "analyze": "measure what training changed",
+    "bench": "run a benchmark",
+    "doctor": "what is installed, which backends can run here, and why the others cannot",
+}
+
+# Packages that a user may lack, and how to get them.
+_INSTALL = {
+    "torch": "pip install torch",
+    "triton": "pip install triton",
+    "transformers": "pip install 'sparse-opt[train]'",
+    "datasets": "pip install 'sparse-opt[train]'",
+    "jinja2": "pip install 'sparse-opt[train]'",
+}
+
+_HELP = """usage: sparse-opt COMMAND [arguments]
+
+Sparse fine-tuning: training that pays only for the weights a mask makes active.
+
+commands:
+{commands}
+
+options:
+  -h, --help  show this help; 'sparse-opt COMMAND --help' teaches a command
+  --version   show the version
+
+a first run:
+  sparse-opt doctor                          what runs on this machine
+  sparse-opt quickstart                      the whole path on a tiny model, no downloads
+
+dense -> mask -> sparse on a model of your own:
+  sparse-opt train dpo --model_name M --dataset pairs.jsonl --delta_log_dir log --output_dir dense
+  sparse-opt mask find --delta_log_dir log --sparsity_percent 90 --output masks/
+  sparse-opt train dpo --model_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE --output_dir sparse
+
+exit codes: 0 done, 1 the work failed, 2 the call was wrong. SPARSE_OPT_DEBUG=1 shows the traceback of a failure."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _exit_code(words)
+
+
+def _exit_code(words: list[str]) -> int:
+    if os.environ.get("SPARSE_OPT_DEBUG") == "1":
+        return _dispatch(words)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _fail(f"error: {error}", 2)
+    except BrokenPipeError:
+        # The reader (`| head`) left: nothing to report, and nothing more may be written when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (SparseOptError, OSError) as error:
+        return _fail(f"error: {error or type(error).__name__}", 1)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _INSTALL:
+            raise
+        return _fail(f"error: this needs the package {package}, which is not installed: {_INSTALL[package]}", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(_help_text(), file=sys.stderr)
+        return 2
+    command, *arguments = words
+    if command in ("-h", "--help"):
+        print(_help_text())
+        return 0
+    if command == "--version":
+        print(f"sparse-opt {__version__}")
+        return 0
+    if command not in COMMANDS:
+        nearest = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"the nearest is '{nearest[0]}'" if nearest else f"there are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command '{command}'; {hint}")
+    module = importlib.import_module(f".{command}", __package__)
+    try:
+        return module.run(arguments)
+    except SystemExit as exit_request:  # argparse, after --help
+        return exit_request.code if isinstance(exit_request.code, int) else 0
+
+
+def _help_text() -> str:
+    return _HELP.format(commands="\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items()))
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    print(f"sparse-opt: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"sparse-opt: {' '.join(message.split())}", file=sys.stderr)
+    return code

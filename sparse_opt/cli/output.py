@@ -1,0 +1,51 @@
+"""What commands print: aligned tables, sizes, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def print_json(data: Any) -> None:
+    """`data` as indented JSON that any parser reads: NaN and infinities, which JSON lacks, become null."""
+    print(json.dumps(_plain(data), indent=2, allow_nan=False))
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple | set | frozenset):
+        return [_plain(value) for value in data]
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    return data if data is None or isinstance(data, bool | int | str) else str(data)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """Text columns: the first `words` of them flush left, the others, figures, flush right."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(_justified(line, widths, words)).rstrip() for line in lines)
+
+
+def _justified(cells: Sequence[str], widths: Sequence[int], words: int) -> list[str]:
+    pairs = enumerate(zip(cells, widths, strict=True))
+    return [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in pairs]
+
+
+def format_bytes(size: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_percent(share: float) -> str:
+    """0.01234 -> '1.234 %'."""
+    return f"{100 * share:.3f} %"

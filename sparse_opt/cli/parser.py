@@ -1,0 +1,59 @@
+"""argparse with one-line errors that name the nearest option, and `--top-k` read as `--top_k`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..errors import ConfigError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command's parser: raises ConfigError for a wrong call, where argparse prints its usage and exits."""
+
+    def __init__(self, **kwargs: Any):
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see '{self.prog} --help')")
+
+    def parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
+        """`parse_args`, with `--a-flag` read as `--a_flag`, and an unknown flag's nearest neighbour named."""
+        words = [_with_underscores(word) for word in argv]
+        flags = [flag for action in self._parser_for(words)._actions for flag in action.option_strings]
+        for word in words:
+            flag = word.partition("=")[0]
+            # Before argparse looks: it would report what a misspelt flag leaves missing, and not the flag.
+            if flag.startswith("--") and flag not in flags:
+                nearest = difflib.get_close_matches(flag, flags, n=1)
+                self.error(f"unknown argument '{word}'" + (f"; the nearest is '{nearest[0]}'" if nearest else ""))
+        return self.parse_args(words)
+
+    def _parser_for(self, words: Sequence[str]) -> argparse.ArgumentParser:
+        """The parser of the subcommand that is named first, or this one."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return next((action.choices[word] for word in words if word in action.choices), self)
+        return self
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """`--json`, the same on every command that produces data."""
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout instead of text")
+
+
+def add_tensor_choice(parser: argparse.ArgumentParser) -> None:
+    """`--include`, `--exclude`, `--mlp_only`: the arguments of `mask_finding.select_names`."""
+    for flag, text in (("--include", "only tensors whose name matches one of these"), ("--exclude", "none of these")):
+        parser.add_argument(flag, nargs="+", action="extend", metavar="PATTERN", help=f"{text}, such as '*.layers.3.*'")
+    parser.add_argument("--mlp_only", action="store_true", help="only weights of feed-forward blocks")
+
+
+def _with_underscores(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value

@@ -1,0 +1,138 @@
+"""The state that a delta log keeps: which tensors a model has, ties stored once, and the digest of all their bits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .errors import DeltaLogError
+from .tensor_state import BITS_DTYPE, canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
+
+_SHOWN_MISMATCHES = 20
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype (`bfloat16`) and shape of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_size(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The tensors of a state in the model's order.
+
+    `aliases` maps each further name of a tied tensor to the first one; `buffers` are the tensors that are no
+    parameters, where a module said so.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: Mapping[str, str]
+    buffers: frozenset[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.tensors)
+
+    def state_digest(self, tensor_digests: Sequence[str]) -> str:
+        """xxh3_128 over names, dtypes, shapes and the digest of each tensor's bytes, given in the layout's order."""
+        pairs = zip(self.tensors, tensor_digests, strict=True)
+        return combined_digest((spec.name, spec.dtype, spec.shape, digest) for spec, digest in pairs)
+
+    def mismatches(self, other: StateLayout) -> list[str]:
+        """How `other` differs from this layout, one line a tensor; order and buffers take no part."""
+        mine, theirs = ({spec.name: spec for spec in layout.tensors} for layout in (self, other))
+        lines = [f"{name} is missing" for name in mine if name not in theirs]
+        lines += [f"{name} is not in the log" for name in theirs if name not in mine]
+        lines += [
+            f"{name} is {theirs[name]}, {spec} in the log"
+            for name, spec in mine.items()
+            if name in theirs and theirs[name] != spec
+        ]
+        if not lines and dict(self.aliases) != dict(other.aliases):
+            lines.append(f"tied names are {dict(other.aliases)}, {dict(self.aliases)} in the log")
+        return lines
+
+    def require_same(self, other: StateLayout, where: str) -> None:
+        """Raise DeltaLogError, listing the differences, unless `other` has the same tensors."""
+        lines = self.mismatches(other)
+        if lines:
+            more = len(lines) - _SHOWN_MISMATCHES
+            listed = "; ".join(lines[:_SHOWN_MISMATCHES]) + (f"; and {more} more" if more > 0 else "")
+            raise DeltaLogError(f"{where}: the model is not the logged one: {listed}")
+
+    def to_json(self) -> str:
+        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]
+        return compact_json({"tensors": tensors, "aliases": dict(self.aliases), "buffers": sorted(self.buffers)})
+
+    @classmethod
+    def from_json(cls, text: str) -> StateLayout:
+        """Raises ValueError, KeyError or TypeError on text that `to_json` did not write."""
+        content = json.loads(text)
+        tensors = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in content["tensors"])
+        for spec in tensors:
+            if not isinstance(getattr(torch, spec.dtype, None), torch.dtype) or spec.element_size not in BITS_DTYPE:
+                raise ValueError(f"{spec.name} has the dtype {spec.dtype!r}")
+            if not all(type(size) is int and size >= 0 for size in spec.shape) or spec.numel >= 2**63:
+                raise ValueError(f"{spec.name} has the shape {list(spec.shape)}")
+        if len({spec.name for spec in tensors}) != len(tensors):
+            raise ValueError("a tensor is listed twice")
+        return cls(tensors, dict(content["aliases"]), frozenset(content["buffers"]))
+
+
+def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
+    """The layout of a module's `state_dict()`, or of a state dict, and its tensors under their first names.
+
+    The tensors share storage with the model and are not copied.
+
+    Raises:
+        DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory.
+    """
+    module = model_or_state if isinstance(model_or_state, nn.Module) else None
+    state: dict[str, Tensor] = dict(model_or_state.state_dict() if module is not None else model_or_state)  # type: ignore[union-attr,arg-type]
+    for name, tensor in state.items():
+        _require_plain(name, tensor)
+    firsts = canonical_names(state)
+    tensors = {name: tensor.detach() for name, tensor in state.items() if firsts[name] == name}
+    specs = tuple(TensorSpec(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items())
+    aliases = {name: first for name, first in firsts.items() if first != name}
+    parameters = set() if module is None else {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = frozenset() if module is None else frozenset(tensors.keys() - parameters)
+    return StateLayout(specs, aliases, buffers), tensors
+
+
+def _require_plain(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, wanted a tensor")
+    if is_wrapper(tensor):
+        raise DeltaLogError(
+            f"state entry {name} is {type(tensor).__name__}, wanted a plain tensor: gather sharded ones first"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise DeltaLogError(
+            f"state entry {name} is {tensor.layout} on {tensor.device}, wanted a strided tensor in memory"
+        )
+    if tensor.element_size() not in BITS_DTYPE:
+        raise DeltaLogError(f"state entry {name} is {tensor.dtype}, wanted elements of 1, 2, 4 or 8 bytes")

@@ -1,0 +1,180 @@
+"""Mask files: one safetensors file of positions with string metadata, or a `.pt` dictionary of bool tensors.
+
+A `.pt` file is the zip archive that torch.save has written since torch 1.6; the older form has no checksums and is
+refused.
+
+The safetensors file holds, for each parameter, its name and the int32 (int64 from 2**31 elements on) tensor of its
+active positions. Its metadata:
+
+    format           sparse-opt mask
+    format_version   1
+    shapes           JSON, name -> shape of the parameter
+    pattern          element, run16, run32, tile64 or tile128
+    sparsity         percent, as asked for; where nothing was said, as it is
+    digest           xxh3_128 over names, shapes and positions
+    metadata_digest  xxh3_128 over all other metadata
+    method, step, model, ...   whatever the mask carried
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .atomic_files import write_safetensors
+from .errors import MaskError
+from .tensor_state import compact_json, metadata_digest
+
+FORMAT = "sparse-opt mask"
+FORMAT_VERSION = "1"
+_RESERVED = ("format", "format_version", "shapes", "pattern", "digest", "metadata_digest")
+_PT_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class IndexMasks:
+    """What a safetensors mask file says; positions are not checked yet."""
+
+    indices: dict[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    pattern: str
+    metadata: dict[str, str]
+    digest: str
+
+
+@dataclass(frozen=True)
+class BoolMasks:
+    """What a `.pt` mask file says."""
+
+    masks: dict[str, Any]
+    metadata: dict[str, str]
+
+
+def write(
+    path: Path,
+    indices: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    pattern: str,
+    sparsity: float,
+    metadata: Mapping[str, str],
+    digest: str,
+) -> None:
+    """Write a mask file under its final name, whole or not at all. Makes missing parent folders."""
+    if path.suffix != ".safetensors":
+        raise MaskError(f"{path}: mask files end in .safetensors, found {path.suffix or 'no suffix'}")
+    taken = sorted(set(metadata) & set(_RESERVED))
+    if taken:
+        raise MaskError(f"{path}: metadata key {taken[0]} is reserved by the file format")
+    header = {
+        "sparsity": f"{100 * sparsity:.10g}",
+        **metadata,
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "shapes": compact_json({name: list(shape) for name, shape in shapes.items()}),
+        "pattern": pattern,
+        "digest": digest,
+    }
+    header["metadata_digest"] = metadata_digest(header)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(path, indices, header)
+    except (OSError, SafetensorError) as error:
+        raise MaskError(f"{path}: cannot write the mask: {_one_line(error)}") from error
+
+
+def read(path: Path) -> IndexMasks | BoolMasks:
+    """Read a mask file by its suffix. Raises MaskError naming the file."""
+    if not path.is_file():
+        raise MaskError(f"{path}: no such mask file")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix in _PT_SUFFIXES:
+        return _read_pt(path)
+    raise MaskError(f"{path}: mask files end in .safetensors, {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
+
+
+def _read_safetensors(path: Path) -> IndexMasks:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                raise MaskError(f"{path}: format is {header.get('format')!r}, wanted {FORMAT!r}")
+            if header.get("format_version") != FORMAT_VERSION:
+                raise MaskError(
+                    f"{path}: format version is {header.get('format_version')!r}, wanted {FORMAT_VERSION!r}"
+                )
+            written = header.pop("metadata_digest", None)
+            if metadata_digest(header) != written:
+                raise MaskError(
+                    f"{path}: damaged: the metadata has digest {metadata_digest(header)}, it says {written}"
+                )
+            missing = [key for key in _RESERVED[:-1] if key not in header]
+            if missing:
+                raise MaskError(f"{path}: metadata key {missing[0]} is missing")
+            shapes = _parsed_shapes(path, header["shapes"])
+            if set(file.keys()) != set(shapes):
+                raise MaskError(f"{path}: damaged: its tensors are not those of its shapes")
+            indices = {name: file.get_tensor(name) for name in shapes}
+    except (OSError, SafetensorError) as error:
+        raise MaskError(f"{path}: not a readable safetensors file: {_one_line(error)}") from error
+    kept = {key: value for key, value in header.items() if key not in _RESERVED}
+    return IndexMasks(indices, shapes, header["pattern"], kept, header["digest"])
+
+
+def _parsed_shapes(path: Path, text: str) -> dict[str, tuple[int, ...]]:
+    try:
+        shapes = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise MaskError(f"{path}: its shapes are not JSON: {error}") from error
+    lists = isinstance(shapes, dict) and all(isinstance(shape, list) for shape in shapes.values())
+    if not lists or not all(type(size) is int for shape in shapes.values() for size in shape):
+        raise MaskError(f"{path}: its shapes are not name -> list of integers")
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _read_pt(path: Path) -> BoolMasks:
+    _require_sound_zip(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
+        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise MaskError(f"{path}: holds a {type(content).__name__}, wanted a dictionary of bool tensors")
+    beside: dict[Any, Any] = {}
+    masks = content
+    if isinstance(content.get("masks"), dict):
+        masks = content["masks"]
+        beside = {key: value for key, value in content.items() if key != "masks"}
+        if isinstance(beside.get("metadata"), dict):
+            beside |= beside.pop("metadata")
+    odd = [name for name in masks if not isinstance(name, str)]
+    if odd or not masks:
+        raise MaskError(f"{path}: holds {f'the key {odd[0]!r}' if odd else 'no masks'}, wanted parameter names")
+    metadata = {str(key): str(value) for key, value in beside.items() if isinstance(value, (str, int, float))}
+    return BoolMasks(masks, {key: value for key, value in metadata.items() if key not in _RESERVED})
+
+
+def _require_sound_zip(path: Path) -> None:
+    """Compare the checksums of a torch.save archive, which torch.load leaves unread."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise MaskError(f"{path}: not a readable archive as torch.save writes it: {_one_line(error)}") from error
+    if broken is not None:
+        raise MaskError(f"{path}: damaged: {broken!r} does not have its checksum")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -1,0 +1,124 @@
+"""How a mask may take elements: one by one, in aligned runs of a row, or in aligned square tiles.
+
+A tensor is seen as a matrix: the last dimension is its columns, all others together its rows; a vector is one row, a
+scalar one element. A unit of a pattern is `height` rows by `width` columns, aligned to multiples of both, and the units
+at the right and bottom edge are as much smaller as the matrix demands. Each pattern is made of units of the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_BAND_ELEMENTS = 2**24
+
+# pattern -> (height, width) of a unit, from the least to the most specific.
+PATTERNS: dict[str, tuple[int, int]] = {
+    "element": (1, 1),
+    "run16": (1, 16),
+    "run32": (1, 32),
+    "tile64": (64, 64),
+    "tile128": (128, 128),
+}
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a tensor's shape."""
+    columns = shape[-1] if len(shape) else 1
+    return math.prod(shape[:-1]), columns
+
+
+def unit_grid(shape: Sequence[int], pattern: str) -> tuple[int, int]:
+    """Units of a pattern from top to bottom and from left to right."""
+    height, width = PATTERNS[pattern]
+    rows, columns = matrix_shape(shape)
+    return -(-rows // height), -(-columns // width)
+
+
+def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | None:
+    """The first unit found, counted row by row, of which `indices` takes a part only; None if there is none.
+
+    Args:
+        indices: [nnz] sorted unique positions in the flattened tensor, all in range.
+    """
+    height, width = PATTERNS[pattern]
+    if pattern == "element" or indices.numel() == 0:
+        return None
+    rows, columns = matrix_shape(shape)
+    runs = _aligned_runs(indices, width) if columns % width == 0 else None
+    if runs is not None and height == 1:
+        return None
+    # Bands of whole unit rows bound the scratch, and no unit crosses from one into the next.
+    positions, across = (indices, columns) if runs is None else (runs, columns // width)
+    band = height * max(1, _BAND_ELEMENTS // (height * across))
+    inner = torch.tensor(range(band * across, rows * across, band * across), dtype=positions.dtype)
+    cuts = [0, *torch.searchsorted(positions, inner).tolist(), positions.numel()]
+    for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        if begin == end:
+            continue
+        broken = _broken_in_band(positions[begin:end], i * band, rows, across, height, width if runs is None else 1)
+        if broken is not None:
+            return broken
+    return None
+
+
+def _aligned_runs(indices: Tensor, width: int) -> Tensor | None:
+    """The runs that sorted unique `indices` are made of, or None; rows hold whole runs: the common, fast case."""
+    if indices.numel() % width:
+        return None
+    first, last = indices[::width], indices[width - 1 :: width]
+    runs = first // width
+    return runs if bool(((last - first == width - 1) & (runs * width == first)).all()) else None
+
+
+def _broken_in_band(positions: Tensor, first_row: int, rows: int, columns: int, height: int, width: int) -> int | None:
+    across = -(-columns // width)
+    first_unit = first_row // height * across
+    row = positions // columns
+    counts = torch.bincount((row // height) * across + (positions - row * columns) // width - first_unit)
+    units = counts.nonzero().view(-1)
+    unit_row, unit_column = (units + first_unit) // across, units % across
+    heights = (rows - unit_row * height).clamp(max=height)
+    widths = (columns - unit_column * width).clamp(max=width)
+    broken = (counts[units] != heights * widths).nonzero()
+    return first_unit + int(units[broken[0]]) if broken.numel() else None
+
+
+def most_specific_pattern(masks: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
+    """The last of `PATTERNS` that (indices, shape) of every tensor keeps to."""
+    found = len(PATTERNS) - 1
+    names = list(PATTERNS)
+    for indices, shape in masks:
+        # A pattern is made of units of the one before, so the first that fails ends the search.
+        for i in range(1, found + 1):
+            if broken_unit(indices, shape, names[i]) is not None:
+                found = i - 1
+                break
+    return names[found]
+
+
+def expand_units(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
+    """Sorted int64 positions of all elements of some units.
+
+    Args:
+        units: [k] int64, sorted and unique, counted row by row over `unit_grid`.
+    """
+    height, width = PATTERNS[pattern]
+    if pattern == "element":
+        return units
+    rows, columns = matrix_shape(shape)
+    _, units_across = unit_grid(shape, pattern)
+    unit_row, first_column = units // units_across, units % units_across * width
+    column = first_column[:, None] + torch.arange(width)
+    if height == 1:
+        return (unit_row[:, None] * columns + column)[column < columns]
+    unit_rows, counts = torch.unique_consecutive(unit_row, return_counts=True)
+    parts = []
+    for r, in_row in zip(unit_rows.tolist(), column.split(counts.tolist()), strict=True):
+        row = torch.arange(r * height, min((r + 1) * height, rows))
+        parts.append((row[:, None] * columns + in_row[in_row < columns]).view(-1))
+    return torch.cat(parts) if parts else units

@@ -1,0 +1,75 @@
+"""The named tensors of a model as masks and delta logs see them: ties found, bits hashed.
+
+Digests are xxh3_128. They find damage and mix-ups, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from .ops.reference import BITS_DTYPE as BITS_DTYPE
+from .ops.reference import as_bits as as_bits
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """`bfloat16`, not `torch.bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """True for tensors made of other tensors (DTensor, quantized subclasses), which have no bits of their own."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def named_parameters_of(
+    model_or_named: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Name -> parameter, every name of a tied parameter included, in the model's order."""
+    if isinstance(model_or_named, nn.Module):
+        return dict(model_or_named.named_parameters(remove_duplicate=False))
+    return dict(model_or_named)
+
+
+def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> the first name under which the same storage is seen; a tensor that is not tied maps to itself."""
+    first: dict[Any, str] = {}
+    return {name: first.setdefault(_storage_key(tensor), name) for name, tensor in tensors.items()}
+
+
+def _storage_key(tensor: Tensor) -> Any:
+    # Meta, empty and wrapper tensors have no address that would tell them apart.
+    if tensor.device.type == "meta" or tensor.numel() == 0 or is_wrapper(tensor):
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """xxh3_128 of a tensor's bytes in row-major order, as 32 hex digits. Copies to the host what is not there."""
+    bits = tensor.detach().cpu().contiguous().view(-1)
+    return xxhash.xxh3_128_hexdigest(bits.view(torch.uint8).numpy().data)
+
+
+def combined_digest(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+    """xxh3_128 over (name, dtype, shape, digest of the bytes) of many tensors, in the order of their names.
+
+    Each entry is hashed as one line of compact ASCII JSON, `["name","dtype",[shape],"digest"]` and a newline.
+    """
+    state = xxhash.xxh3_128()
+    for name, dtype, shape, digest in sorted(entries):
+        state.update(compact_json([name, dtype, list(shape), digest]).encode("ascii") + b"\n")
+    return state.hexdigest()
+
+
+def metadata_digest(metadata: Mapping[str, str]) -> str:
+    """xxh3_128 over string metadata, as compact ASCII JSON with sorted keys."""
+    return xxhash.xxh3_128_hexdigest(compact_json(dict(metadata)).encode("ascii"))
+
+
+def compact_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=True)

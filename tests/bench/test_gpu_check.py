@@ -1,0 +1,142 @@
+"""What runs on a GPU machine, tried out on a CPU; the parts that need a GPU are told apart and said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_opt import backends
+from sparse_opt.bench import cases, gpu_check
+
+SMALL = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
+
+
+@pytest.fixture
+def needs_extension():
+    if "cpu" not in backends.available("cpu"):
+        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
+
+
+def test_every_row_is_checked_timed_and_written(tmp_path, capsys, needs_extension):
+    path = tmp_path / "gpu_check.json"
+    assert gpu_check.main([*SMALL, "--output", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["completed"]
+    assert report["failures"] == []
+    assert report["sanitizer"] == {"skipped": "cpu is no GPU"}
+    assert report["build_info"]["torch"]
+
+    rows = report["kernels"]["rows"]
+    timed = {(row["work"], row["density"]) for row in rows if row["backend"] == "cpu"}
+    on_weights = {
+        "indexed_adamw_, dense gradients",
+        "indexed_adamw_, compact gradients",
+        "masked_grad_gather_",
+        "indexed_swap_",
+        "SparseAdamW.step, dense gradients",
+        "SparseAdamW.step, compact gradients",
+        "SparseAdamW.clip_grad_norm_",
+    }
+    on_delta = {"delta_encode", "delta_apply_"}
+    wanted = {(work, density) for work in on_weights for density in (0.025, 0.1)}
+    assert timed == wanted | {(work, density) for work in on_delta for density in (0.01, 0.025, 0.1)}
+    peers = {row["work"] for row in rows if row["backend"] == "torch"}
+    torch_steps = {"torch.optim.AdamW(fused=True).step", "torch.nn.utils.clip_grad_norm_"}
+    assert peers == {"copy", "ne, nonzero, index", *torch_steps}
+    for row in rows:
+        assert row["ms"] > 0
+        if row["floor_ms"] is not None:
+            assert row["floor_ms"] == pytest.approx(row["bytes"] / (1e6 * report["kernels"]["copy_gb_per_s"]))
+            assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
+    assert "all checks passed" in capsys.readouterr().out
+
+
+def test_a_wrong_result_is_not_timed_and_fails_the_check(tmp_path, capsys, monkeypatch, needs_extension):
+    true_op = cases.ops.indexed_swap_
+
+    def wrong(dense, compact, *where, backend):
+        true_op(dense, compact, *where, backend=backend)
+        if backend != "reference":
+            dense[0].zero_()
+
+    monkeypatch.setattr(cases.ops, "indexed_swap_", wrong)
+    path = tmp_path / "gpu_check.json"
+    assert gpu_check.main([*SMALL, "--output", str(path)]) == 1
+    report = json.loads(path.read_text())
+    assert [failure.split(":")[0] for failure in report["failures"]] == ["indexed_swap_"] * 2  # one for each density
+    assert not any(row["work"] == "indexed_swap_" for row in report["kernels"]["rows"])
+    assert "gpu-check: FAILED" in capsys.readouterr().out
+
+
+def test_what_was_found_before_an_error_is_written(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr("sparse_opt.bench.kernels.KernelBench._delta", fail)
+    path = tmp_path / "gpu_check.json"
+    with pytest.raises(RuntimeError, match="gone"):
+        gpu_check.main([*SMALL, "--output", str(path)])
+    report = json.loads(path.read_text())
+    assert not report["completed"]
+    assert any(row["work"] == "copy" for row in report["kernels"]["rows"])
+
+
+def test_a_failing_suite_fails_the_check(tmp_path):
+    tests = tmp_path / "tests" / "ops"
+    tests.mkdir(parents=True)
+    (tests / "test_one.py").write_text(
+        "import pytest\n"
+        "def test_right(): pass\n"
+        "def test_wrong(): assert False\n"
+        "def test_left_out(): assert False\n"
+        "def test_skipped(): pytest.skip('needs nothing')\n"
+    )
+    path = tmp_path / "gpu_check.json"
+    arguments = [word for word in SMALL if word != "--skip_tests"]
+    words = [*arguments, "--tests", str(tmp_path / "tests"), "--pytest_options=-k 'not left_out'"]
+    assert gpu_check.main([*words, "--output", str(path)]) == 1
+    report = json.loads(path.read_text())
+    found = {key: report["tests"][key] for key in ("exit_code", "passed", "failed", "skipped")}
+    assert found == {"exit_code": 1, "passed": 1, "failed": 1, "skipped": 1}
+    assert any(failure.startswith("tests: exit code 1") for failure in report["failures"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cpu", "--tests", "no_such_folder"], "tests folder no_such_folder: not found"),
+        (["--device", "cpu", "--skip_tests", "--output", "/proc/none/x.json"], "cannot be written"),
+    ],
+)
+def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        gpu_check.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_sanitizer_tool_runs_on_the_ops_and_must_find_nothing(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    tool = tmp_path / gpu_check.SANITIZER
+    tool.write_text(
+        f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> {log}\ncase "$*" in *racecheck*) exit 1;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    report: dict[str, Any] = {}
+    assert gpu_check._sanitizer(report, torch.device("cuda")) == ["compute-sanitizer racecheck: exit code 1"]
+    assert [report["sanitizer"][name]["exit_code"] for name in ("memcheck", "racecheck")] == [0, 1]
+    memcheck, racecheck = log.read_text().splitlines()
+    for line, name in ((memcheck, "memcheck"), (racecheck, "racecheck")):
+        assert line.startswith(f"1 --tool {name} --error-exitcode 1 ")
+        assert line.endswith(f"{sys.executable} -m sparse_opt.bench.sanitize_ops")
+
+
+def test_a_part_past_its_limit_fails():
+    code, seconds = gpu_check._run([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+    assert code is None
+    assert seconds < 30

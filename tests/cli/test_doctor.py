@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparse_opt import backends
+
+
+def report_of(outcome):
+    assert (outcome.code, outcome.err) == (0, "")
+    return json.loads(outcome.out)
+
+
+def test_json_covers_every_backend_device_and_op(sparse_opt, monkeypatch):
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
+    report = report_of(sparse_opt("doctor", "--json"))
+    assert report["torch"]["version"] == torch.__version__
+    assert set(report["backends"]) == {"cpu", "cuda"}
+    for found in report["backends"].values():
+        assert set(found) == set(backends.BACKENDS)
+        # Either it runs, or there is a cause; never both, never neither.
+        assert all(entry["available"] == (entry["cause"] == "") for entry in found.values())
+    assert report["backends"]["cpu"]["reference"]["available"]
+    assert set(report["auto"]["cpu"]["ops"]) == set(backends.OPS)
+    for device, auto in report["auto"].items():
+        assert all(report["backends"][device][name]["available"] for name in auto["ops"].values())
+        assert report["in_force"][device]["backend"] in auto["ops"].values()
+    assert report["environment"]["SPARSE_OPT_BACKEND"] is None
+
+
+def test_says_what_auto_passed_over_and_why(sparse_opt, monkeypatch):
+    monkeypatch.setattr(backends, "native_module", lambda: (None, "no compiler was found"))
+    report = report_of(sparse_opt("doctor", "--json"))
+    assert report["extension"] == {"built": False, "cause": "no compiler was found", "build_info": None}
+    assert report["auto"]["cpu"]["passed_over"] == {"cpu": "no compiler was found"}
+    outcome = sparse_opt("doctor")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "auto on cpu tensors takes reference" in outcome.out
+    assert "not cpu: no compiler was found" in outcome.out
+
+
+def test_variable_in_force_is_shown_also_when_it_cannot_run(sparse_opt, monkeypatch):
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "reference")
+    assert report_of(sparse_opt("doctor", "--json"))["in_force"]["cpu"]["backend"] == "reference"
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
+    in_force = report_of(sparse_opt("doctor", "--json"))["in_force"]["cpu"]
+    assert in_force["backend"] is None
+    assert "'cuda' (SPARSE_OPT_BACKEND) cannot run" in in_force["cause"]
+    assert "SPARSE_OPT_BACKEND on cpu tensors: backend 'cuda'" in sparse_opt("doctor").out
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_without_torch_it_says_so(sparse_opt, monkeypatch, flags):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    outcome = sparse_opt("doctor", *flags)
+    assert (outcome.code, outcome.err) == (0, "")
+    if flags:
+        assert "torch" not in json.loads(outcome.out)
+    else:
+        assert "torch        MISSING" in outcome.out
+        assert "pip install torch" in outcome.out
+
+
+def test_runs_outside_the_repository(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "sparse_opt.cli", "doctor"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert torch.__version__ in result.stdout

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sparse_opt.cli import doctor
+from sparse_opt.cli.main import COMMANDS, main
+from sparse_opt.errors import ConfigError, SparseOptError
+
+
+def failing_with(error: BaseException):
+    def run(argv):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (SparseOptError("the work failed"), 1, "sparse-opt: error: the work failed\n"),
+        (ConfigError("the call was wrong"), 2, "sparse-opt: error: the call was wrong\n"),
+        (OSError("two\nlines"), 1, "sparse-opt: error: two lines\n"),
+        (
+            PermissionError(13, "Permission denied", "/out"),
+            1,
+            "sparse-opt: error: [Errno 13] Permission denied: '/out'\n",
+        ),
+        (KeyboardInterrupt(), 130, "sparse-opt: interrupted\n"),
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 1, None),
+        (ModuleNotFoundError("No module named 'torch._C'", name="torch._C"), 1, None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_expected_failures_are_one_line(sparse_opt, monkeypatch, error, code, line):
+    monkeypatch.setattr(doctor, "run", failing_with(error))
+    outcome = sparse_opt("doctor")
+    assert outcome.code == code
+    assert outcome.out == ""
+    assert outcome.err.count("\n") == 1
+    if line is not None:
+        assert outcome.err == line
+
+
+def test_missing_extra_says_how_to_get_it(sparse_opt, monkeypatch):
+    # None in sys.modules is what import sees where a package is not installed.
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(doctor, "run", lambda argv: __import__("datasets"))
+    line = sparse_opt("doctor").failed_in_one_line(1)
+    assert "package datasets" in line
+    assert "pip install 'sparse-opt[train]'" in line
+
+
+def test_unexpected_failures_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(doctor, "run", failing_with(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+    monkeypatch.setattr(doctor, "run", failing_with(ModuleNotFoundError("No module named 'mine'", name="mine")))
+    with pytest.raises(ModuleNotFoundError):
+        main(["doctor"])
+
+
+def test_debug_variable_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("SPARSE_OPT_DEBUG", "1")
+    monkeypatch.setattr(doctor, "run", failing_with(SparseOptError("shown")))
+    with pytest.raises(SparseOptError):
+        main(["doctor"])
+
+
+def test_unknown_command_names_the_nearest(sparse_opt):
+    assert "'doctr'; the nearest is 'doctor'" in sparse_opt("doctr").failed_in_one_line(2)
+
+
+def test_unknown_flag_names_the_nearest(sparse_opt):
+    assert "'--jsn'; the nearest is '--json'" in sparse_opt("doctor", "--jsn").failed_in_one_line(2)
+
+
+def test_no_command_shows_the_help_and_is_a_wrong_call(sparse_opt):
+    outcome = sparse_opt()
+    assert outcome.code == 2
+    assert "usage: sparse-opt COMMAND" in outcome.err
+
+
+@pytest.mark.parametrize("words", [[], *([command] for command in COMMANDS)], ids=" ".join)
+def test_help_teaches_with_examples_and_loads_no_torch(words):
+    code = (
+        "import sys; from sparse_opt.cli.main import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.startswith(f"usage: {' '.join(['sparse-opt', *words])} ")
+    assert "  sparse-opt " in result.stdout  # an example
+
+
+def test_python_m_runs_it(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "sparse_opt.cli", "--version"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("sparse-opt ")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "sparse_opt.cli", "--help"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert result.stderr == ""

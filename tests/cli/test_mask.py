@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet
+from sparse_opt.cli.mask import PATTERNS
+from sparse_opt.mask_patterns import PATTERNS as PATTERNS_THERE_ARE
+
+
+def test_find_keeps_what_moved_most(sparse_opt, files, tmp_path):
+    words = ("--delta_log_dir", files.delta_log, "--sparsity_percent", 90, "--target_step", 2, "--output", tmp_path)
+    found = json.loads(sparse_opt("mask", "find", *words, "--min_tensor_keep", 0, "--json").done())
+    assert found["file"] == str(tmp_path / "sparsity_90.0pct_magnitude_step2.safetensors")
+    mask = MaskSet.load(found["file"])
+    assert mask.metadata["model"] == "tiny"
+    assert (mask.nnz, mask.digest) == (found["nnz"], found["digest"])
+    moved = {n: (files.states[2][n].float() - files.states[0][n].float()).abs().view(-1) for n in mask.names}
+    assert mask.nnz == round(0.1 * sum(t.numel() for t in moved.values()))
+    least_kept = min(moved[n][mask[n].long()].min() for n in mask.names if mask[n].numel())
+    most_left = max(moved[n][~mask.bool(n).view(-1)].max() for n in mask.names)
+    assert 0 < most_left <= least_kept
+
+
+def test_find_chooses_tensors_and_a_file_name(sparse_opt, files, tmp_path):
+    output = tmp_path / "new" / "mine.safetensors"
+    words = ("--delta_log_dir", files.delta_log, "--output", output, "--mlp_only", "--pool", "tensor")
+    sparse_opt("mask", "find", *words, "--exclude", "*.0.*", "*down_proj*").done()
+    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    assert sorted(MaskSet.load(output).names) == names
+
+
+def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, files, tmp_path):
+    words = ("--delta_log_dir", files.delta_log, "--target_step", 1, "--sparsity_percent", 10, "--output", tmp_path)
+    outcome = sparse_opt("mask", "find", *words)
+    outcome.done()
+    assert outcome.err.startswith("sparse-opt: warning: only ")
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--target_step", 7), 1, "step 7 is not logged"),
+        (("--sparsity_percent", 100), 1, "100"),
+        (("--sparsity_percent", "ninety"), 2, "'ninety'"),
+        (("--method", "fisher"), 2, "'magnitude'"),
+        (("--sparsty_percent", 90), 2, "the nearest is '--sparsity_percent'"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else None,
+)
+def test_find_refuses_in_one_line_and_writes_nothing(sparse_opt, files, tmp_path, words, code, said):
+    call = ("mask", "find", "--delta_log_dir", files.delta_log, "--output", tmp_path / "masks", *words)
+    assert said in sparse_opt(*call).failed_in_one_line(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_find_where_there_is_no_log(sparse_opt, tmp_path):
+    call = ("mask", "find", "--delta_log_dir", tmp_path / "none", "--output", tmp_path)
+    assert "holds no delta log" in sparse_opt(*call).failed_in_one_line(1)
+
+
+def test_random_is_the_library_s_mask_of_the_model(sparse_opt, files, tmp_path):
+    words = ("--model_name", files.model, "--density", 0.25, "--pattern", "run16", "--seed", 3, "--output", tmp_path)
+    found = json.loads(sparse_opt("mask", "random", *words, "--json").done())
+    assert found["file"] == str(tmp_path / "sparsity_75.0pct_random_seed3.safetensors")
+    mask = MaskSet.load(found["file"])
+    shapes = {name: tensor.shape for name, tensor in files.states[0].items() if name != "lm_head.weight"}
+    assert mask == MaskSet.random(shapes, density=0.25, pattern="run16", seed=3)
+    assert mask.pattern == "run16"
+    assert mask.metadata["model"] == str(files.model)
+
+
+def test_patterns_are_those_of_the_library():
+    assert list(PATTERNS) == list(PATTERNS_THERE_ARE)
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, "nan"])
+def test_random_refuses_a_density_out_of_range(sparse_opt, files, tmp_path, density):
+    call = ("mask", "random", "--model_name", files.model, "--density", density, "--output", tmp_path)
+    assert "'density'" in sparse_opt(*call).failed_in_one_line(2)
+
+
+def test_random_of_a_model_that_is_not_there(sparse_opt, tmp_path):
+    call = ("mask", "random", "--model_name", tmp_path / "none", "--density", 0.1, "--output", tmp_path / "masks")
+    assert str(tmp_path / "none") in sparse_opt(*call).failed_in_one_line(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_counts_by_layer_and_tensor(sparse_opt, tmp_path):
+    mask = MaskSet(
+        {"h.0.w": torch.tensor([0, 5]), "h.1.w": torch.tensor([1]), "norm": torch.tensor([], dtype=torch.int32)},
+        {"h.0.w": (2, 4), "h.1.w": (2, 4), "norm": (4,)},
+        metadata={"method": "by hand"},
+    )
+    file = mask.save(tmp_path / "mask.safetensors")
+    info = json.loads(sparse_opt("mask", "info", file, "--json").done())
+    assert (info["nnz"], info["numel"], info["density"], info["pattern"]) == (3, 20, 0.15, "element")
+    assert info["digest"] == mask.digest
+    assert info["metadata"]["method"] == "by hand"
+    assert {name: layer["density"] for name, layer in info["layers"].items()} == {"0": 0.25, "1": 0.125, "other": 0}
+    assert {name: t["nnz"] for name, t in info["tensors"].items()} == {"h.0.w": 2, "h.1.w": 1, "norm": 0}
+    text = sparse_opt("mask", "info", file, "--per_tensor").done()
+    assert "3 of 20 elements active in 3 tensors: density 15.000 %" in text
+    assert "h.1.w" in text
+    assert "12.500 %" in text
+
+
+@pytest.mark.parametrize("kept", [0, 7, 60, -1])
+def test_info_of_a_truncated_file(sparse_opt, tmp_path, kept):
+    file = MaskSet({"w": torch.tensor([0, 5])}, {"w": (2, 4)}).save(tmp_path / "mask.safetensors")
+    file.write_bytes(file.read_bytes()[:kept])
+    assert str(file) in sparse_opt("mask", "info", file).failed_in_one_line(1)
+
+
+def test_output_that_cannot_be_written_leaves_nothing(sparse_opt, files, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for output in (tmp_path / "file" / "masks", tmp_path / "file" / "mask.safetensors"):
+        call = ("mask", "random", "--model_name", files.model, "--density", 0.1, "--output", output)
+        assert str(tmp_path / "file") in sparse_opt(*call).failed_in_one_line(1)
+    line = sparse_opt(*call[:-1], tmp_path / "file").failed_in_one_line(2)
+    assert "does not end in .safetensors" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_permission_denied_is_one_line(sparse_opt, files, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr("sparse_opt.atomic_files.save_file", refuse)
+    call = ("mask", "random", "--model_name", files.model, "--density", 0.1, "--output", tmp_path)
+    assert "Permission denied" in sparse_opt(*call).failed_in_one_line(1)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,153 @@
+"""A tiny Llama with its tokenizer on disk, and preference files in the formats people have."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
+
+
+@pytest.fixture(autouse=True)
+def private_dataset_cache(tmp_path_factory, monkeypatch):
+    """Keep what `datasets` caches out of the user's home."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+def make_pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
+    """Rows in TRL's preference format: a question with its answer, and with a wrong one."""
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(n):
+        a, b = generator.randrange(50), generator.randrange(50)
+        rows.append(
+            {"prompt": f"What is {a} plus {b}?", "chosen": f" It is {a + b}.", "rejected": f" Maybe {a - b}, or not."}
+        )
+    return rows
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with BOS before plain text, an EOS, a separate pad token and no chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<pad>", "<s>", "</s>", *ROLE_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for row in make_pairs(64) for text in row.values()), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.1,  # sharper than the default, so that log-probabilities differ between tokens
+            attention_dropout=0.1,  # has to be switched off by the loops
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+@pytest.fixture
+def model(tokenizer) -> LlamaForCausalLM:
+    return make_model(tokenizer).eval()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    make_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pairs() -> list[dict[str, str]]:
+    return make_pairs(24)
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory, pairs) -> Path:
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def mask_file(tmp_path_factory, model_folder) -> Path:
+    from sparse_opt.masks import MaskSet
+
+    mask = MaskSet.random(LlamaForCausalLM.from_pretrained(model_folder), density=0.2, seed=3)
+    return mask.save(tmp_path_factory.mktemp("masks") / "random.safetensors")
+
+
+@pytest.fixture
+def dpo_options(tmp_path, model_folder, pairs_file) -> Callable[..., object]:
+    """`dpo_options(n_steps=3)`: a DPOConfig of a small run, with the changes given."""
+    from sparse_opt.trainers.dpo import DPOConfig
+
+    def make(**changes: object) -> DPOConfig:
+        options: dict[str, object] = {
+            "policy_name": str(model_folder),
+            "dataset": str(pairs_file),
+            "output_dir": tmp_path / "run",
+            "dtype": "fp32",
+            "device": "cpu",
+            "n_steps": 4,
+            "batch_size": 4,
+            "max_length": 64,
+            "learning_rate": 1e-3,
+            "seed": 5,
+        }
+        return DPOConfig(**{**options, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[dict], list[dict]]:
+    """The rows of a summary's metrics file."""
+
+    def read(summary: dict) -> list[dict]:
+        return [json.loads(line) for line in Path(summary["metrics_file"]).read_text().splitlines()]
+
+    return read

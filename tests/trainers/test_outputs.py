@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sparse_opt.cli.config import parse_config
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers import dpo
+from sparse_opt.trainers.options import model_slug
+from sparse_opt.trainers.outputs import check_new_folder, save_checkpoint
+
+
+@contextmanager
+def not_root():
+    """Root may write anywhere, so a test of permissions has to be somebody else."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def read_only_folder():
+    folder = Path(tempfile.mkdtemp())  # not under tmp_path, whose parents only root may enter
+    folder.chmod(0o555)
+    yield folder
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("below", ["", "run", "some/run"])
+def test_read_only_output_folder_is_refused_before_loading(dpo_options, read_only_folder, monkeypatch, below):
+    monkeypatch.setattr("sparse_opt.trainers.loop.load_tokenizer", lambda config: pytest.fail("started to load"))
+    options = dpo_options(output_dir=read_only_folder / below)
+    with not_root(), pytest.raises(ConfigError, match=rf"'output_dir'.*no permission to write in {read_only_folder}"):
+        dpo.train(options)
+
+
+@pytest.mark.parametrize("option", ["output_dir", "delta_log_dir"])
+def test_folder_in_use_is_refused(dpo_options, tmp_path, option):
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "something").touch()
+    with pytest.raises(ConfigError, match=f"'{option}': .*used exists and is not empty"):
+        dpo.train(dpo_options(**{option: used}))
+    with pytest.raises(ConfigError, match=f"'{option}': .*something exists and is not a folder"):
+        dpo.train(dpo_options(**{option: used / "something"}))
+    with pytest.raises(ConfigError, match=f"'{option}': .*"):
+        dpo.train(dpo_options(**{option: used / "something" / "below"}))
+    assert [path.name for path in used.iterdir()] == ["something"]
+
+
+def test_new_and_empty_folders_are_fine_and_untouched(tmp_path):
+    check_new_folder(tmp_path, "output_dir")
+    check_new_folder(tmp_path / "a" / "b", "output_dir")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failing_checkpoint_leaves_nothing(model, tmp_path):
+    class BrokenTokenizer:
+        def save_pretrained(self, folder):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(model, BrokenTokenizer(), tmp_path / "final")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_on_disk_while_the_run_goes_on(dpo_options, monkeypatch, tmp_path):
+    seen = []
+    original = dpo.dpo_loss
+
+    def watched(*arguments):
+        file = tmp_path / "run" / "metrics.jsonl"
+        seen.append([json.loads(line)["step"] for line in file.read_text().splitlines()])
+        return original(*arguments)
+
+    monkeypatch.setattr(dpo, "dpo_loss", watched)
+    dpo.train(dpo_options(n_steps=3))
+    assert seen == [[], [1], [1, 2]]
+
+
+def test_options_file_repeats_the_run(dpo_options, tmp_path):
+    options = dpo_options(n_steps=1)
+    summary = dpo.train(options)
+    file = Path(summary["metrics_file"]).with_name("options.yaml")
+    assert parse_config(dpo.DPOConfig, ["--config", str(file)]) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("google/gemma-3-270m-it", "google_gemma_3_270m_it"),
+        ("meta-llama/Llama-3.1-8B", "meta_llama_llama_3_1_8b"),
+    ],
+)
+def test_model_slug(name, slug, tmp_path):
+    assert model_slug(name) == slug
+    (tmp_path / "My-Model").mkdir()
+    assert model_slug(str(tmp_path / "My-Model")) == "my_model"

@@ -1,0 +1,211 @@
+"""Datasets by hub name or local file, and the formats they come in, read into prompts and completions.
+
+Formats are told apart by their columns:
+
+| columns | format |
+|---|---|
+| prompt, chosen, rejected | TRL preference: strings, or lists of messages |
+| chosen, rejected | the same with the prompt inside both message lists (their common start) |
+| question, chosen, rejected [, system] | Intel/orca_dpo_pairs |
+| conversations, chosen, rejected | qihoo360/Light-R1-DPOData: {from, value}; chosen, rejected: one, [one] or text |
+| prompt, completion | TRL prompt-completion: strings, or lists of messages |
+| messages | TRL conversational; the last message is the completion |
+
+The first four are preference data; SFT on them trains the chosen completion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_opt.errors import DataError
+
+Message = dict[str, str]  # {"role": "user", "content": "..."}
+Text = str | list[Message]  # plain text, taken verbatim; or messages, for the chat template
+
+_LOCAL_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and its completions, all text or all messages: (chosen, rejected), or the one to imitate."""
+
+    prompt: Text
+    completions: tuple[Text, ...]
+
+
+RowReader = Callable[[dict[str, Any]], Example]
+
+
+def load_records(dataset: str, split: str = "train") -> Any:
+    """The rows of a local .json, .jsonl or .parquet file, or of a hub dataset's split, as a `datasets.Dataset`.
+
+    Raises:
+        DataError: no such file or dataset, a file that cannot be read, or no rows.
+    """
+    import datasets
+
+    path = Path(dataset).expanduser()
+    reader = _LOCAL_READERS.get(path.suffix)
+    if reader is None and path.is_file():
+        raise DataError(f"dataset {path}: unknown file type '{path.suffix}', wanted {', '.join(_LOCAL_READERS)}")
+    if reader is not None and not path.is_file():
+        raise DataError(f"dataset {path}: no such file")
+    if reader is not None and path.stat().st_size == 0:
+        raise DataError(f"dataset {path}: the file is empty")
+    try:
+        with _only_raising(datasets):
+            if reader is not None:
+                records = datasets.load_dataset(reader, data_files=str(path), split="train")
+            else:
+                records = datasets.load_dataset(dataset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"dataset {dataset}: cannot be read: {' '.join(str(cause).split())}") from error
+    if len(records) == 0:
+        raise DataError(f"dataset {dataset}: no rows")
+    return records
+
+
+@contextmanager
+def _only_raising(datasets: Any) -> Iterator[None]:
+    """`datasets` logs an error before it raises it; here the raised one is enough."""
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(before)
+
+
+def preference_reader(columns: Iterable[str], name: str) -> RowReader:
+    """The function that reads a row of these columns as a prompt with (chosen, rejected).
+
+    `name` is the dataset's, for messages. A row that does not fit makes the function raise a DataError.
+
+    Raises:
+        DataError: the columns are of no preference format.
+    """
+    return _reader(columns, name, _PREFERENCE_FORMATS)
+
+
+def demonstration_reader(columns: Iterable[str], name: str) -> RowReader:
+    """As `preference_reader`, for a prompt with one completion; a preference format gives its chosen one."""
+    read = _reader(columns, name, _DEMONSTRATION_FORMATS + _PREFERENCE_FORMATS)
+
+    def read_first(row: dict[str, Any]) -> Example:
+        example = read(row)
+        return Example(example.prompt, example.completions[:1])
+
+    return read_first
+
+
+def _reader(columns: Iterable[str], name: str, formats: list[tuple[set[str], RowReader]]) -> RowReader:
+    found = set(columns)
+    for wanted, read in formats:
+        if wanted <= found:
+            return read
+    alternatives = " or ".join(f"({_listed(wanted)})" for wanted, _ in formats)
+    raise DataError(f"dataset {name}: found columns ({_listed(found)}); wanted {alternatives}")
+
+
+def _read_trl_pair(row: dict[str, Any]) -> Example:
+    prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
+    if all(isinstance(value, str) for value in (prompt, chosen, rejected)):
+        return Example(prompt, (chosen, rejected))
+    if isinstance(prompt, str) and isinstance(chosen, list) and len(chosen) > 1:
+        return _read_implicit_pair(row)  # the conversations repeat the prompt, as in ultrafeedback_binarized
+    return _conversation(_messages(prompt, "user"), chosen, rejected)
+
+
+def _read_implicit_pair(row: dict[str, Any]) -> Example:
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError("column 'prompt' is missing; only lists of messages may hold the prompt in chosen and rejected")
+    chosen, rejected = _messages(chosen, "assistant"), _messages(rejected, "assistant")
+    shared = 0
+    # The last message is always the completion, also where both conversations are the same throughout.
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared == 0:
+        raise DataError("chosen and rejected share no first message to be the prompt")
+    return Example(chosen[:shared], (chosen[shared:], rejected[shared:]))
+
+
+def _read_orca_pair(row: dict[str, Any]) -> Example:
+    prompt = _messages(row["question"], "user")
+    if row.get("system"):
+        prompt = [*_messages(row["system"], "system"), *prompt]
+    return _conversation(prompt, row["chosen"], row["rejected"])
+
+
+def _read_light_r1_pair(row: dict[str, Any]) -> Example:
+    return _conversation(_messages(row["conversations"], "user"), row["chosen"], row["rejected"])
+
+
+def _read_prompt_completion(row: dict[str, Any]) -> Example:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Example(prompt, (completion,))
+    return _conversation(_messages(prompt, "user"), completion)
+
+
+def _read_messages(row: dict[str, Any]) -> Example:
+    messages = _messages(row["messages"], "user")
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"messages have the roles {[m['role'] for m in messages]}; wanted a prompt, then an assistant's last"
+        )
+    return Example(messages[:-1], (messages[-1:],))
+
+
+def _conversation(prompt: list[Message], *completions: Any) -> Example:
+    return Example(prompt, tuple(_messages(completion, "assistant") for completion in completions))
+
+
+def _messages(value: Any, role: str) -> list[Message]:
+    """A string (said by `role`), one message, or a list of messages, as {role, content} messages."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"found {_shortened(value)}; wanted a string, a message or a list of messages")
+    return [_message(message) for message in value]
+
+
+def _message(message: Any) -> Message:
+    if isinstance(message, dict):
+        speaker = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if speaker in _ROLES and isinstance(content, str):
+            return {"role": _ROLES[speaker], "content": content}
+    wanted = f"wanted role and content, or from and value; roles are {_listed(_ROLES)}"
+    raise DataError(f"found the message {_shortened(message)}; {wanted}")
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+_PREFERENCE_FORMATS: list[tuple[set[str], RowReader]] = [
+    ({"prompt", "chosen", "rejected"}, _read_trl_pair),
+    ({"question", "chosen", "rejected"}, _read_orca_pair),
+    ({"conversations", "chosen", "rejected"}, _read_light_r1_pair),
+    ({"chosen", "rejected"}, _read_implicit_pair),
+]
+_DEMONSTRATION_FORMATS: list[tuple[set[str], RowReader]] = [
+    ({"prompt", "completion"}, _read_prompt_completion),
+    ({"messages"}, _read_messages),
+]

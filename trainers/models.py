@@ -1,0 +1,101 @@
+"""Loading the policy and its tokenizer, and choosing what of it is trained."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.trainers.options import TrainingOptions
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# What transformers' models call the feed-forward block of a layer.
+_MLP_NAMES = {"mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1", "fc2"}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one, else cpu."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"option 'device' is '{name}': wanted auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
+    return device
+
+
+def load_tokenizer(config: TrainingOptions) -> Any:
+    """The checkpoint's tokenizer where it has one, else the policy's."""
+    from transformers import AutoTokenizer
+
+    source = config.policy_name
+    if config.checkpoint is not None and (config.checkpoint / "tokenizer_config.json").is_file():
+        source = str(config.checkpoint)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load a tokenizer from {source}: {_first_line(error)}") from error
+
+
+def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
+    """The model to train: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
+
+    Dropout is off everywhere: policy and reference must give the same log-probabilities for the same weights. The model
+    is in train mode all the same, because transformers checkpoints activations in no other.
+
+    Raises:
+        DataError: no such model or folder, or weights that do not cover the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    source = config.policy_name
+    if config.checkpoint is not None:
+        if not (config.checkpoint / "config.json").is_file():
+            raise DataError(f"checkpoint {config.checkpoint}: wanted a folder with config.json and weights")
+        source = str(config.checkpoint)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype], output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"cannot load a causal language model from {source}: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise DataError(
+            f"{source}: no weights for {len(info['missing_keys'])} tensors, among them {min(info['missing_keys'])}"
+        )
+    disable_dropout(model)
+    model.to(device).train()
+    if config.gradient_checkpointing:
+        # transformers 5.23 renamed the method and warns under the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A second model with the same weights, for reference log-probabilities."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0: of dropout modules, and the plain numbers that attention and layers keep.
+
+    The model's config is left as it is, and so is what `save_pretrained` writes.
+    """
+    for module in model.modules():
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
+                setattr(module, name, 0.0)
+
+
+def is_mlp_parameter(name: str) -> bool:
+    """Whether a parameter belongs to a layer's feed-forward block, by the names transformers' models use."""
+    return not _MLP_NAMES.isdisjoint(name.split("."))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

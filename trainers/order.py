@@ -1,0 +1,36 @@
+"""The seeded order in which examples are visited."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ShuffledOrder:
+    """An endless, seeded order of `n` examples: one permutation after another, each epoch with its own.
+
+    A position's example depends on the seed and the position alone, so a run can start anywhere in it.
+    """
+
+    def __init__(self, n: int, seed: int):
+        self.n = n
+        self.seed = seed
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def take(self, start: int, count: int) -> list[int]:
+        """Indices of the examples at positions start .. start + count - 1."""
+        return [self._at(position) for position in range(start, start + count)]
+
+    def _at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.n)
+        if epoch != self._epoch:
+            self._permutation = permutation(self.n, self.seed, epoch)
+            self._epoch = epoch
+        return self._permutation[offset]
+
+
+def permutation(n: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(n) that depends on `seed` and `epoch` alone."""
+    # An odd multiplier keeps (seed, epoch) pairs apart: neighbouring seeds do not share their epochs' permutations.
+    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
+    return torch.randperm(n, generator=generator).tolist()

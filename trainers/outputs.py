@@ -1,0 +1,83 @@
+"""What a run leaves behind: options, metrics as JSON lines, and the final checkpoint, none of it half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sparse_opt.cli.config import to_yaml
+from sparse_opt.errors import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+OPTIONS_FILE = "options.yaml"
+CHECKPOINT_FOLDER = "final"
+
+
+def check_new_folder(path: Path, option: str) -> None:
+    """Refuse, without touching the disk, a folder that a run could not create or that holds something.
+
+    Raises:
+        ConfigError: naming `option`, the folder and the cause.
+    """
+    try:
+        if path.is_dir():
+            if any(path.iterdir()):
+                raise ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it")
+        elif path.exists():
+            raise ConfigError(f"option '{option}': {path} exists and is not a folder")
+        parent = path.absolute()
+        while not parent.exists():
+            parent = parent.parent
+    except OSError as error:
+        raise ConfigError(f"option '{option}': {path} cannot be used: {error.strerror}") from error
+    if not parent.is_dir():
+        raise ConfigError(f"option '{option}': {path} cannot be made: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise ConfigError(f"option '{option}': {path} cannot be written: no permission to write in {parent}")
+
+
+class MetricsWriter:
+    """The run's folder, with its options and one JSON line per step, flushed as it is written."""
+
+    def __init__(self, output_dir: Path, config: Any):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / OPTIONS_FILE).write_text(to_yaml(config), encoding="utf-8")
+        self.path = output_dir / METRICS_FILE
+        self._file = self.path.open("w", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row of finite numbers, strings and None."""
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; what was written is already on disk."""
+        self._file.close()
+
+
+def save_checkpoint(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write model and tokenizer in Hugging Face format; `folder` appears when all of it is on disk, or not at all."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        model.save_pretrained(aside)  # type: ignore[operator]
+        tokenizer.save_pretrained(aside)
+        for path in aside.rglob("*"):
+            _sync(path)
+        aside.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

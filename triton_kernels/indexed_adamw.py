@@ -1,0 +1,197 @@
+"""AdamW on the active elements of a list of tensors, in one launch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gradient import load_gradient, scale_gradient
+from .launch import SLOT_OPTIONS, SLOTS, element_dtype
+from .rounding import random_words, round_nearest, round_stochastic, widen
+from .segments import address_of, addresses, block_of, segments
+
+
+@triton.jit
+def _powers(a, b, n):
+    """a**n and b**n in fp64 by repeated squaring, n >= 0."""
+    a_power = a * 0.0 + 1.0
+    b_power = b * 0.0 + 1.0
+    while n > 0:
+        odd = (n & 1) == 1
+        a_power = tl.where(odd, a_power * a, a_power)
+        b_power = tl.where(odd, b_power * b, b_power)
+        a = a * a
+        b = b * b
+        n = n >> 1
+    return a_power, b_power
+
+
+# Bytes per active element, with i, g, s and p those of an index, a gradient, a moment and a parameter:
+#   read    i + g + 2 s, and the 64-byte granules of the parameters (of the gradients too where they are dense)
+#   written 2 s, and the granules of the parameters again; with fp32 masters 4 more of each, and no parameter is read
+# int32 indices, fp32 gradients and moments, bf16 parameters at density d: 24 + 4 hit(d) / d, where
+# hit(d) = 1 - (1 - d)^32 is the share of granules touched. The floor is that times nnz over the copy rate.
+@triton.jit(
+    do_not_specialize=[
+        "param_table",
+        "grad_table",
+        "start",
+        "end",
+        "beta1_bits",
+        "beta2_bits",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "eps",
+        "weight_decay",
+        "seed",
+    ]
+)
+def _indexed_adamw_kernel(
+    param_table,  # [n] int64 addresses, or the tensor where there is one
+    grad_table,  # likewise, or None
+    blocks,  # [programs, 2] int64, or None where there is one tensor
+    indices,  # [nnz]
+    exp_avg,  # [nnz]
+    exp_avg_sq,  # [nnz]
+    grad,  # [nnz] or None
+    master,  # [nnz] or None
+    lr,  # [1]
+    steps,  # [n]
+    clip_coef,  # [1] or None
+    grad_scale,  # [1] or None
+    found_inf,  # [1] or None
+    start: tl.int64,
+    end: tl.int64,
+    beta1_bits: tl.int64,
+    beta2_bits: tl.int64,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    seed: tl.int64,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor, slots, mask = block_of(blocks, start, end, BLOCK)
+    if found_inf is not None:
+        mask = mask & (tl.zeros([BLOCK], tl.float32) == tl.load(found_inf))
+    positions = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    param_at = address_of(param_table, blocks, tensor, PARAM) + positions
+    g = load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
+    m = widen(tl.load(exp_avg + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
+    v = widen(tl.load(exp_avg_sq + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
+    if master is not None:
+        p = tl.load(master + slots, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        p = widen(tl.load(param_at, mask=mask, other=0.0))
+
+    # In fp64, since 1 - beta^t loses its digits in fp32 at small t; while the loads above are on their way.
+    rate = tl.load(lr)
+    step = tl.load(steps + tensor).to(tl.int64)
+    beta1_power, beta2_power = _powers(
+        beta1_bits.to(tl.int64).to(tl.float64, bitcast=True), beta2_bits.to(tl.int64).to(tl.float64, bitcast=True), step
+    )
+    step_size = (rate.to(tl.float64) / (1.0 - beta1_power)).to(tl.float32)
+    sqrt_bias_correction2 = tl.sqrt(1.0 - beta2_power).to(tl.float32)
+    decay = 1.0 - rate * weight_decay
+
+    g = scale_gradient(g, grad_scale, clip_coef)
+    p = p * decay
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    denom = tl.div_rn(tl.sqrt_rn(v), sqrt_bias_correction2) + eps
+    p = p - tl.div_rn(m, denom) * step_size
+
+    MOMENT: tl.constexpr = exp_avg.dtype.element_ty
+    if master is not None:
+        tl.store(master + slots, p, mask=mask, eviction_policy="evict_first")
+    if STOCHASTIC:
+        r0, r1, r2 = random_words(seed, slots, step)
+        tl.store(exp_avg + slots, round_stochastic(m, MOMENT, r1), mask=mask, eviction_policy="evict_first")
+        tl.store(exp_avg_sq + slots, round_stochastic(v, MOMENT, r2), mask=mask, eviction_policy="evict_first")
+        if master is None:
+            tl.store(param_at, round_stochastic(p, PARAM, r0), mask=mask)
+        else:
+            tl.store(param_at, round_nearest(p, PARAM), mask=mask)
+    else:
+        tl.store(exp_avg + slots, round_nearest(m, MOMENT), mask=mask, eviction_policy="evict_first")
+        tl.store(exp_avg_sq + slots, round_nearest(v, MOMENT), mask=mask, eviction_policy="evict_first")
+        tl.store(param_at, round_nearest(p, PARAM), mask=mask)
+
+
+def _float64_bits(x: float) -> int:
+    """A kernel takes a Python float as fp32 and an int as it is."""
+    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return bits
+
+
+def indexed_adamw_(
+    params: Sequence[Tensor],
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: Tensor,
+    steps: Tensor,
+    *,
+    grad: Tensor | None = None,
+    dense_grads: Sequence[Tensor] | None = None,
+    master: Tensor | None = None,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    clip_coef: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+) -> None:
+    """`sparse_opt.ops.indexed_adamw_` in one launch."""
+    if not params:
+        return
+    device = indices.device
+    with torch.cuda.device_of(indices):
+        plan = segments(params, starts, ends, device)
+        if not plan.programs:
+            return
+        _indexed_adamw_kernel[(plan.programs,)](
+            addresses("params", params, device),
+            None if dense_grads is None else addresses("dense_grads", dense_grads, device),
+            plan.blocks,
+            indices,
+            exp_avg,
+            exp_avg_sq,
+            grad,
+            master,
+            lr,
+            steps,
+            clip_coef,
+            grad_scale,
+            found_inf,
+            plan.start,
+            plan.end,
+            _float64_bits(beta1),
+            _float64_bits(beta2),
+            1.0 - beta1,
+            float(beta2),
+            1.0 - beta2,
+            float(eps),
+            float(weight_decay),
+            seed,
+            PARAM=element_dtype(params),
+            GRAD=None if dense_grads is None else element_dtype(dense_grads),
+            STOCHASTIC=stochastic_rounding,
+            BLOCK=SLOTS,
+            **SLOT_OPTIONS,
+        )

@@ -1,0 +1,60 @@
+"""Exchange of the active elements of a list of tensors with a compact buffer, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import SLOT_OPTIONS, SLOTS, TRITON_BITS_DTYPE
+from .segments import address_of, bits, bits_addresses, block_of, segments
+
+
+# Bytes per active element, with i and b those of an index and an element: read i + b and the 64-byte granules of the
+# dense tensors, written b and those granules again. int32 indices, 2-byte elements at density d: 8 + 4 hit(d) / d, as
+# in indexed_adamw.py. The floor is that times nnz over the copy rate.
+@triton.jit(do_not_specialize=["dense_table", "start", "end"])
+def _indexed_swap_kernel(
+    dense_table,  # [n] int64 addresses, or the tensor's bits where there is one
+    blocks,  # [programs, 2] int64, or None where there is one tensor
+    indices,  # [nnz]
+    compact,  # [nnz] bits
+    start: tl.int64,
+    end: tl.int64,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor, slots, mask = block_of(blocks, start, end, BLOCK)
+    positions = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    dense_at = address_of(dense_table, blocks, tensor, BITS) + positions
+    outside = tl.load(compact + slots, mask=mask, other=0)
+    held = tl.load(dense_at, mask=mask, other=0)
+    tl.store(dense_at, outside, mask=mask)
+    tl.store(compact + slots, held, mask=mask)
+
+
+def indexed_swap_(
+    dense: Sequence[Tensor], compact: Tensor, indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+) -> None:
+    """`sparse_opt.ops.indexed_swap_` in one launch."""
+    if not dense:
+        return
+    device = indices.device
+    with torch.cuda.device_of(indices):
+        plan = segments(dense, starts, ends, device)
+        if not plan.programs:
+            return
+        _indexed_swap_kernel[(plan.programs,)](
+            bits_addresses("dense", dense, device),
+            plan.blocks,
+            indices,
+            bits(compact),
+            plan.start,
+            plan.end,
+            BITS=TRITON_BITS_DTYPE[compact.element_size()],
+            BLOCK=SLOTS,
+            **SLOT_OPTIONS,
+        )

@@ -1,0 +1,37 @@
+"""How the kernels are launched: sizes, compiler options, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Compact slots of one program. With 4 warps a thread has 8 of them, so that 8 independent gathers are in flight.
+SLOTS = 1024
+# Dense elements of one program of delta_encode: with 8 warps a thread has 16, two 16-byte loads of 2-byte elements.
+ELEMENTS = 4096
+
+# A product and a sum contracted into an FMA are rounded once, and the reference rounds each.
+SLOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+ELEMENT_OPTIONS = {"num_warps": 8}
+
+TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# By element size: what moves or compares bits goes by integers.
+BITS_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TRITON_BITS_DTYPE = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+# triton.jit decides when it decorates, which is when this package is imported.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import)."""
+    return _INTERPRETED
+
+
+def element_dtype(tensors: Sequence[Tensor]) -> tl.dtype:
+    """The Triton dtype of a list of float tensors that is not empty."""
+    return TRITON_DTYPE[tensors[0].dtype]

@@ -1,0 +1,67 @@
+"""fp32 to and from 16-bit storage, to nearest or stochastically; the bits of `sparse_opt.ops.rounding`.
+
+bf16 goes by its bits, not by casts: Triton's interpreter truncates where hardware rounds to nearest even, and would
+test something else than what runs. A NaN becomes 0x7FFF, as in the hardware's conversion.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen(x):
+    """bf16, fp16 or fp32 to fp32, exactly."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def round_nearest(x, DTYPE: tl.constexpr):
+    """fp32 to DTYPE, ties to even."""
+    if DTYPE == tl.bfloat16:
+        word = x.to(tl.uint32, bitcast=True)
+        rounded = (word + (0x7FFF + ((word >> 16) & 1))) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FFF)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def round_stochastic(x, DTYPE: tl.constexpr, random):
+    """fp32 to DTYPE, up with probability (x - below) / (above - below); to nearest where that is not finite.
+
+    random: [BLOCK] uint32 words. fp32 stays as it is.
+    """
+    if DTYPE == tl.bfloat16:
+        word = x.to(tl.uint32, bitcast=True)
+        rounded = ((word + (random & 0xFFFF)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return tl.where(tl.abs(x) < float("inf"), rounded, round_nearest(x, DTYPE))
+    elif DTYPE == tl.float16:
+        nearest = x.to(tl.float16)
+        word = nearest.to(tl.int16, bitcast=True)
+        magnitude = tl.abs(x)
+        past = tl.abs(nearest.to(tl.float32)) > magnitude
+        below = tl.where(past, word - 1, word).to(tl.int16)  # next value towards zero
+        above = (below + 1).to(tl.int16)
+        low = tl.abs(below.to(tl.float16, bitcast=True).to(tl.float32))
+        gap = tl.abs(above.to(tl.float16, bitcast=True).to(tl.float32)) - low
+        uniform = (random >> 8).to(tl.float32) * (2.0**-24)
+        rounded = tl.where(uniform * gap < magnitude - low, above, below).to(tl.float16, bitcast=True)
+        return tl.where(magnitude < 65504.0, rounded, nearest)
+    else:
+        return x
+
+
+@triton.jit
+def random_words(seed, slots, step):
+    """Philox4x32-10 words r0, r1, r2 of [BLOCK] compact slots: key `seed`, counter (slot low, slot high, step, 0)."""
+    low = (slots & 0xFFFFFFFF).to(tl.uint32)
+    high = (slots >> 32).to(tl.uint32)
+    zero = low * 0
+    r0, r1, r2, _ = tl.philox(seed.to(tl.int64), low, high, zero + (step & 0xFFFFFFFF).to(tl.uint32), zero)
+    return r0, r1, r2

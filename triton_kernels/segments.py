@@ -1,0 +1,95 @@
+"""From a list of tensors to the programs of one launch, and back: which tensor and which slots a program has.
+
+A list of one tensor needs no tables. Its address and segment are kernel arguments, so that a gradient hook, which
+sees another tensor on every call, uploads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import BITS_DTYPE, SLOTS
+from .tables import block_table, check_list, pointer_table
+
+
+class Segments(NamedTuple):
+    """What a kernel is told of the segments: `blocks`, or for one tensor `start` and `end`."""
+
+    blocks: Tensor | None  # [programs, 2] int64
+    firsts: Tensor | None  # [n + 1] int64
+    start: int
+    end: int
+    programs: int  # 0 when all segments are empty
+
+
+def segments(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], device: torch.device) -> Segments:
+    if not len(tensors) == len(starts) == len(ends):
+        raise ValueError(
+            f"{len(starts)} starts and {len(ends)} ends for {len(tensors)} tensors, wanted as many of each"
+        )
+    if len(starts) == 1:
+        start, end = starts[0], ends[0]
+        return Segments(None, None, start, end, triton.cdiv(end, SLOTS) - start // SLOTS if end > start else 0)
+    blocks = block_table(starts, ends, SLOTS, device)
+    return Segments(blocks.rows, blocks.firsts, 0, 0, blocks.programs)
+
+
+def addresses(name: str, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A pointer table of the tensors, or the one tensor itself."""
+    if len(tensors) == 1:
+        check_list(name, tensors, device)
+        return tensors[0]
+    return pointer_table(name, tensors, device)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same storage as integers of the same size."""
+    return tensor.view(BITS_DTYPE[tensor.element_size()])
+
+
+def bits_addresses(name: str, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    table = addresses(name, tensors, device)
+    return bits(table) if len(tensors) == 1 else table
+
+
+@triton.jit
+def block_of(blocks, start, end, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """(tensor, slots [BLOCK] int64, mask [BLOCK]) of this program. ALIGNED: all cuts are multiples of 16."""
+    program = tl.program_id(0).to(tl.int64)
+    if blocks is None:
+        tensor = program * 0
+        cut = (start // BLOCK + program) * BLOCK
+        first = tl.maximum(cut, start)
+        count = tl.minimum(cut + BLOCK, end) - first
+    else:
+        first = tl.load(blocks + 2 * program)
+        packed = tl.load(blocks + 2 * program + 1)
+        tensor = packed >> 32
+        count = packed & 0xFFFFFFFF
+    count = count.to(tl.int32)
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+        count = tl.multiple_of(count, 16)
+    lane = tl.arange(0, BLOCK)
+    return tensor, first + lane, lane < count
+
+
+@triton.jit
+def address_of(table, blocks, tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """The address of a dense tensor: out of the pointer table, or `table` itself where there is one tensor.
+
+    ALIGNED: all are multiples of 16 bytes. The compiler loses that hint if it is set on what a function returned.
+    """
+    if blocks is None:
+        return table
+    else:
+        address = tl.load(table + tensor).to(tl.pointer_type(DTYPE))
+        if ALIGNED:
+            address = tl.multiple_of(address, 16)
+        return address

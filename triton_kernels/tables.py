@@ -1,0 +1,201 @@
+"""Device tables of tensor addresses and of blocks, uploaded once and kept.
+
+One launch serves a whole list of tensors. Its programs find their tensor and slots in a block table, which depends on
+starts and ends alone, and the tensor's address in a pointer table. Both are small, and the same from step to step,
+so they are cached by content; an upload goes through pinned memory and never waits for the device.
+
+In a CUDA graph: an upload that is captured is a copy node, repeated by every replay from pinned memory that is kept
+alive, and eager calls do not see its table, which nothing fills before the first replay. A table that a capture finds
+in the cache is kept alive from then on, since the graph holds its address.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# int64 words pinned ahead for captured uploads: allocating pinned memory may not be allowed inside a capture.
+_CAPTURE_WORDS = 1 << 16
+
+
+class _Entry:
+    """A filled table, what callers are given of it, and the stream that filled it."""
+
+    def __init__(self, table: Tensor, value: Any) -> None:
+        self.table = table
+        self.value = value
+        self.stream: torch.cuda.Stream | None = None
+        self.filled: torch.cuda.Event | None = None
+        if table.is_cuda:
+            self.stream = torch.cuda.current_stream(table.device)
+            self.filled = self.stream.record_event()
+
+    def use(self) -> None:
+        """Make the table safe to read on the current stream."""
+        if self.stream is None or self.filled is None:
+            return
+        current = torch.cuda.current_stream(self.table.device)
+        if current != self.stream:
+            current.wait_event(self.filled)
+            self.table.record_stream(current)
+
+
+class TableCache:
+    """The last `capacity` int64 tables by content, least recently used out first; safe to use from several threads."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(
+        self,
+        key: Hashable,
+        device: torch.device,
+        build: Callable[[], Tensor],
+        split: Callable[[Tensor], Any] = lambda table: table,
+    ) -> Any:
+        """`split(table)`, where `table` is what `build()` made on the host, on `device`."""
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+        if entry is not None:
+            if capturing:
+                _replayed.keep(entry.table)
+            else:
+                entry.use()
+            return entry.value
+        host = build()
+        if capturing:
+            return split(_replayed.upload(host, device))
+        table = _upload(host, device)
+        entry = _Entry(table, split(table))
+        with self._lock:
+            self._entries[key] = entry
+            while len(self._entries) > self.capacity:
+                self._entries.popitem(last=False)
+        return entry.value
+
+
+class _Replayed:
+    """The memory that captured graphs read on every replay. A graph does not tell when it dies: it is never freed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._pinned: Tensor | None = None
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def keep(self, tensor: Tensor) -> None:
+        self._kept[id(tensor)] = tensor
+
+    def reserve(self) -> None:
+        """Pin the memory of later captures, while that is allowed."""
+        with self._lock:
+            if self._pinned is None:
+                self._pinned = torch.empty(_CAPTURE_WORDS, dtype=torch.int64, pin_memory=True)
+
+    def upload(self, host: Tensor, device: torch.device) -> Tensor:
+        words = host.numel()
+        with self._lock:
+            if self._pinned is not None and self._used + words <= self._pinned.numel():
+                staged = self._pinned[self._used : self._used + words]
+                self._used += words
+            else:
+                staged = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        staged.copy_(host)
+        table = torch.empty(words, dtype=torch.int64, device=device)
+        table.copy_(staged, non_blocking=True)
+        self.keep(staged)
+        self.keep(table)
+        return table
+
+
+_replayed = _Replayed()
+
+
+def _upload(host: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return host.to(device)
+    _replayed.reserve()
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+# A step reads two lists, gradients and parameters; gradients come back to few addresses in turn.
+POINTER_TABLES = TableCache(64)
+# A row is 16 bytes per 1024 slots: 5 MB for 3.2e8 active elements.
+BLOCK_TABLES = TableCache(32)
+
+
+def check_list(name: str, tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Raise ValueError unless the tensors can be read at their addresses: one device, one dtype, contiguous."""
+    dtype = tensors[0].dtype
+    for i, t in enumerate(tensors):
+        if t.device != device:
+            raise ValueError(f"{name}[{i}] is on {t.device}, wanted {device}")
+        if t.dtype != dtype:
+            raise ValueError(f"{name}[{i}] is {t.dtype}, but {name}[0] is {dtype}; one call takes one dtype")
+        if not t.is_contiguous():
+            raise ValueError(f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, wanted contiguous")
+
+
+def pointer_table(name: str, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[n] int64: the addresses of n >= 1 tensors, which are checked when one of them has moved.
+
+    Call with the tensors' device current, for the upload goes to the current stream.
+    """
+    pointers = tuple([t.data_ptr() for t in tensors])
+
+    def build() -> Tensor:
+        check_list(name, tensors, device)
+        return torch.tensor(pointers, dtype=torch.int64)
+
+    table: Tensor = POINTER_TABLES.get((device, tensors[0].dtype, pointers), device, build)
+    return table
+
+
+class Blocks(NamedTuple):
+    """A block is at most `block` slots of one tensor, cut where compact slots are multiples of `block`."""
+
+    rows: Tensor  # [programs, 2] int64: first slot; tensor << 32 | slots
+    firsts: Tensor  # [n + 1] int64: the first block of each tensor, and programs
+    programs: int
+
+
+def _build_blocks(starts: Sequence[int], ends: Sequence[int], block: int) -> Tensor:
+    """Rows and firsts of `Blocks`, one after the other."""
+    start, end = torch.tensor(starts, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
+    first_cut = start // block
+    blocks = torch.where(end > start, (end + block - 1) // block - first_cut, 0)
+    firsts = torch.zeros(len(starts) + 1, dtype=torch.int64)
+    torch.cumsum(blocks, 0, out=firsts[1:])
+    count = int(firsts[-1])
+    tensor = torch.repeat_interleave(torch.arange(len(starts)), blocks)
+    cut = (torch.arange(count) - firsts[tensor] + first_cut[tensor]) * block
+    first = torch.maximum(cut, start[tensor])
+    last = torch.minimum(cut + block, end[tensor])
+    rows = torch.stack([first, (tensor << 32) | (last - first)], dim=1)
+    return torch.cat([rows.view(-1), firsts])
+
+
+def block_table(starts: Sequence[int], ends: Sequence[int], block: int, device: torch.device) -> Blocks:
+    """The blocks of n segments. Empty segments have none. Call with `device` current."""
+    key = (tuple(starts), tuple(ends), block, device)
+    n = len(starts)
+    table: Blocks = BLOCK_TABLES.get(
+        key,
+        device,
+        lambda: _build_blocks(key[0], key[1], block),
+        lambda t: Blocks(t[: -n - 1].view(-1, 2), t[-n - 1 :], (t.numel() - n - 1) // 2),
+    )
+    return table
