@@ -14,8 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import errors, find_packages, setup
 from setuptools.command.build_py import build_py
+
+# --no-build-isolation takes what is installed; an older setuptools cannot read pyproject.toml, nor say why.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"sparse-opt: the build needs setuptools 77 or newer, found {setuptools.__version__}: pip install -U setuptools"
+    )
 
 # The folders stand side by side on disk and are imported under one root. `sparse_opt` is named although it maps to
 # itself: without it an editable install loses the other three.
@@ -59,8 +66,8 @@ def why_no_cuda(torch, cuda_home):
     """Empty when the CUDA kernels can be built, else the reason in one line."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA"
-    if cuda_home is None:
-        return "no CUDA toolkit was found (nvcc on PATH, or CUDA_HOME)"
+    if cuda_home is None or not os.path.exists(os.path.join(cuda_home, "bin", "nvcc")):
+        return f"no nvcc was found (on PATH, in CUDA_HOME or in {cuda_home or '/usr/local/cuda'})"
     release = re.search(r"release (\d+)\.\d+", nvcc(cuda_home, "--version"))
     if release is None or release[1] != torch.version.cuda.split(".")[0]:
         found = release[0] if release else "of unknown release"
@@ -93,7 +100,7 @@ def native_extension(torch, cuda_home, missing):
         define_macros=macros if missing else [*macros, ("SPARSE_OPT_WITH_CUDA", None)],
         extra_compile_args={"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS},
         extra_link_args=OPENMP,
-        depends=sorted(map(str, Path("csrc").rglob("*.h"))),
+        depends=sorted(str(path) for path in Path("csrc").rglob("*.*") if path.suffix in (".h", ".cuh")),
     )
 
 

@@ -160,7 +160,7 @@ class KernelBench:
 
     def _optimizer(self, params: list[Tensor], grads: list[Tensor], active: Active, density: float) -> None:
         """SparseAdamW as it is used, on the backend that is taken where none is named."""
-        backend = backends.choose(self.device.type)
+        backend = backends.choose("indexed_adamw_", self.device.type)
         named_grads = self._named(grads)
         mask = mask_of(self._named(params), active)
         kinds: tuple[Gradients, ...] = ("dense", "compact")

@@ -14,10 +14,14 @@ namespace sparse_opt {
 
 inline DType dtype_of(const char* name, const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    default: TORCH_CHECK_VALUE(false, name, " is ", tensor.scalar_type(), ", wanted bfloat16, float16 or float32");
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      TORCH_CHECK_VALUE(false, name, " is ", tensor.scalar_type(), ", wanted bfloat16, float16 or float32");
   }
 }
 
@@ -38,8 +42,8 @@ inline float* float_data(const char* name, const at::Tensor& tensor, int64_t len
   return static_cast<float*>(tensor.data_ptr());
 }
 
-inline float* optional_float_data(
-    const char* name, const std::optional<at::Tensor>& tensor, int64_t length, at::Device device) {
+inline float* optional_float_data(const char* name, const std::optional<at::Tensor>& tensor, int64_t length,
+                                  at::Device device) {
   return tensor.has_value() ? float_data(name, *tensor, length, device) : nullptr;
 }
 
@@ -62,8 +66,8 @@ inline void check_same_sizes(const char* name, at::TensorList tensors, const cha
   TORCH_CHECK_VALUE(tensors.size() == like.size(), name, " holds ", tensors.size(), " tensors, ", like_name, " holds ",
                     like.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(tensors[i].numel() == like[i].numel(), name, "[", i, "] has ", tensors[i].numel(),
-                      " elements, ", like_name, "[", i, "] has ", like[i].numel());
+    TORCH_CHECK_VALUE(tensors[i].numel() == like[i].numel(), name, "[", i, "] has ", tensors[i].numel(), " elements, ",
+                      like_name, "[", i, "] has ", like[i].numel());
   }
 }
 
@@ -84,8 +88,8 @@ inline Segments checked_segments(const char* name, at::TensorList dense, const s
   TORCH_CHECK_VALUE(starts.size() == dense.size() && ends.size() == dense.size(), "starts holds ", starts.size(),
                     " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
   for (size_t i = 0; i < dense.size(); ++i) {
-    TORCH_CHECK_VALUE(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i],
-                      ", ", ends[i], "), wanted within [0, ", nnz, ")");
+    TORCH_CHECK_VALUE(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i], ", ",
+                      ends[i], "), wanted within [0, ", nnz, ")");
     TORCH_CHECK_VALUE(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
                       " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
   }

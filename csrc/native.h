@@ -64,8 +64,8 @@ void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArr
                     const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
                     const at::Tensor& steps, const OptionalTensor& grad, OptionalTensors dense_grads,
                     const OptionalTensor& master, double beta1, double beta2, double eps, double weight_decay,
-                    const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed) {
+                    const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                    bool stochastic_rounding, int64_t seed) {
   StepCall<AdamWArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
                                 grad_scale, found_inf, stochastic_rounding, seed);
   call.args.exp_avg = call.state("exp_avg", exp_avg, indices);
@@ -100,8 +100,8 @@ void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArray
 }
 
 template <typename Device>
-void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices,
-                         at::IntArrayRef starts, at::IntArrayRef ends, const OptionalTensor& scale, bool accumulate,
+void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
+                         at::IntArrayRef ends, const OptionalTensor& scale, bool accumulate,
                          const OptionalTensor& sum_sq, const OptionalTensor& found_inf) {
   const at::Device device = indices.device();
   const auto pointers = list_data("dense", dense, device);

@@ -50,4 +50,6 @@ struct Cpu {
 }  // namespace
 }  // namespace sparse_opt
 
-TORCH_LIBRARY_IMPL(sparse_opt_native, CPU, m) { sparse_opt::implement_ops<sparse_opt::Cpu>(m); }
+TORCH_LIBRARY_IMPL(sparse_opt_native, CPU, m) {
+  sparse_opt::implement_ops<sparse_opt::Cpu>(m);
+}

@@ -18,7 +18,8 @@ struct Cuda {
   static void run(const GatherArguments& args) {
     at::Tensor partial_sums;  // freed on return; the allocator keeps the order of the stream
     if (args.sum_sq != nullptr) {
-      partial_sums = at::empty({cuda::gather_blocks(args.segments)}, at::TensorOptions().device(at::kCUDA));
+      partial_sums =
+          at::empty({cuda::gather_blocks(args.segments)}, at::TensorOptions().device(at::kCUDA).dtype(at::kFloat));
     }
     cuda::masked_grad_gather(args, args.sum_sq != nullptr ? partial_sums.data_ptr<float>() : nullptr, stream());
   }
@@ -31,4 +32,6 @@ struct Cuda {
 }  // namespace
 }  // namespace sparse_opt
 
-TORCH_LIBRARY_IMPL(sparse_opt_native, CUDA, m) { sparse_opt::implement_ops<sparse_opt::Cuda>(m); }
+TORCH_LIBRARY_IMPL(sparse_opt_native, CUDA, m) {
+  sparse_opt::implement_ops<sparse_opt::Cuda>(m);
+}

@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,20 @@ OPS = (
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 
-# First available wins. `reference` is last on a GPU: it reads scalars back to the host.
-AUTO_ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("cpu", "reference"),
-    "cuda": ("cuda", "triton", "reference"),
+# First available wins. On an H200 (bench/results/gpu_check.json) Triton's kernels are the faster ones where elements are
+# scattered; the CUDA ones take less of the host's time, which is what a gather in a backward hook costs, and encode in
+# fewer passes. `reference` is last on a GPU: it reads scalars back to the host.
+_CUDA_FIRST, _TRITON_FIRST = ("cuda", "triton", "reference"), ("triton", "cuda", "reference")
+AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": dict.fromkeys(OPS, ("cpu", "reference")),
+    "cuda": {
+        "indexed_adamw_": _TRITON_FIRST,
+        "indexed_sgd_": _TRITON_FIRST,
+        "masked_grad_gather_": _CUDA_FIRST,
+        "indexed_swap_": _TRITON_FIRST,
+        "delta_encode": _CUDA_FIRST,
+        "delta_apply_": _TRITON_FIRST,
+    },
 }
 
 
@@ -90,11 +101,11 @@ def available(device_type: str) -> tuple[str, ...]:
 
 @functools.cache
 def _warn_slow_auto(device_type: str, taken: str, wanted: str, cause: str) -> None:
-    warnings.warn(f"sparse_opt runs backend {taken!r} on {device_type}: {wanted!r} is unavailable: {cause}", stacklevel=4)
+    warnings.warn(f"sparse_opt runs backend {taken!r} on {device_type}: {wanted!r} is unavailable: {cause}", stacklevel=5)
 
 
-def choose(device_type: str, backend: str | None = None) -> str:
-    """The name of the backend that runs on `device_type`: the argument, else the environment, else `auto`.
+def choose(op: str, device_type: str, backend: str | None = None) -> str:
+    """The name of the backend that runs `op` on `device_type`: the argument, else the environment, else `auto`.
 
     Raises:
         BackendUnavailable: a backend was named and cannot run; the message says why.
@@ -107,7 +118,7 @@ def choose(device_type: str, backend: str | None = None) -> str:
         if cause:
             raise BackendUnavailable(f"backend {name!r} ({source}) cannot run: {cause}")
         return name
-    order = AUTO_ORDER.get(device_type, ("reference",))
+    order = AUTO_ORDER[device_type][op] if device_type in AUTO_ORDER else ("reference",)
     for candidate in order:
         cause = why_unavailable(candidate, device_type)
         if not cause:
@@ -116,17 +127,17 @@ def choose(device_type: str, backend: str | None = None) -> str:
     raise BackendUnavailable(f"no backend runs on {device_type} tensors")
 
 
-def implementation(device: torch.device, backend: str | None = None) -> Any:
-    """The object whose attributes are the ops' functions, for tensors on `device`."""
-    name = choose(device.type, backend)
+def function(op: str, device: torch.device, backend: str | None = None) -> Callable[..., Any]:
+    """The implementation of `op` that runs on `device`; arguments as in `sparse_opt.ops`, less `backend`, unchecked."""
+    name = choose(op, device.type, backend)
     if name == "reference":
-        return importlib.import_module("sparse_opt.ops.reference")
+        return getattr(importlib.import_module("sparse_opt.ops.reference"), op)
     if name == "triton":
-        return triton_module()[0]
-    return _native_ops()
+        return getattr(triton_module()[0], op)
+    # past the overload lookup, a call is some microseconds shorter
+    return getattr(torch.ops.sparse_opt_native, op).default
 
 
-@functools.cache
-def _native_ops() -> SimpleNamespace:
-    """The extension's ops as plain callables; past the overload lookup, a call is some microseconds shorter."""
-    return SimpleNamespace(**{name: getattr(torch.ops.sparse_opt_native, name).default for name in OPS})
+def functions(device: torch.device, backend: str | None = None) -> SimpleNamespace:
+    """All ops for tensors on `device`, each an attribute, chosen once."""
+    return SimpleNamespace(**{op: function(op, device, backend) for op in OPS})

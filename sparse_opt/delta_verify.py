@@ -61,13 +61,13 @@ class _Walk:
 
     def findings(self) -> list[_Finding]:
         found: list[_Finding] = []
-        previous: int | None = None
         for step, file in self.files.items():
             try:
                 header = read_header(file)
                 require_member(self.base, header)
-                if header.parent_step != previous and header.parent_step not in self.files and previous is not None:
-                    found.append(self._missing(header))
+                parent = header.parent_step
+                if parent is not None and parent not in self.files:
+                    found.append(self._missing(header, parent))
                 if header.file.kind == KEYFRAME or parent_of(header) not in self.cause:
                     self._rebuild(header)
                 else:
@@ -75,14 +75,11 @@ class _Walk:
             except DeltaLogError as error:
                 found.append(_Finding(file.path.name, str(error)))
                 self._lose(step, found[-1])
-            previous = step
         return found
 
-    def _missing(self, header: StepHeader) -> _Finding:
-        step = header.parent_step
+    def _missing(self, header: StepHeader, step: int) -> _Finding:
         finding = _Finding(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
-        if step is not None:
-            self._lose(step, finding)
+        self._lose(step, finding)
         return finding
 
     def _lose(self, step: int, finding: _Finding) -> None:

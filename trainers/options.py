@@ -54,7 +54,9 @@ class TrainingOptions:
     max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it")
     seed: int = option(0, "seed of the example order; on a CPU the same seed gives the same run")
 
-    output_dir: Path | None = option(None, "new or empty folder for metrics and the final checkpoint")
+    output_dir: Path | None = option(
+        None, "new or empty folder for metrics and the final checkpoint; none is checkpoints_{model}_{algorithm}"
+    )
     delta_log_dir: Path | None = option(None, "write a delta log of the weights to this folder")
     delta_log_steps: str = option(
         "every:10,last", "steps to log: '1,5,10', '1-10', 'every:5', 'last', or several with commas"

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ CHECKPOINT_FOLDER = "final"
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Refuse, without touching the disk, a folder that a run could not create or that holds something.
+    """Refuse a folder that a run could not create or that holds something; the disk is left as it was.
 
     Raises:
         ConfigError: naming `option`, the folder and the cause.
@@ -38,8 +39,11 @@ def check_new_folder(path: Path, option: str) -> None:
         raise ConfigError(f"option '{option}': {path} cannot be used: {error.strerror}") from error
     if not parent.is_dir():
         raise ConfigError(f"option '{option}': {path} cannot be made: {parent} is not a folder")
-    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise ConfigError(f"option '{option}': {path} cannot be written: no permission to write in {parent}")
+    try:
+        # Only trying tells: a file system may refuse what the permission bits allow.
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"option '{option}': {path} cannot be made in {parent}: {error.strerror}") from error
 
 
 class MetricsWriter:

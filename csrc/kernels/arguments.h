@@ -7,7 +7,9 @@ namespace sparse_opt {
 
 enum class DType : int { kFloat32, kBFloat16, kFloat16 };
 
-inline int element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+inline int element_size(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
 
 // Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it.
 // The pointers to lists are to host memory.
@@ -26,14 +28,14 @@ struct StepArguments {
   DType param_dtype = DType::kFloat32;
   DType grad_dtype = DType::kFloat32;
   DType moment_dtype = DType::kFloat32;
-  const void* grad = nullptr;                // [nnz]
-  void* const* dense_grads = nullptr;        // [count], the list in host memory
-  float* master = nullptr;                   // [nnz]
-  const float* lr = nullptr;                 // [1]
-  const float* steps = nullptr;              // [count]
-  const float* clip_coef = nullptr;          // [1]
-  const float* grad_scale = nullptr;         // [1]
-  const float* found_inf = nullptr;          // [1]
+  const void* grad = nullptr;          // [nnz]
+  void* const* dense_grads = nullptr;  // [count], the list in host memory
+  float* master = nullptr;             // [nnz]
+  const float* lr = nullptr;           // [1]
+  const float* steps = nullptr;        // [count]
+  const float* clip_coef = nullptr;    // [1]
+  const float* grad_scale = nullptr;   // [1]
+  const float* found_inf = nullptr;    // [1]
   bool stochastic_rounding = false;
   uint64_t seed = 0;
 };

@@ -42,9 +42,13 @@ SPARSE_OPT_HOST_DEVICE float bits_float(uint32_t bits) {
 #endif
 }
 
-SPARSE_OPT_HOST_DEVICE float to_float(float x) { return x; }
+SPARSE_OPT_HOST_DEVICE float to_float(float x) {
+  return x;
+}
 
-SPARSE_OPT_HOST_DEVICE float to_float(bfloat16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
+SPARSE_OPT_HOST_DEVICE float to_float(bfloat16 x) {
+  return bits_float(static_cast<uint32_t>(x.bits) << 16);
+}
 
 SPARSE_OPT_HOST_DEVICE float to_float(float16 x) {
 #ifdef __CUDA_ARCH__

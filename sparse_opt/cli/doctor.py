@@ -115,25 +115,26 @@ def _availability(backends: Any, torch: Any, backend: str, device_type: str) -> 
 
 
 def _auto(backends: Any, device_type: str) -> dict[str, Any]:
-    """What `auto` takes on a device for each op, and what stood before it in the order and cannot run."""
+    """What `auto` takes on a device for each op, and what stood before it in the op's order and cannot run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the slow choice that would be warned of is what this reports
-        taken = backends.choose(device_type, "auto")
-    order = backends.AUTO_ORDER[device_type]
-    passed_over = {name: backends.why_unavailable(name, device_type) for name in order[: order.index(taken)]}
-    return {"ops": dict.fromkeys(backends.OPS, taken), "order": list(order), "passed_over": passed_over}
+        taken = {op: backends.choose(op, device_type, "auto") for op in backends.OPS}
+    orders = backends.AUTO_ORDER[device_type]
+    ahead = dict.fromkeys(name for op in backends.OPS for name in orders[op][: orders[op].index(taken[op])])
+    passed_over = {name: backends.why_unavailable(name, device_type) for name in ahead}
+    return {"ops": taken, "order": {op: list(order) for op, order in orders.items()}, "passed_over": passed_over}
 
 
 def _in_force(backends: Any, device_type: str) -> dict[str, Any]:
-    """What an op without an argument `backend` gets here and now, SPARSE_OPT_BACKEND included."""
+    """What each op without an argument `backend` gets here and now, SPARSE_OPT_BACKEND included."""
     from ..errors import BackendUnavailable
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return {"backend": backends.choose(device_type), "cause": ""}
+            return {"ops": {op: backends.choose(op, device_type) for op in backends.OPS}, "cause": ""}
     except BackendUnavailable as error:
-        return {"backend": None, "cause": str(error)}
+        return {"ops": None, "cause": str(error)}
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -164,16 +165,16 @@ def _text(report: dict[str, Any]) -> str:
 def _choice(report: dict[str, Any], device: str) -> list[str]:
     """What runs on a device, and why, in a few lines."""
     auto, lines = report["auto"][device], []
-    for backend in sorted(set(auto["ops"].values())):
+    for backend in dict.fromkeys(auto["ops"].values()):
         op_names = [op for op, taken in auto["ops"].items() if taken == backend]
-        why = "".join(f"; not {name}: {cause}" for name, cause in auto["passed_over"].items())
-        lines.append(
-            f"auto on {device} tensors takes {backend}, the first that runs of {', '.join(auto['order'])}{why}"
-        )
+        order = ", ".join(auto["order"][op_names[0]])
+        lines.append(f"auto on {device} tensors takes {backend}, the first that runs of {order}")
         lines.append(f"  for {', '.join(op_names)}")
+    lines += [f"  not {name}: {cause}" for name, cause in auto["passed_over"].items()]
     if report["environment"]["SPARSE_OPT_BACKEND"] is not None:
         in_force = report["in_force"][device]
-        lines.append(f"SPARSE_OPT_BACKEND on {device} tensors: {in_force['backend'] or in_force['cause']}")
+        taken = ", ".join(dict.fromkeys(in_force["ops"].values())) if in_force["ops"] else in_force["cause"]
+        lines.append(f"SPARSE_OPT_BACKEND on {device} tensors: {taken}")
     return lines
 
 

@@ -84,7 +84,7 @@ def _register(name: str) -> None:
         args, kwargs = _with_defaults(name, args, kwargs)
         backend = kwargs.pop("backend")
         check(*args, **kwargs)
-        result = getattr(backends.implementation(_device(name, args), backend), name)(*args, **kwargs)
+        result = backends.function(name, _device(name, args), backend)(*args, **kwargs)
         _bump_versions(mutated, args, kwargs)
         return result
 

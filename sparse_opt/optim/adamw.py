@@ -100,7 +100,7 @@ class SparseAdamW(SparseOptimizer):
 
     def _update(self, bucket: Bucket, **arguments: Any) -> None:
         group = bucket.group
-        bucket.backend.indexed_adamw_(
+        bucket.ops.indexed_adamw_(
             arguments.pop("params"),
             arguments.pop("indices"),
             arguments.pop("starts"),

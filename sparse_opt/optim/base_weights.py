@@ -28,15 +28,15 @@ class BaseWeights:
     starts: list[int]
     ends: list[int]
     values: Tensor  # [ever active], the parameters' dtype
-    backend: Any
+    ops: Any
 
     @classmethod
     def of(cls, bucket: Bucket) -> BaseWeights:
-        return cls(bucket.params, bucket.indices, bucket.starts, bucket.ends, compact(bucket), bucket.backend)
+        return cls(bucket.params, bucket.indices, bucket.starts, bucket.ends, compact(bucket), bucket.ops)
 
     def swap_(self) -> None:
         """Exchange the model's weights with the base, bit for bit."""
-        self.backend.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends)
+        self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends)
 
     def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
         """(parameter, (indices, values)) of each."""
@@ -50,7 +50,7 @@ def rebuild(buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]])
     An element not held has never changed, so its base is the weight as it is. Parameters may be held that no bucket
     has any more: their elements left the mask.
     """
-    active = {p: (b.indices[b.segment(i)], b.backend) for b in buckets for i, p in enumerate(b.params)}
+    active = {p: (b.indices[b.segment(i)], b.ops) for b in buckets for i, p in enumerate(b.params)}
     split: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Parameter]] = {}
     for param in dict.fromkeys([*active, *held]):
         split.setdefault((param.device, param.dtype, index_dtype(param)), []).append(param)
@@ -68,8 +68,8 @@ def rebuild(buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]])
             values.append(base)
         ends = list(itertools.accumulate(part.numel() for part in indices))
         starts = [end - part.numel() for end, part in zip(ends, indices, strict=True)]
-        backend = next(b.backend for b in buckets if b.device == device)
-        bases.append(BaseWeights(params, torch.cat(indices), starts, ends, torch.cat(values), backend))
+        ops = next(b.ops for b in buckets if b.device == device)
+        bases.append(BaseWeights(params, torch.cat(indices), starts, ends, torch.cat(values), ops))
     return bases
 
 

@@ -25,7 +25,7 @@ class Bucket:
     starts: list[int]
     ends: list[int]
     ordinal: int  # among the buckets; keeps their random streams apart
-    backend: Any  # the object whose attributes are the ops
+    ops: Any  # an attribute an op, on the backend that was chosen
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
     sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter
@@ -91,7 +91,7 @@ def build_bucket(
     active: dict[Parameter, Tensor],
     *,
     ordinal: int,
-    backend: Any,
+    ops: Any,
 ) -> Bucket:
     """Indices of `params` laid end to end on their device; the compact buffers are the optimizer's to add."""
     device = params[0].device
@@ -107,7 +107,7 @@ def build_bucket(
         starts=starts,
         ends=ends,
         ordinal=ordinal,
-        backend=backend,
+        ops=ops,
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),
         sum_sq=torch.zeros(len(params), device=device),

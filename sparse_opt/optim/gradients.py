@@ -54,7 +54,7 @@ def hook(
 def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
     """Add `grad`, shaped like parameter i, to the bucket's compact gradient, or begin it."""
     assert bucket.grad is not None
-    bucket.backend.masked_grad_gather_(
+    bucket.ops.masked_grad_gather_(
         bucket.grad,
         [grad.contiguous()],
         bucket.indices,
@@ -74,7 +74,7 @@ def gather_all_(bucket: Bucket) -> None:
     present = [i for i, p in enumerate(bucket.params) if p.grad is not None]
     sum_sq = bucket.sum_sq if len(present) == len(bucket.params) else torch.zeros_like(bucket.sum_sq[: len(present)])
     if present:
-        bucket.backend.masked_grad_gather_(
+        bucket.ops.masked_grad_gather_(
             bucket.grad,
             [bucket.params[i].grad.contiguous() for i in present],  # type: ignore[union-attr]
             bucket.indices,

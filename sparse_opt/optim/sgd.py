@@ -83,7 +83,7 @@ class SparseSGD(SparseOptimizer):
 
     def _update(self, bucket: Bucket, **arguments: Any) -> None:
         group = bucket.group
-        bucket.backend.indexed_sgd_(
+        bucket.ops.indexed_sgd_(
             arguments.pop("params"),
             arguments.pop("indices"),
             arguments.pop("starts"),

@@ -121,7 +121,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 params,
                 active,
                 ordinal=len(self._buckets),
-                backend=backends.implementation(params[0].device, self.backend),
+                ops=backends.functions(params[0].device, self.backend),
             )
             self._allocate(bucket)
             self._buckets.append(bucket)

@@ -33,7 +33,13 @@ def test_there_are_sources_to_compile():
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path, tmp_path: Path):
     code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
-    flags = [*COMMON_NVCC_FLAGS, *setup_constant("NVCC_FLAGS"), "-Werror=all-warnings", f"-I{CHECKOUT / 'csrc'}"]
+    flags = [
+        *COMMON_NVCC_FLAGS,
+        *setup_constant("NVCC_FLAGS"),
+        "--threads=0",
+        "-Werror=all-warnings",
+        f"-I{CHECKOUT / 'csrc'}",
+    ]
     object_file = tmp_path / "kernels.o"
     compiled = subprocess.run(
         ["nvcc", "-c", str(source), "-o", str(object_file), *flags, *code], capture_output=True, text=True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sparse_opt.delta_log import DeltaLog
@@ -15,6 +17,7 @@ from sparse_opt.masks import MaskSet
 from sparse_opt.trainers import dpo, sft
 from sparse_opt.trainers.encoding import collate, load_examples
 from sparse_opt.trainers.logprobs import completion_logprobs
+from sparse_opt.trainers.models import load_policy
 from sparse_opt.trainers.order import ShuffledOrder
 
 LN_2 = pytest.approx(math.log(2), abs=2**-24)
@@ -200,6 +203,27 @@ def test_gradient_checkpointing_and_dropout_leave_the_run_as_it_is(dpo_options, 
     assert plain[0]["loss"] == LN_2
     assert plain == recomputed
     assert AutoModelForCausalLM.from_pretrained(runs[0]["checkpoint"]).config.resid_pdrop == 0.1
+
+
+def test_gradient_checkpointing_recomputes_the_layers(dpo_options, tokenizer, pairs_file):
+    examples, _ = load_examples("preference", str(pairs_file), "train", tokenizer, max_length=64)
+    batch = collate(examples[0], 0)
+    for on, times in ((False, 1), (True, 2)):
+        model = load_policy(dpo_options(gradient_checkpointing=on), torch.device("cpu"))
+        calls = []
+        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        completion_logprobs(model, batch).sum().backward()
+        assert len(calls) == times
+
+
+def test_weights_that_do_not_cover_the_model_are_refused(dpo_options, model_folder, tmp_path):
+    folder = tmp_path / "part"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"part: no weights for 1 tensors, among them model\.norm\.weight"):
+        dpo.train(dpo_options(policy_name=str(folder)))
 
 
 def test_optimizer_bytes(dpo_options, mask_file, model_folder, tmp_path):

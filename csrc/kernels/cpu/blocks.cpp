@@ -21,8 +21,7 @@ inline void from_float_loop(const float* __restrict values, int64_t n, void* out
 }
 
 template <typename T>
-inline void stochastic_loop(
-    const float* __restrict values, const uint32_t* __restrict random, int64_t n, void* out) {
+inline void stochastic_loop(const float* __restrict values, const uint32_t* __restrict random, int64_t n, void* out) {
   T* __restrict target = static_cast<T*>(out);
   for (int64_t k = 0; k < n; ++k) target[k] = stochastic_round<T>(values[k], random[k]);
 }
@@ -32,27 +31,45 @@ inline void stochastic_loop(
 SPARSE_OPT_MULTIVERSION
 void convert_to_float(DType dtype, const void* values, int64_t n, float* out) {
   switch (dtype) {
-    case DType::kFloat32: std::memcpy(out, values, n * sizeof(float)); break;
-    case DType::kBFloat16: to_float_loop<bfloat16>(values, n, out); break;
-    case DType::kFloat16: to_float_loop<float16>(values, n, out); break;
+    case DType::kFloat32:
+      std::memcpy(out, values, n * sizeof(float));
+      break;
+    case DType::kBFloat16:
+      to_float_loop<bfloat16>(values, n, out);
+      break;
+    case DType::kFloat16:
+      to_float_loop<float16>(values, n, out);
+      break;
   }
 }
 
 SPARSE_OPT_MULTIVERSION
 void convert_from_float(DType dtype, const float* values, int64_t n, void* out) {
   switch (dtype) {
-    case DType::kFloat32: std::memcpy(out, values, n * sizeof(float)); break;
-    case DType::kBFloat16: from_float_loop<bfloat16>(values, n, out); break;
-    case DType::kFloat16: from_float_loop<float16>(values, n, out); break;
+    case DType::kFloat32:
+      std::memcpy(out, values, n * sizeof(float));
+      break;
+    case DType::kBFloat16:
+      from_float_loop<bfloat16>(values, n, out);
+      break;
+    case DType::kFloat16:
+      from_float_loop<float16>(values, n, out);
+      break;
   }
 }
 
 SPARSE_OPT_MULTIVERSION
 void round_stochastically(DType dtype, const float* values, const uint32_t* random, int64_t n, void* out) {
   switch (dtype) {
-    case DType::kFloat32: std::memcpy(out, values, n * sizeof(float)); break;
-    case DType::kBFloat16: stochastic_loop<bfloat16>(values, random, n, out); break;
-    case DType::kFloat16: stochastic_loop<float16>(values, random, n, out); break;
+    case DType::kFloat32:
+      std::memcpy(out, values, n * sizeof(float));
+      break;
+    case DType::kBFloat16:
+      stochastic_loop<bfloat16>(values, random, n, out);
+      break;
+    case DType::kFloat16:
+      stochastic_loop<float16>(values, random, n, out);
+      break;
   }
 }
 
@@ -74,8 +91,8 @@ void gather_as_float(DType dtype, const void* dense, const BlockIndices& block, 
   convert_to_float(dtype, words, block.size, out);
 }
 
-void scatter_from_float(
-    DType dtype, const float* values, const uint32_t* random, const BlockIndices& block, void* dense) {
+void scatter_from_float(DType dtype, const float* values, const uint32_t* random, const BlockIndices& block,
+                        void* dense) {
   if (dtype == DType::kFloat32) {
     block.scatter<uint32_t>(dense, values);
     return;

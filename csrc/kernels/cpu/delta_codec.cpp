@@ -46,10 +46,14 @@ inline int32_t mark_words(const void* old_data, const void* new_data, int64_t n,
 SPARSE_OPT_MULTIVERSION
 int32_t mark(int element_size, const void* old_data, const void* new_data, int64_t n, uint8_t* changed) {
   switch (element_size) {
-    case 1: return mark_words<uint8_t>(old_data, new_data, n, changed);
-    case 2: return mark_words<uint16_t>(old_data, new_data, n, changed);
-    case 4: return mark_words<uint32_t>(old_data, new_data, n, changed);
-    default: return mark_words<uint64_t>(old_data, new_data, n, changed);
+    case 1:
+      return mark_words<uint8_t>(old_data, new_data, n, changed);
+    case 2:
+      return mark_words<uint16_t>(old_data, new_data, n, changed);
+    case 4:
+      return mark_words<uint32_t>(old_data, new_data, n, changed);
+    default:
+      return mark_words<uint64_t>(old_data, new_data, n, changed);
   }
 }
 
@@ -102,7 +106,9 @@ void delta_collect(const DeltaArguments& args, ParallelFor parallel_for) {
   parallel_for(args.first_block[args.count], [&](int64_t first, int64_t last) {
     const bool wide = args.wide_indices;
     switch (args.element_size) {
-      case 1: wide ? collect<uint8_t, int64_t>(args, first, last) : collect<uint8_t, int32_t>(args, first, last); break;
+      case 1:
+        wide ? collect<uint8_t, int64_t>(args, first, last) : collect<uint8_t, int32_t>(args, first, last);
+        break;
       case 2:
         wide ? collect<uint16_t, int64_t>(args, first, last) : collect<uint16_t, int32_t>(args, first, last);
         break;
@@ -120,10 +126,18 @@ void delta_apply(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     switch (args.element_size) {
-      case 1: apply_chunks<uint8_t>(args, work.chunks, first, last); break;
-      case 2: apply_chunks<uint16_t>(args, work.chunks, first, last); break;
-      case 4: apply_chunks<uint32_t>(args, work.chunks, first, last); break;
-      case 8: apply_chunks<uint64_t>(args, work.chunks, first, last); break;
+      case 1:
+        apply_chunks<uint8_t>(args, work.chunks, first, last);
+        break;
+      case 2:
+        apply_chunks<uint16_t>(args, work.chunks, first, last);
+        break;
+      case 4:
+        apply_chunks<uint32_t>(args, work.chunks, first, last);
+        break;
+      case 8:
+        apply_chunks<uint64_t>(args, work.chunks, first, last);
+        break;
     }
   });
 }

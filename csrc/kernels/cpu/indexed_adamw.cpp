@@ -11,8 +11,8 @@ namespace sparse_opt::cpu {
 namespace {
 
 SPARSE_OPT_MULTIVERSION
-void update(const AdamWScalars& scalars, int64_t n, const float* __restrict g, float* __restrict p,
-            float* __restrict m, float* __restrict v) {
+void update(const AdamWScalars& scalars, int64_t n, const float* __restrict g, float* __restrict p, float* __restrict m,
+            float* __restrict v) {
   const AdamWScalars s = scalars;
   for (int64_t k = 0; k < n; ++k) adamw_element(s, g[k], p[k], m[k], v[k]);
 }

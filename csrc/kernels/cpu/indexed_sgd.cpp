@@ -9,8 +9,7 @@ namespace sparse_opt::cpu {
 namespace {
 
 SPARSE_OPT_MULTIVERSION
-void update(const SgdScalars& scalars, int64_t n, const float* __restrict g, float* __restrict p,
-            float* __restrict b) {
+void update(const SgdScalars& scalars, int64_t n, const float* __restrict g, float* __restrict p, float* __restrict b) {
   const SgdScalars s = scalars;
   for (int64_t k = 0; k < n; ++k) sgd_element(s, g[k], p[k], b[k]);
 }

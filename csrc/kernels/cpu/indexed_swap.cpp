@@ -29,10 +29,18 @@ void indexed_swap(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     switch (args.element_size) {
-      case 1: swap_chunks<uint8_t>(args, work.chunks, first, last); break;
-      case 2: swap_chunks<uint16_t>(args, work.chunks, first, last); break;
-      case 4: swap_chunks<uint32_t>(args, work.chunks, first, last); break;
-      case 8: swap_chunks<uint64_t>(args, work.chunks, first, last); break;
+      case 1:
+        swap_chunks<uint8_t>(args, work.chunks, first, last);
+        break;
+      case 2:
+        swap_chunks<uint16_t>(args, work.chunks, first, last);
+        break;
+      case 4:
+        swap_chunks<uint32_t>(args, work.chunks, first, last);
+        break;
+      case 8:
+        swap_chunks<uint64_t>(args, work.chunks, first, last);
+        break;
     }
   });
 }

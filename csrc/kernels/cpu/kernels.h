@@ -1,4 +1,5 @@
-// The CPU kernels. Work is cut into pieces whose size does not depend on the number of threads, so results do not either.
+// The CPU kernels. Work is cut into pieces whose size does not depend on the number of threads, so results do not
+// either.
 #pragma once
 
 #include <cstdint>

@@ -71,7 +71,9 @@ void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for) {
         if (args.sum_sq == nullptr && args.found_inf == nullptr) return;
         if (args.out_dtype != DType::kFloat32) convert_to_float(args.out_dtype, out, block.size, g);  // as stored
         if (args.sum_sq != nullptr) sum += sum_of_squares(g, block.size);
-        if (args.found_inf != nullptr && any_not_finite(g, block.size)) not_finite.store(true, std::memory_order_relaxed);
+        if (args.found_inf != nullptr && any_not_finite(g, block.size)) {
+          not_finite.store(true, std::memory_order_relaxed);
+        }
       });
       if (args.sum_sq != nullptr) chunk_sums[c] = sum;
     }

@@ -66,8 +66,8 @@ float* load_state(const StepArguments& args, void* state, const BlockIndices& bl
   return scratch;
 }
 
-void store_state(
-    const StepArguments& args, const float* values, const uint32_t* random, const BlockIndices& block, void* state) {
+void store_state(const StepArguments& args, const float* values, const uint32_t* random, const BlockIndices& block,
+                 void* state) {
   if (args.moment_dtype == DType::kFloat32) return;
   void* target = at(state, block.begin, element_size(args.moment_dtype));
   if (args.stochastic_rounding) {

@@ -21,7 +21,7 @@ void prefetch_step(const StepArguments& args, int64_t segment, const BlockIndice
 
 // fp32 state is updated where it stands; bf16 state goes through `scratch`.
 float* load_state(const StepArguments& args, void* state, const BlockIndices& block, float* scratch);
-void store_state(
-    const StepArguments& args, const float* values, const uint32_t* random, const BlockIndices& block, void* state);
+void store_state(const StepArguments& args, const float* values, const uint32_t* random, const BlockIndices& block,
+                 void* state);
 
 }  // namespace sparse_opt::cpu

@@ -44,8 +44,8 @@ struct MarkShape {
 };
 
 template <typename Word>
-__device__ __forceinline__ int mark_full_block(
-    const Word* old_words, const Word* new_words, typename MarkShape<Word>::Bits* changed) {
+__device__ __forceinline__ int mark_full_block(const Word* old_words, const Word* new_words,
+                                               typename MarkShape<Word>::Bits* changed) {
   using Shape = MarkShape<Word>;
   const uint4* a = reinterpret_cast<const uint4*>(old_words);
   const uint4* b = reinterpret_cast<const uint4*>(new_words);
@@ -78,8 +78,8 @@ __device__ __forceinline__ int mark_full_block(
 
 // A tensor's last block, and views that are not aligned to 16 bytes.
 template <typename Word>
-__device__ __forceinline__ int mark_any_block(
-    const Word* old_words, const Word* new_words, int size, typename MarkShape<Word>::Bits* changed) {
+__device__ __forceinline__ int mark_any_block(const Word* old_words, const Word* new_words, int size,
+                                              typename MarkShape<Word>::Bits* changed) {
   using Shape = MarkShape<Word>;
   int count = 0;
   for (int group = threadIdx.x; group < kDeltaBlock / Shape::kElements; group += kThreads) {
@@ -95,8 +95,8 @@ __device__ __forceinline__ int mark_any_block(
 }
 
 template <typename Word, int Capacity>
-__global__ void __launch_bounds__(kThreads) delta_mark_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ DeltaArguments args) {
+__global__ void __launch_bounds__(kThreads) delta_mark_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                              const __grid_constant__ DeltaArguments args) {
   using Bits = typename MarkShape<Word>::Bits;
   const BlockRange range = block_range(table, kDeltaBlock);
   const int64_t block = table.block_offset + blockIdx.x;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads) delta_mark_kernel(
 }
 
 template <typename Word, typename Index, int Capacity>
-__global__ void __launch_bounds__(kThreads) delta_collect_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ DeltaArguments args) {
+__global__ void __launch_bounds__(kThreads) delta_collect_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                 const __grid_constant__ DeltaArguments args) {
   static_assert(kThreads * 32 == kDeltaBlock, "one word of the bitmap for each thread");
   const int64_t block = table.block_offset + blockIdx.x;
   const int total = args.block_counts[block];
@@ -193,6 +193,8 @@ void delta_collect(const DeltaArguments& args, cudaStream_t stream) {
   });
 }
 
-void delta_apply(const MoveArguments& args, cudaStream_t stream) { move<false>("delta_apply_", args, stream); }
+void delta_apply(const MoveArguments& args, cudaStream_t stream) {
+  move<false>("delta_apply_", args, stream);
+}
 
 }  // namespace sparse_opt::cuda

@@ -8,8 +8,8 @@ namespace sparse_opt::cuda {
 namespace {
 
 template <typename Param, typename Moment, typename Index, bool Stochastic, int Capacity>
-__global__ void __launch_bounds__(kThreads) indexed_adamw_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ AdamWArguments args) {
+__global__ void __launch_bounds__(kThreads) indexed_adamw_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                 const __grid_constant__ AdamWArguments args) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   const BlockRange range = block_range(table, kSlots);
   const int64_t step = static_cast<int64_t>(args.steps[table.segment_offset + range.segment]);
@@ -48,8 +48,7 @@ void launch(const AdamWArguments& args, cudaStream_t stream) {
   for_each_table(args.segments, args.dense_grads, kSlots,
                  [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                    if (blocks == 0) return;
-                   indexed_adamw_kernel<Param, Moment, Index, Stochastic>
-                       <<<blocks, kThreads, 0, stream>>>(table, args);
+                   indexed_adamw_kernel<Param, Moment, Index, Stochastic><<<blocks, kThreads, 0, stream>>>(table, args);
                    check_launch("indexed_adamw_");
                  });
 }

@@ -7,8 +7,8 @@ namespace sparse_opt::cuda {
 namespace {
 
 template <typename Param, typename Moment, typename Index, bool Stochastic, int Capacity>
-__global__ void __launch_bounds__(kThreads) indexed_sgd_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ SgdArguments args) {
+__global__ void __launch_bounds__(kThreads) indexed_sgd_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                               const __grid_constant__ SgdArguments args) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   const BlockRange range = block_range(table, kSlots);
   const int64_t step = static_cast<int64_t>(args.steps[table.segment_offset + range.segment]);

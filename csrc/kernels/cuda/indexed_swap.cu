@@ -5,6 +5,8 @@
 
 namespace sparse_opt::cuda {
 
-void indexed_swap(const MoveArguments& args, cudaStream_t stream) { move<true>("indexed_swap_", args, stream); }
+void indexed_swap(const MoveArguments& args, cudaStream_t stream) {
+  move<true>("indexed_swap_", args, stream);
+}
 
 }  // namespace sparse_opt::cuda

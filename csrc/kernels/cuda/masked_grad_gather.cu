@@ -1,6 +1,6 @@
 // Bytes per active element: index 4, out written (and read, to accumulate); and 64 read for each 64-byte granule of the
-// dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel adds those of a
-// tensor in a fixed order: no atomics, so the same bits on every run.
+// dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel adds those of
+// a tensor in a fixed order: no atomics, so the same bits on every run.
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "segment_table.cuh"
@@ -23,9 +23,9 @@ __device__ __forceinline__ T block_sum(T value) {
 }
 
 template <typename Dense, typename Out, typename Index, int Capacity>
-__global__ void __launch_bounds__(kThreads) masked_grad_gather_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ GatherArguments args,
-    float* partial_sums) {
+__global__ void __launch_bounds__(kThreads)
+    masked_grad_gather_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                              const __grid_constant__ GatherArguments args, float* partial_sums) {
   const BlockRange range = block_range(table, kSlots);
   const Dense* dense = static_cast<const Dense*>(table.dense[range.segment]);
   const Index* indices = static_cast<const Index*>(args.segments.indices);
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kThreads) masked_grad_gather_kernel(
 
 // One block for each segment, empty ones too: their sum is 0.
 template <int Capacity>
-__global__ void __launch_bounds__(kThreads) sum_partials_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const float* partial_sums, float* sum_sq) {
+__global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                const float* partial_sums, float* sum_sq) {
   const float* partials = partial_sums + table.block_offset;
   double sum = 0.0;
   for (int block = table.first_block[blockIdx.x] + threadIdx.x; block < table.first_block[blockIdx.x + 1];
@@ -93,18 +93,17 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(
 
 template <typename Dense, typename Out, typename Index>
 void launch(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
-  for_each_table(args.segments, nullptr, kSlots,
-                 [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-                   if (blocks > 0) {
-                     masked_grad_gather_kernel<Dense, Out, Index>
-                         <<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
-                     check_launch("masked_grad_gather_");
-                   }
-                   if (args.sum_sq != nullptr) {
-                     sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, args.sum_sq);
-                     check_launch("masked_grad_gather_");
-                   }
-                 });
+  for_each_table(
+      args.segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+        if (blocks > 0) {
+          masked_grad_gather_kernel<Dense, Out, Index><<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
+          check_launch("masked_grad_gather_");
+        }
+        if (args.sum_sq != nullptr) {
+          sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, args.sum_sq);
+          check_launch("masked_grad_gather_");
+        }
+      });
 }
 
 }  // namespace

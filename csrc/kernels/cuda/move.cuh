@@ -8,8 +8,8 @@ namespace sparse_opt::cuda {
 
 // With Swap the two are exchanged, else the compact buffer is written to the dense tensors.
 template <typename Word, typename Index, bool Swap, int Capacity>
-__global__ void __launch_bounds__(kThreads) move_kernel(
-    const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {
+__global__ void __launch_bounds__(kThreads)
+    move_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {
   const BlockRange range = block_range(table, kSlots);
   Word* dense = static_cast<Word*>(table.dense[range.segment]);
   Word* compact = static_cast<Word*>(args.compact);

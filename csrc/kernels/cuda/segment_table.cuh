@@ -42,7 +42,9 @@ struct SegmentTable {
 };
 
 // Blocks begin at multiples of 32 slots, so that a warp's loads do not straddle sectors.
-__host__ __device__ inline int64_t aligned_start(int64_t start) { return start & ~int64_t{31}; }
+__host__ __device__ inline int64_t aligned_start(int64_t start) {
+  return start & ~int64_t{31};
+}
 
 // Where a block works: slots [begin, end) of segment `segment` of the table, handed to threads from `origin` on.
 struct BlockRange {
@@ -102,8 +104,7 @@ void launch_tables(const Segments& segments, const void* const* companions, int6
 
 // launch(table, blocks) for as many tables as the list needs.
 template <typename Launch>
-void for_each_table(
-    const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch launch) {
+void for_each_table(const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch launch) {
   if (segments.count <= kSmallTable) {
     launch_tables<kSmallTable>(segments, companions, slots_per_block, launch);
   } else {

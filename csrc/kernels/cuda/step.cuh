@@ -46,8 +46,8 @@ struct Slots {
   }
 
   template <bool Stochastic>
-  __device__ __forceinline__ void store_param(
-      int j, float value, uint32_t random, void* dense, float* compact_master) const {
+  __device__ __forceinline__ void store_param(int j, float value, uint32_t random, void* dense,
+                                              float* compact_master) const {
     Param* target = static_cast<Param*>(dense) + position[j];
     if (compact_master != nullptr) {
       store_once(compact_master + slot(j), value);
@@ -90,12 +90,18 @@ struct Slots {
   }
 
   // The branches are the same for a whole launch. To be called after the other loads: it waits for its own.
-  __device__ __forceinline__ void load_gradients(
-      const StepArguments& args, const void* dense_grad, float (&g)[kUnroll]) const {
+  __device__ __forceinline__ void load_gradients(const StepArguments& args, const void* dense_grad,
+                                                 float (&g)[kUnroll]) const {
     switch (args.grad_dtype) {
-      case DType::kFloat32: load_gradients_as<float>(args.grad, dense_grad, g); break;
-      case DType::kBFloat16: load_gradients_as<bfloat16>(args.grad, dense_grad, g); break;
-      case DType::kFloat16: load_gradients_as<float16>(args.grad, dense_grad, g); break;
+      case DType::kFloat32:
+        load_gradients_as<float>(args.grad, dense_grad, g);
+        break;
+      case DType::kBFloat16:
+        load_gradients_as<bfloat16>(args.grad, dense_grad, g);
+        break;
+      case DType::kFloat16:
+        load_gradients_as<float16>(args.grad, dense_grad, g);
+        break;
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) g[j] = gradient_element(g[j], args.grad_scale, args.clip_coef);

@@ -1,0 +1,110 @@
+"""States to log, and the comparison by bits that every test of the log rests on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_opt import DeltaLog
+
+State = dict[str, Tensor]
+
+# Element types of 1, 2, 4 and 8 bytes.
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+]
+
+
+class States:
+    """States made from a seed: any bits, so NaN payloads, both zeros, infinities and denormals are among them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.source = random.Random(seed)
+
+    def bits(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        numel = torch.Size(shape).numel()
+        if dtype == torch.bool:
+            return torch.tensor([self.source.random() < 0.5 for _ in range(numel)]).view(shape)
+        raw = bytearray(self.source.randbytes(numel * dtype.itemsize))
+        return torch.frombuffer(raw, dtype=dtype).view(shape) if numel else torch.empty(shape, dtype=dtype)
+
+    def state(self) -> State:
+        state = {f"t.{str(dtype)[6:]}": self.bits((5, 7), dtype) for dtype in DTYPES}
+        return state | {
+            "scalar": self.bits((), torch.bfloat16),
+            "nothing": torch.empty(0, 3),
+            "row": self.bits((9,), torch.float32),
+        }
+
+    def change(self, state: Mapping[str, Tensor], share: float = 0.2) -> State:
+        """A copy of which about `share` of the elements have new bits."""
+        changed = {}
+        for name, tensor in state.items():
+            fresh = self.bits(tuple(tensor.shape), tensor.dtype)
+            where = torch.tensor([self.source.random() < share for _ in range(tensor.numel())], dtype=torch.bool)
+            old_bytes, new_bytes = (t.reshape(-1, 1).view(torch.uint8) for t in (tensor, fresh))
+            changed[name] = torch.where(where[:, None], new_bytes, old_bytes).view(tensor.dtype).view(tensor.shape)
+        return changed
+
+
+def assert_same_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        other = found[name].cpu().contiguous()
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        flat = tensor.cpu().contiguous().view(-1)
+        assert bytes(other.view(-1).view(torch.uint8).tolist()) == bytes(flat.view(torch.uint8).tolist()), name
+
+
+@pytest.fixture
+def states() -> States:
+    return States()
+
+
+@pytest.fixture
+def same_bits():  # type: ignore[no-untyped-def]
+    return assert_same_bits
+
+
+class Logged:
+    """A closed log on disk, and what each of its steps must give."""
+
+    def __init__(self, directory: Path, states: Mapping[int, State]) -> None:
+        self.directory, self.states = directory, dict(states)
+
+    def file(self, step: int) -> Path:
+        return next(self.directory.glob(f"step_{step:08d}.*"))
+
+    def load(self, step: int) -> State:
+        return DeltaLog.open(self.directory).load(step)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Logged:
+    """Steps 0 (keyframe), 1, 2, 5 (keyframe), 7, 8 of a small state."""
+    source = States(1)
+    state = {"a.w": source.bits((6, 5), torch.bfloat16), "b": source.bits((7,), torch.float32), "n": torch.tensor(3)}
+    kept = {0: state}
+    with DeltaLog.create(tmp_path / "log", state, keyframe_every=3, metadata={"model": "tiny"}) as log:
+        for step in (1, 2, 5, 7, 8):
+            state = source.change(state)
+            log.append(step, state)
+            kept[step] = state
+    return Logged(tmp_path / "log", kept)

@@ -1,0 +1,228 @@
+"""Damaged, renamed, reordered and foreign files: the right bits or a refusal that names file and step, never others."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparse_opt import DeltaLog, delta_files
+from sparse_opt.errors import DeltaLogError
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+# Which steps a file of the `logged` fixture costs when it is lost: those that are rebuilt by way of it.
+COSTS = {0: [0, 1, 2], 1: [1, 2], 2: [2], 5: [5, 7, 8], 7: [7, 8], 8: [8]}
+
+
+def right_or_refused(logged: Any, step: int, at_fault: Path, same_bits: Compare) -> bool:
+    """True for a refusal that names the file at fault and its step; any other exception passes through."""
+    try:
+        state = logged.load(step)
+    except DeltaLogError as refused:
+        text = str(refused)
+        names = str(at_fault) in text and f"step {int(at_fault.name[5:13])}" in text and "\n" not in text
+        return names or pytest.fail(f"does not name {at_fault.name}: {text}")
+    same_bits(state, logged.states[step])
+    return False
+
+
+@pytest.mark.parametrize("step", [0, 1, 5], ids=["base", "patch", "keyframe"])
+def test_every_flipped_byte(logged: Any, same_bits: Compare, step: int) -> None:
+    path = logged.file(step)
+    content = path.read_bytes()
+    source = random.Random(step)
+    refused = 0
+    # Every third byte, the bit drawn at random: header, metadata, offsets and payload alike.
+    tried = range(0, len(content), 3)
+    for i in tried:
+        path.write_bytes(content[:i] + bytes([content[i] ^ 1 << source.randrange(8)]) + content[i + 1 :])
+        refused += right_or_refused(logged, COSTS[step][-1], path, same_bits)
+    # A flipped space between JSON tokens may be another white space.
+    assert refused >= len(tried) - 3
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["keyframe", "patch"])
+def test_every_length(logged: Any, same_bits: Compare, step: int) -> None:
+    path = logged.file(step)
+    content = path.read_bytes()
+    for length in [*range(0, len(content), 23), len(content) - 1]:
+        path.write_bytes(content[:length])
+        assert right_or_refused(logged, 2, path, same_bits)
+    for tail in (b"\0", b"\0" * 8, content):
+        path.write_bytes(content + tail)
+        assert right_or_refused(logged, 2, path, same_bits)
+
+
+def test_hostile_header_lengths_allocate_nothing(logged: Any, same_bits: Compare) -> None:
+    path = logged.file(1)
+    content = path.read_bytes()
+    for length in (0, 1, len(content), 10**8, 2**40, 2**63, 2**64 - 1):
+        path.write_bytes(length.to_bytes(8, "little") + content[8:])
+        assert right_or_refused(logged, 2, path, same_bits)
+
+
+@pytest.mark.parametrize("step", COSTS)
+def test_damage_costs_only_the_steps_behind_it(logged: Any, same_bits: Compare, step: int) -> None:
+    path = logged.file(step)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    for other in logged.states:
+        assert right_or_refused(logged, other, path, same_bits) == (other in COSTS[step])
+    problems = DeltaLog.open(logged.directory).verify()
+    assert [(p.file, list(p.lost_steps)) for p in problems] == [(path.name, COSTS[step])]
+    assert f"step {step}: damaged" in str(problems[0])
+    assert f"lost steps: {', '.join(map(str, COSTS[step]))}" in str(problems[0])
+
+
+@pytest.mark.parametrize("step", [1, 5, 7])
+def test_a_missing_file(logged: Any, same_bits: Compare, step: int) -> None:
+    logged.file(step).unlink()
+    assert DeltaLog.open(logged.directory).steps == tuple(s for s in logged.states if s != step)
+    for other in logged.states:
+        if other in COSTS[step]:
+            with pytest.raises(DeltaLogError, match=f"step {step}(,| is not logged)"):
+                logged.load(other)
+        else:
+            same_bits(logged.load(other), logged.states[other])
+    problems = DeltaLog.open(logged.directory).verify()
+    assert [(p.file, list(p.lost_steps)) for p in problems] == [(f"step {step}", COSTS[step])]
+
+
+def test_a_missing_base(logged: Any) -> None:
+    logged.file(0).unlink()
+    log = DeltaLog.open(logged.directory)
+    for step in (1, 5):
+        with pytest.raises(DeltaLogError, match=r"step 1: is the first file and a patch: .* missing"):
+            log.load(step)
+    assert [list(p.lost_steps) for p in log.verify()] == [[1, 2, 5, 7, 8]]
+
+
+def test_two_files_swapped(logged: Any) -> None:
+    a, b = logged.file(1), logged.file(2)
+    aside = a.with_name("aside")
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)
+    with pytest.raises(DeltaLogError, match=f"{a}: step 1: the file was written as step 2; was it renamed?"):
+        logged.load(1)
+    with pytest.raises(DeltaLogError, match=f"{b}: step 2: the file was written as step 1"):
+        logged.load(2)
+    problems = DeltaLog.open(logged.directory).verify()
+    assert [(p.file, p.lost_steps) for p in problems] == [(a.name, (1,)), (b.name, (2,))]
+
+
+def test_renamed_files(logged: Any, same_bits: Compare) -> None:
+    path = logged.file(8)
+    renamed = path.rename(path.with_name("step_00000009.patch.safetensors"))
+    with pytest.raises(DeltaLogError, match=f"{renamed}: step 9: the file was written as step 8"):
+        logged.load(9)
+    disguised = renamed.rename(path.with_name("step_00000008.keyframe.safetensors"))
+    with pytest.raises(DeltaLogError, match=f"{disguised}: step 8: the file was written as kind patch"):
+        logged.load(8)
+    # Names that are no step of a log are left aside by reading, and found by verifying.
+    for name in ("notes.safetensors", "step_8.patch.safetensors", "step_000000008.patch.safetensors"):
+        disguised = disguised.rename(path.with_name(name))
+        assert DeltaLog.open(logged.directory).steps == (0, 1, 2, 5, 7)
+        assert [(p.file, p.lost_steps) for p in DeltaLog.open(logged.directory).verify()] == [(name, ())]
+    same_bits(logged.load(7), logged.states[7])
+
+
+def test_a_second_file_of_a_step_is_found(logged: Any, same_bits: Compare) -> None:
+    shutil.copy(logged.file(8), logged.directory / "step_00000005.patch.safetensors")
+    same_bits(logged.load(8), logged.states[8])
+    assert [p.file for p in DeltaLog.open(logged.directory).verify()] == ["step_00000005.patch.safetensors"]
+
+
+@pytest.mark.parametrize("step", [1, 5], ids=["patch", "keyframe"])
+def test_a_file_of_another_run(logged: Any, same_bits: Compare, tmp_path: Path, step: int) -> None:
+    """The same model from the same start: every digest of the parent fits, and yet the file is not of this log."""
+    other = {name: tensor.clone() for name, tensor in logged.states[0].items()}
+    with DeltaLog.create(tmp_path / "other", other, keyframe_every=3) as log:
+        for n in (1, 2, 5):
+            other["n"] += 1
+            log.append(n)
+    path = logged.file(step)
+    shutil.copy(tmp_path / "other" / path.name, path)
+    with pytest.raises(DeltaLogError, match=f"{path}: step {step}: belongs to run [0-9a-f]{{32}}, this log is of run"):
+        logged.load(step)
+    lost = {p.file: list(p.lost_steps) for p in DeltaLog.open(logged.directory).verify()}
+    assert lost == {path.name: COSTS[step]}
+
+
+def test_a_foreign_safetensors_file(logged: Any) -> None:
+    path = logged.file(1)
+    save_file({"w": torch.zeros(2)}, path)
+    with pytest.raises(DeltaLogError, match=f"{path}: step 1: format is None, wanted 'sparse-opt delta log'"):
+        logged.load(2)
+
+
+def rewrite(logged: Any, step: int, change: Callable[[dict[str, Tensor]], Any], **fields: Any) -> None:
+    """Write a step's file anew with another content and digests that fit it: what a digest cannot notice."""
+    files, _ = delta_files.list_steps(logged.directory)
+    header = replace(delta_files.read_header(files[step]), **fields)
+    payload = {name: tensor.clone() for name, tensor in load_file(files[step].path).items()}
+    change(payload)
+    delta_files.write_step(header, payload)
+
+
+def put(name: str, index: int, value: int) -> Callable[[dict[str, Tensor]], None]:
+    return lambda payload: payload[name].__setitem__(index, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("bits16.indices", -1, 30), "bits16.indices has a position outside its tensor"),
+        (put("bits16.indices", 0, -1), "bits16.indices has a position outside its tensor"),
+        (put("bits16.indices", 0, 2**31 - 1), "bits16.indices has a position outside its tensor"),
+        (put("bits16.counts", 0, -1), "bits16.counts has a number outside its tensor's size"),
+        (put("bits16.counts", 0, 2**62), "bits16.counts has a number outside its tensor's size"),
+        (put("bits16.counts", 0, 30), r"bits16.indices is int32 \[\d\], wanted int32 or int64 \[30\]"),
+        (put("bits16.values", 0, 77), "damaged: a.w has digest"),
+        (lambda p: p.update({"bits16.values": p["bits16.values"].int()}), "bits16.values is int32"),
+        (lambda p: p.update({"bits16.counts": p["bits16.counts"].int()}), "bits16.counts is int32"),
+        (lambda p: p.update({"bits16.indices": p["bits16.indices"].float()}), "bits16.indices is float32"),
+        (lambda p: p.pop("bits32.values"), "holds the tensors"),
+        (lambda p: p.update(more=torch.zeros(1)), "holds the tensors"),
+    ],
+)
+def test_forged_patches_write_nowhere(
+    logged: Any, same_bits: Compare, change: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    rewrite(logged, 1, change)
+    with pytest.raises(DeltaLogError, match=f"{logged.file(1)}: step 1: {message}"):
+        logged.load(1)
+    same_bits(logged.load(0), logged.states[0])
+
+
+def test_forged_headers(logged: Any) -> None:
+    where = f"{logged.file(2)}: step 2: "
+    for fields, message in [
+        ({"parent_digest": "0" * 32}, "follows the state 0{32}, but step 1 is the state [0-9a-f]{32}"),
+        ({"parent_step": 2}, "is a patch and names no earlier step"),
+        ({"parent_step": None}, "is a patch and names no earlier step"),
+        ({"parent_step": 0}, "follows the state [0-9a-f]{32}, but step 0 is the state"),
+        ({"result_digest": "0" * 32}, "its tensor digests make [0-9a-f]{32}, its result digest is 0{32}"),
+        ({"tensor_digests": ()}, "0 tensor digests, wanted 3"),
+    ]:
+        original = logged.file(2).read_bytes()
+        rewrite(logged, 2, lambda payload: None, **fields)
+        with pytest.raises(DeltaLogError, match=where + message):
+            logged.load(2)
+        assert [p.lost_steps for p in DeltaLog.open(logged.directory).verify()] == [(2,)]
+        logged.file(2).write_bytes(original)
+
+
+def test_no_log_at_all(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(DeltaLogError, match=f"{directory}: holds no delta log"):
+            DeltaLog.open(directory)

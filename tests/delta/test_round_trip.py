@@ -1,0 +1,243 @@
+"""What is logged comes back with the same bits: any dtype, any change, tied tensors, models and plain states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from sparse_opt import DeltaLog
+from sparse_opt.delta_log import delta_log_dir_name
+from sparse_opt.errors import DeltaLogError
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("keyframe_every", [None, 1, 3])
+def test_any_bits_of_any_dtype(
+    tmp_path: Path, states: Any, same_bits: Compare, device: torch.device, keyframe_every: int | None
+) -> None:
+    state = states.state()
+    kept = {0: state}
+    live = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
+    with DeltaLog.create(tmp_path / "log", live, keyframe_every=keyframe_every) as log:
+        for step, share in [(1, 0.2), (2, 0.0), (3, 1.0), (7, 0.01), (8, 0.5)]:
+            kept[step] = states.change(kept[max(kept)], share)
+            for name, tensor in kept[step].items():
+                live[name].copy_(tensor)
+            info = log.append(step)
+            assert info.kind == ("keyframe" if keyframe_every == 1 or (keyframe_every, step) == (3, 3) else "patch")
+            same_bits(live, kept[step])
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == tuple(kept)
+    # In any order: a step does not depend on what was read before it.
+    for step in sorted(kept, key=lambda step: -step % 5):
+        same_bits(log.load(step), kept[step])
+    assert log.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(0x7FC00001, 0x7FC00002), (0x00000000, 0x80000000), (0x7F800001, 0xFF800001), (0x00000001, 0x80000001)],
+    ids=["nan_payload", "minus_zero", "signalling_nan", "denormal"],
+)
+def test_changes_that_numbers_do_not_show(tmp_path: Path, before: int, after: int) -> None:
+    def holding(bits: int) -> dict[str, Tensor]:
+        word = torch.tensor([1, bits - 2**32 if bits >= 2**31 else bits, 2], dtype=torch.int64).int()
+        return {"w": word.view(torch.float32)}
+
+    log = DeltaLog.create(tmp_path / "log", holding(before))
+    assert log.append(1, holding(after)).changed == 1
+    assert torch.equal(log.load(1)["w"].view(torch.int32), holding(after)["w"].view(torch.int32))
+    assert torch.equal(log.load(0)["w"].view(torch.int32), holding(before)["w"].view(torch.int32))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def test_a_training_model(tmp_path: Path, same_bits: Compare, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Small().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept = {0: copy_of(model)}
+    with DeltaLog.create(tmp_path / "log", model) as log:
+        for step in range(1, 6):
+            model(torch.randint(0, 7, (16,), device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.append(step)
+            kept[step] = copy_of(model)
+    other = Small().to(device)
+    for step, state in kept.items():
+        loaded = log.load(step)
+        same_bits(loaded, state)
+        assert loaded["head.weight"] is loaded["embed.weight"]
+        other.load_state_dict(loaded)
+        same_bits(other.state_dict(), state)
+        log.apply_(model, step)
+        same_bits(model.state_dict(), state)
+        assert model.head.weight is model.embed.weight
+        assert model.head.weight.requires_grad
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    log = DeltaLog.create(tmp_path / "log", Small())
+    with safe_open(tmp_path / "log" / "step_00000000.keyframe.safetensors", framework="pt") as file:
+        assert sorted(file.keys()) == [
+            "embed.weight",
+            "norm.bias",
+            "norm.num_batches_tracked",
+            "norm.running_mean",
+            "norm.running_var",
+            "norm.weight",
+        ]
+    assert log.layout.aliases == {"head.weight": "embed.weight"}
+    assert log.layout.buffers == {"norm.num_batches_tracked", "norm.running_mean", "norm.running_var"}
+    assert log.info()[0].numel == 28 + 4 * 4 + 1
+
+
+def test_views_of_one_buffer_and_other_strides(tmp_path: Path, same_bits: Compare) -> None:
+    flat = torch.arange(24, dtype=torch.float32)
+    state = {"a": flat[:6].view(2, 3), "b": flat[6:12], "t": flat[12:].view(3, 4).t(), "overlaps": flat[3:9]}
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    with DeltaLog.create(tmp_path / "log", state, keyframe_every=2) as log:
+        for step in (1, 2, 3):
+            flat[step::5] -= 1
+            log.append(step)
+            same_bits(log.load(step), state)
+        assert [info.kind for info in log.info()] == ["keyframe", "patch", "keyframe", "patch"]
+        log.apply_(state, 0)
+    same_bits(state, before)
+
+
+def test_info(tmp_path: Path, device: torch.device) -> None:
+    state = {"w": torch.zeros(1000, dtype=torch.bfloat16, device=device), "n": torch.zeros((), dtype=torch.int64)}
+    with DeltaLog.create(tmp_path / "log", state, keyframe_every=2) as log:
+        state["w"][:10] = 1
+        first = log.append(10)
+        state["w"][5:25] = 2
+        second = log.append(20)
+    assert (first.step, first.kind, first.changed, first.numel, first.share) == (10, "patch", 10, 1001, 10 / 1001)
+    assert (second.kind, second.changed) == ("keyframe", 20)
+    info = DeltaLog.open(tmp_path / "log").info()
+    assert info[1:] == [first, second]
+    assert [entry.changed for entry in info] == [0, 10, 20]
+    for entry in info:
+        path = tmp_path / "log" / f"step_{entry.step:08d}.{entry.kind}.safetensors"
+        assert path.stat().st_size == entry.bytes
+
+
+def test_a_patch_is_small(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(200_000, dtype=torch.bfloat16)}
+    log = DeltaLog.create(tmp_path / "log", state)
+    state["w"][::100] = 1
+    info = log.append(1)
+    # int32 position and int16 value of each change, an int64 count, and a header.
+    assert info.changed * 6 < info.bytes < info.changed * 6 + 2000
+
+
+def test_metadata_and_names(tmp_path: Path) -> None:
+    log = DeltaLog.create(tmp_path / "log", {"w": torch.zeros(2)}, metadata={"model": "ü/x", "lr": "1e-6"})
+    assert DeltaLog.open(tmp_path / "log").metadata == {"model": "ü/x", "lr": "1e-6"}
+    assert repr(log).endswith("1 steps, last 0)")
+
+
+def test_iter_delta(logged: Any, same_bits: Compare) -> None:
+    log = DeltaLog.open(logged.directory)
+    for step in (0, 2, 5, 8):
+        delta = log.iter_delta(step)
+        for _ in range(2):
+            rows = list(delta)
+            assert [name for name, _, _ in rows] == ["a.w", "b", "n"]
+            same_bits({name: base for name, base, _ in rows}, logged.states[0])
+            same_bits({name: tensor for name, _, tensor in rows}, logged.states[step])
+    assert [name for name, _, _ in log.iter_delta(8, ["n", "a.w"])] == ["a.w", "n"]
+    with pytest.raises(DeltaLogError, match="no tensor x in the log"):
+        log.iter_delta(8, ["a.w", "x"])
+
+
+def test_step_of_and_digest(logged: Any) -> None:
+    log = DeltaLog.open(logged.directory)
+    for step, state in logged.states.items():
+        assert log.step_of(state) == step
+    other = {name: tensor.clone() for name, tensor in logged.states[2].items()}
+    assert log.digest(2) != log.digest(1)
+    other["n"] += 1
+    assert log.step_of(other) is None
+
+
+def test_a_keyframe_is_a_plain_safetensors_file(logged: Any) -> None:
+    with safe_open(logged.file(5), framework="pt") as file:
+        assert torch.equal(file.get_tensor("n"), logged.states[5]["n"])
+        layout = json.loads(file.metadata()["layout"])
+    assert layout["tensors"] == [["a.w", "bfloat16", [6, 5]], ["b", "float32", [7]], ["n", "int64", []]]
+
+
+def test_steps_not_logged(logged: Any) -> None:
+    log = DeltaLog.open(logged.directory)
+    with pytest.raises(DeltaLogError, match=f"{logged.directory}: step 3 is not logged"):
+        log.load(3)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (torch.zeros(3, dtype=torch.complex128), "w is torch.complex128, wanted elements of 1, 2, 4 or 8 bytes"),
+        (torch.zeros(3, device="meta"), "w is torch.strided on meta, wanted a strided tensor in memory"),
+        (torch.zeros(3, 3).to_sparse(), "w is torch.sparse_coo on cpu"),
+        (5, "w is int, wanted a tensor"),
+    ],
+    ids=["complex128", "meta", "sparse", "number"],
+)
+def test_what_cannot_be_logged(tmp_path: Path, entry: Any, message: str) -> None:
+    with pytest.raises(DeltaLogError, match=message):
+        DeltaLog.create(tmp_path / "log", {"w": entry})
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
+class Wrapping(Tensor):
+    """What DTensor and quantized tensors look like from outside: a tensor made of others."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], None
+
+
+def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeltaLogError, match="w is Wrapping, wanted a plain tensor: gather sharded ones first"):
+        DeltaLog.create(tmp_path / "log", {"w": torch.zeros(3).as_subclass(Wrapping)})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("google/gemma-3-270m-it", "delta_logs_google_gemma_3_270m_it"),
+        ("meta-llama/Llama-3.1-8B", "delta_logs_meta_llama_llama_3_1_8b"),
+        ("./runs/model/", "delta_logs_runs_model"),
+    ],
+)
+def test_directory_names(model: str, name: str) -> None:
+    assert delta_log_dir_name(model) == name
+
+
+def test_a_directory_name_needs_a_letter() -> None:
+    with pytest.raises(DeltaLogError, match="no letter or digit"):
+        delta_log_dir_name("/./")

@@ -1,0 +1,241 @@
+"""MaskSet: what its constructor refuses, its figures, and how it finds its place in a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import MaskError
+from sparse_opt.masks import MaskFigures
+
+
+def positions(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def mask_of(**masks: list[int]) -> MaskSet:
+    return MaskSet.from_bool({name: torch.tensor(bits, dtype=torch.bool) for name, bits in masks.items()})
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (positions(1, 0), r"w are not strictly ascending"),
+        (positions(1, 1), r"w are not strictly ascending"),
+        (positions(-1, 2), r"w run from -1 to 2, wanted 0 to 5"),
+        (positions(0, 6), r"w run from 0 to 6, wanted 0 to 5"),
+        (torch.tensor([0.0, 1.0]), r"w are torch.float32 .* wanted int32 or int64"),
+        (torch.tensor([True, False]), r"w are torch.bool"),
+        (positions(0, 1).view(1, 2), r"w are torch.int32 of 2 dimensions"),
+        ([0, 1], r"w are list"),
+    ],
+    ids=["unsorted", "repeated", "negative", "past_end", "float", "bool", "two_dimensions", "no_tensor"],
+)
+def test_constructor_refuses_positions(indices: Tensor, message: str) -> None:
+    with pytest.raises(MaskError, match=message):
+        MaskSet({"w": indices}, {"w": (2, 3)})
+
+
+def test_constructor_refuses_the_rest() -> None:
+    with pytest.raises(MaskError, match=r"pattern is 'run8', wanted one of element, run16"):
+        MaskSet({}, {}, pattern="run8")
+    with pytest.raises(MaskError, match=r"different tensors: b"):
+        MaskSet({"a": positions(0)}, {"a": (1,), "b": (1,)})
+    with pytest.raises(MaskError, match=r"metadata 'step' is 5, wanted a string"):
+        MaskSet({}, {}, metadata={"step": 5})  # type: ignore[dict-item]
+    with pytest.raises(MaskError, match=r"shape of a is \[-1\]"):
+        MaskSet({"a": positions()}, {"a": (-1,)})
+
+
+def test_positions_are_private_int32_on_the_cpu() -> None:
+    given = torch.tensor([9, 0, 9, 2, 9, 4], dtype=torch.int64)[1::2]
+    mask = MaskSet({"w": given}, {"w": [2, 3]})
+    given.fill_(1)
+    assert mask["w"].dtype == torch.int32
+    assert mask["w"].is_contiguous()
+    assert mask["w"].tolist() == [0, 2, 4]
+    assert mask.shapes["w"] == (2, 3)
+
+
+def test_tensors_of_two_to_the_31_elements_have_int64_positions() -> None:
+    last = torch.tensor([0, 2**31 - 1], dtype=torch.int64)
+    mask = MaskSet({"at": last, "below": last[:1]}, {"at": (2**16, 2**15), "below": (2**31 - 1,)})
+    assert mask["at"].dtype == torch.int64
+    assert mask["below"].dtype == torch.int32
+    assert mask["at"].tolist() == [0, 2**31 - 1]
+
+
+def test_figures() -> None:
+    mask = MaskSet(
+        {
+            "layers.10.mlp.weight": positions(0, 1, 2),
+            "layers.2.mlp.weight": positions(3),
+            "layers.2.0.bias": positions(),
+            "embed.weight": positions(7),
+            "h3.weight": positions(),
+        },
+        {
+            "layers.10.mlp.weight": (2, 3),
+            "layers.2.mlp.weight": (4,),
+            "layers.2.0.bias": (2,),
+            "embed.weight": (8,),
+            "h3.weight": (),
+        },
+    )
+    assert (mask.nnz, mask.numel, len(mask)) == (5, 21, 5)
+    assert mask.density == 5 / 21
+    assert mask.sparsity == 1 - 5 / 21
+    assert mask.names[0] == "layers.10.mlp.weight"
+    assert mask.per_tensor()["layers.2.mlp.weight"] == MaskFigures(1, 4)
+    # The first integer component names the layer; h3 is no integer.
+    assert list(mask.per_layer().items()) == [
+        (2, MaskFigures(1, 6)),
+        (10, MaskFigures(3, 6)),
+        (None, MaskFigures(1, 9)),
+    ]
+    assert mask.per_layer()[10].density == 0.5
+    assert "embed.weight" in mask
+    assert "embed" not in mask
+
+
+def test_nothing_active_is_a_mask() -> None:
+    mask = mask_of(a=[0, 0])
+    assert (mask.nnz, mask.density, mask.jaccard(mask)) == (0, 0.0, 1.0)
+    nothing = MaskSet({}, {})
+    assert (nothing.nnz, nothing.numel, nothing.density) == (0, 0, 0.0)
+
+
+def test_bool_and_from_bool_are_inverse() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense = {
+        "a": torch.rand(5, 7, generator=generator) < 0.3,
+        "b": torch.tensor(True),
+        "c": torch.zeros(0, 3, dtype=torch.bool),
+    }
+    mask = MaskSet.from_bool(dense | {"a": dense["a"].t().contiguous().t()})
+    for name, tensor in dense.items():
+        assert torch.equal(mask.bool(name), tensor)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(3), torch.ones(3, dtype=torch.uint8), [True]], ids=["float", "uint8", "list"]
+)
+def test_from_bool_takes_bool_tensors_only(value: object) -> None:
+    with pytest.raises(MaskError, match="mask of w is .*, wanted a bool tensor"):
+        MaskSet.from_bool({"w": value})  # type: ignore[dict-item]
+
+
+def test_equality_and_digest_are_about_names_shapes_and_positions() -> None:
+    a = MaskSet({"x": positions(0), "y": positions(1)}, {"x": (2,), "y": (2,)}, metadata={"step": "1"})
+    same = MaskSet({"y": positions(1), "x": positions(0)}, {"x": (2,), "y": (2,)})
+    others = [
+        MaskSet({"x": positions(0), "y": positions(0)}, {"x": (2,), "y": (2,)}),
+        MaskSet({"x": positions(0), "y": positions(1)}, {"x": (2,), "y": (2, 1)}),
+        MaskSet({"x": positions(0), "z": positions(1)}, {"x": (2,), "z": (2,)}),
+        MaskSet({"x": positions(0)}, {"x": (2,)}),
+        MaskSet({"x": positions(1), "y": positions(0)}, {"x": (2,), "y": (2,)}),
+    ]
+    assert a == same
+    assert a.digest == same.digest
+    for other in others:
+        assert a != other
+        assert a.digest != other.digest
+    assert len({mask.digest for mask in [a, *others]}) == 6
+    assert a != {"x": [0]}
+
+
+def test_jaccard() -> None:
+    a, b = mask_of(x=[1, 1, 0, 0], y=[1, 0]), mask_of(x=[0, 1, 1, 0], z=[1])
+    assert a.jaccard(b) == b.jaccard(a) == 1 / 5
+    assert a.jaccard(a) == 1.0
+    assert a.jaccard(mask_of(x=[0, 0, 0, 0])) == 0.0
+    with pytest.raises(MaskError, match=r"x is \[4\] in one mask, \[2\] in the other"):
+        a.jaccard(mask_of(x=[1, 1]))
+
+
+def test_jaccard_equals_counting_bits() -> None:
+    shapes = {"a": (31, 17), "b": (100,)}
+    a, b = MaskSet.random(shapes, density=0.4, seed=1), MaskSet.random(shapes, density=0.2, seed=2)
+    both = sum(int((a.bool(n) & b.bool(n)).sum()) for n in shapes)
+    either = sum(int((a.bool(n) | b.bool(n)).sum()) for n in shapes)
+    assert a.jaccard(b) == both / either
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_resolve_gives_the_models_names_in_its_order() -> None:
+    mask = MaskSet(
+        {"norm.weight": positions(1), "head.weight": positions(3)}, {"norm.weight": (4,), "head.weight": (5, 4)}
+    )
+    with torch.device("meta"):
+        without_storage = Tied()
+    for model in (Tied(), without_storage):
+        for given in (
+            model,
+            model.named_parameters(remove_duplicate=False),
+            dict(model.named_parameters(remove_duplicate=False)),
+        ):
+            resolved = mask.resolve(given)
+            assert resolved.names == ("embed.weight", "norm.weight")
+            assert resolved["embed.weight"].tolist() == [3]
+    # 20 tied once, 4 + 4 of the norm.
+    assert mask.density_of(Tied()) == 2 / 28
+
+
+def test_resolve_sees_ties_between_parameter_objects_over_one_storage() -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    mask = MaskSet({"head.weight": positions(3)}, {"head.weight": (5, 4)})
+    assert mask.resolve(model).names == ("embed.weight",)
+
+
+def test_resolve_wants_tied_names_to_agree() -> None:
+    shapes = {"embed.weight": (5, 4), "head.weight": (5, 4)}
+    same = MaskSet({"embed.weight": positions(3, 4), "head.weight": positions(3, 4)}, shapes)
+    assert same.nnz == 4
+    assert same.resolve(Tied()).nnz == 2
+    differing = MaskSet({"embed.weight": positions(3), "head.weight": positions(4)}, shapes)
+    with pytest.raises(MaskError, match=r"head.weight is tied to embed.weight in the model, but the mask differs"):
+        differing.resolve(Tied())
+
+
+def test_resolve_names_every_mismatch() -> None:
+    shapes = {"norm.weight": (3,), "gone": (1,), "norm.bias": (4,), "embed.weight": (4, 5)}
+    mask = MaskSet({name: positions() for name in shapes}, shapes)
+    with pytest.raises(MaskError) as error:
+        mask.resolve(Tied())
+    text = str(error.value)
+    assert "norm.weight is [3] in the mask, [4] in the model" in text
+    assert "gone is not a parameter of the model" in text
+    assert "embed.weight is [4, 5] in the mask, [5, 4] in the model" in text
+    assert "norm.bias" not in text
+    assert "\n" not in text
+
+    many = {f"lost.{i}": (1,) for i in range(1000)}
+    with pytest.raises(MaskError, match=r"lost.19 is not .*; and 980 more$") as error:
+        MaskSet({name: positions() for name in many}, many).resolve(Tied())
+    assert len(str(error.value)) < 2000
+
+
+def test_resolve_keeps_pattern_and_metadata() -> None:
+    mask = MaskSet.random({"head.weight": (5, 4)}, density=0.5, pattern="run16", seed=1)
+    resolved = mask.resolve(Tied())
+    assert (resolved.pattern, resolved.metadata) == ("run16", mask.metadata)
+
+
+def test_resolve_on_a_real_models_names(tiny_llama) -> None:  # type: ignore[no-untyped-def]
+    model = tiny_llama(tie_word_embeddings=True)
+    mask = MaskSet.random(model, density=0.1)
+    assert "lm_head.weight" not in mask
+    assert mask.resolve(model) == mask
+    # Every tensor rounds on its own, by at most half an element.
+    assert abs(mask.nnz - 0.1 * sum(p.numel() for p in model.parameters())) <= 0.5 * len(mask)

@@ -1,0 +1,96 @@
+"""MaskSet.random: exact counts, one stream per seed and name, and every choice as likely as any other."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import MaskError
+from sparse_opt.mask_patterns import PATTERNS, unit_grid
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.025, 0.5, 0.9, 1.0])
+def test_counts_are_exact(density: float, pattern: str) -> None:
+    shapes = {"a": (257, 130), "b": (77,), "c": (), "d": (0, 5)}
+    mask = MaskSet.random(shapes, density=density, pattern=pattern, seed=5)
+    for name, shape in shapes.items():
+        height, width = PATTERNS[pattern]
+        dense = mask.bool(name).reshape(math.prod(shape[:-1]), shape[-1] if shape else 1)
+        corners = dense[::height, ::width]
+        assert int(corners.sum()) == math.floor(density * math.prod(unit_grid(shape, pattern)) + 0.5)
+        # The pattern is claimed; that no unit is taken in part makes the corners count the units.
+        MaskSet({name: mask[name]}, {name: shape}, pattern=pattern)
+
+
+def test_seed_and_name_decide_and_nothing_else() -> None:
+    a = MaskSet.random({"x": (40, 40), "y": (40, 40)}, density=0.1, seed=1)
+    b = MaskSet.random({"y": (40, 40), "z": (3,), "x": (40, 40)}, density=0.1, seed=1)
+    assert torch.equal(a["x"], b["x"])
+    assert torch.equal(a["y"], b["y"])
+    assert not torch.equal(a["x"], a["y"])
+    assert not torch.equal(a["x"], MaskSet.random({"x": (40, 40)}, density=0.1, seed=2)["x"])
+
+
+def test_the_stream_never_changes() -> None:
+    """Positions written down once: a mask named by its seed in a paper must not change with a version."""
+    assert MaskSet.random({"w": (10, 10)}, density=0.08, seed=0)["w"].tolist() == [24, 36, 50, 53, 70, 85, 90, 96]
+    runs = MaskSet.random({"w": (64, 64)}, density=0.5, seed=-7, pattern="run32")
+    assert runs.digest == "18c4ff7f6ad89eee28722bae980e4316"
+
+
+def test_no_position_is_preferred() -> None:
+    draws, n, k = 3000, 12, 5
+    counts = Counter(
+        i for seed in range(draws) for i in MaskSet.random({"w": (n,)}, density=k / n, seed=seed)["w"].tolist()
+    )
+    # Each count is binomial(draws, k/n); 5 standard deviations leave one false alarm in about 10^5 runs of 12 counts,
+    # and the seeds are fixed.
+    p = k / n
+    for i in range(n):
+        assert abs(counts[i] - draws * p) < 5 * math.sqrt(draws * p * (1 - p))
+
+
+def test_no_pair_of_positions_is_preferred() -> None:
+    draws, n = 4000, 6
+    pairs = Counter(tuple(MaskSet.random({"w": (n,)}, density=2 / n, seed=seed)["w"].tolist()) for seed in range(draws))
+    p = 1 / math.comb(n, 2)
+    assert len(pairs) == math.comb(n, 2)
+    for count in pairs.values():
+        assert abs(count - draws * p) < 5 * math.sqrt(draws * p * (1 - p))
+
+
+def test_a_modules_parameters() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.BatchNorm1d(10))
+    model[1].weight = model[0].weight
+    model[2].register_parameter("count", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
+    mask = MaskSet.random(model, density=0.5, seed=9)
+    assert mask.names == ("0.weight", "2.weight", "2.bias")
+    assert mask.metadata == {"method": "random", "sparsity": "50", "seed": "9"}
+    shapes = {name: mask.shapes[name] for name in mask.names}
+    assert mask == MaskSet.random(shapes, density=0.5, seed=9)
+    assert mask == MaskSet.random({n: torch.zeros(s) for n, s in shapes.items()}, density=0.5, seed=9)
+
+
+@pytest.mark.parametrize("density", [-0.1, 1.1, float("nan")])
+def test_density_out_of_range(density: float) -> None:
+    with pytest.raises(MaskError, match="mask density is"):
+        MaskSet.random({"w": (3,)}, density=density)
+
+
+def test_unknown_pattern() -> None:
+    with pytest.raises(MaskError, match="mask pattern is 'tile32'"):
+        MaskSet.random({"w": (3,)}, density=0.5, pattern="tile32")
+
+
+@pytest.mark.parametrize(("pattern", "density"), [("element", 0.025), ("tile64", 0.6)])
+def test_an_embedding_of_a_large_model(pattern: str, density: float) -> None:
+    shape = (16032, 1024)
+    mask = MaskSet.random({"w": shape}, density=density, pattern=pattern)
+    assert abs(mask.density - density) < 1e-3
+    assert bool((mask["w"][1:] > mask["w"][:-1]).all())
