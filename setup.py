@@ -35,7 +35,9 @@ PACKAGE_DIR = {
 
 # Every floating-point operation is rounded on its own, on the host (-ffp-contract=off) and on the GPU (--fmad=false):
 # a contraction in one backend and not in another would change the last bit.
+# With errno and traps, which nobody reads, the compiler would not vectorise a square root; torch builds without too.
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden"]
+CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 # at::parallel_for is inlined from torch's headers and runs on one thread where OpenMP is off.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]

@@ -13,9 +13,10 @@ import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .errors import BackendUnavailable
 
@@ -141,3 +142,20 @@ def function(op: str, device: torch.device, backend: str | None = None) -> Calla
 def functions(device: torch.device, backend: str | None = None) -> SimpleNamespace:
     """All ops for tensors on `device`, each an attribute, chosen once."""
     return SimpleNamespace(**{op: function(op, device, backend) for op in OPS})
+
+
+class BoundStep(NamedTuple):
+    """A native step on a list of parameters that has been converted once."""
+
+    params: Any  # `take_grads()` holds all gradients for the next step, or says False where a parameter has none
+    step: Callable[..., None]  # the op; `params` stands for its list, segments and dense gradients
+
+
+def bind(
+    op: str, params: list[Any], indices: Tensor, starts: list[int], ends: list[int], backend: str | None = None
+) -> BoundStep | None:
+    """Spares a step the conversion of its lists, most of its host time; None where the backend chosen is not native."""
+    if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
+        return None
+    bound = torch.classes.sparse_opt_native.BoundParams(params, indices, starts, ends)
+    return BoundStep(bound, getattr(torch.ops.sparse_opt_native, op).bound)

@@ -115,18 +115,19 @@ def _availability(backends: Any, torch: Any, backend: str, device_type: str) -> 
 
 
 def _auto(backends: Any, device_type: str) -> dict[str, Any]:
-    """What `auto` takes on a device for each op, and what stood before it in the op's order and cannot run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the slow choice that would be warned of is what this reports
-        taken = {op: backends.choose(op, device_type, "auto") for op in backends.OPS}
-    orders = backends.AUTO_ORDER[device_type]
-    ahead = dict.fromkeys(name for op in backends.OPS for name in orders[op][: orders[op].index(taken[op])])
-    passed_over = {name: backends.why_unavailable(name, device_type) for name in ahead}
-    return {"ops": taken, "order": {op: list(order) for op, order in orders.items()}, "passed_over": passed_over}
+    """What `auto` takes on a device for each op, and what stood before it in the order and cannot run."""
+    found = {}
+    for op, order in backends.AUTO_ORDER[device_type].items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the slow choice that would be warned of is what this reports
+            taken = backends.choose(op, device_type, "auto")
+        passed_over = {name: backends.why_unavailable(name, device_type) for name in order[: order.index(taken)]}
+        found[op] = {"backend": taken, "order": order, "passed_over": passed_over}
+    return found
 
 
 def _in_force(backends: Any, device_type: str) -> dict[str, Any]:
-    """What each op without an argument `backend` gets here and now, SPARSE_OPT_BACKEND included."""
+    """What each op gets here and now where no argument `backend` is given, SPARSE_OPT_BACKEND included."""
     from ..errors import BackendUnavailable
 
     try:
@@ -158,23 +159,20 @@ def _text(report: dict[str, Any]) -> str:
         for device, backends in report["backends"].items()
         for name, found in backends.items()
     ]
-    choices = [line for device in report["auto"] for line in _choice(report, device)]
-    return "\n".join([_aligned(facts), "", table(("on", "backend", "runs", "because"), rows, words=4), "", *choices])
+    choices = [line for device in report["auto"] for line in ("", *_choice(report, device))]
+    return "\n".join([_aligned(facts), "", table(("on", "backend", "runs", "because"), rows, words=4), *choices])
 
 
 def _choice(report: dict[str, Any], device: str) -> list[str]:
-    """What runs on a device, and why, in a few lines."""
-    auto, lines = report["auto"][device], []
-    for backend in dict.fromkeys(auto["ops"].values()):
-        op_names = [op for op, taken in auto["ops"].items() if taken == backend]
-        order = ", ".join(auto["order"][op_names[0]])
-        lines.append(f"auto on {device} tensors takes {backend}, the first that runs of {order}")
-        lines.append(f"  for {', '.join(op_names)}")
-    lines += [f"  not {name}: {cause}" for name, cause in auto["passed_over"].items()]
-    if report["environment"]["SPARSE_OPT_BACKEND"] is not None:
+    """What runs on a device, and why."""
+    auto, named = report["auto"][device], report["environment"]["SPARSE_OPT_BACKEND"]
+    rows = [(op, entry["backend"], ", ".join(entry["order"])) for op, entry in auto.items()]
+    lines = [table((f"on {device} tensors", "auto takes", "the first that runs of"), rows, words=3)]
+    passed_over = {name: cause for entry in auto.values() for name, cause in entry["passed_over"].items()}
+    lines += [f"not {name}: {cause}" for name, cause in passed_over.items()]
+    if named is not None:
         in_force = report["in_force"][device]
-        taken = ", ".join(dict.fromkeys(in_force["ops"].values())) if in_force["ops"] else in_force["cause"]
-        lines.append(f"SPARSE_OPT_BACKEND on {device} tensors: {taken}")
+        lines.append(f"SPARSE_OPT_BACKEND={named} on {device} tensors: {in_force['cause'] or 'in force for every op'}")
     return lines
 
 

@@ -119,7 +119,7 @@ def _help_text() -> str:
     return _HELP.format(commands="\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items()))
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"sparse-opt: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,8 @@ class SparseAdamW(SparseOptimizer):
         MaskError: the mask belongs to another model; every mismatch is named.
         BackendUnavailable: the named backend cannot run on the parameters' device.
     """
+
+    _op = "indexed_adamw_"
 
     def __init__(
         self,
@@ -98,13 +101,10 @@ class SparseAdamW(SparseOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update(self, bucket: Bucket, **arguments: Any) -> None:
+    def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
         group = bucket.group
-        bucket.ops.indexed_adamw_(
-            arguments.pop("params"),
-            arguments.pop("indices"),
-            arguments.pop("starts"),
-            arguments.pop("ends"),
+        op(
+            *target,
             bucket.state["exp_avg"],
             bucket.state["exp_avg_sq"],
             arguments.pop("lr"),

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import backends
+from ..backends import BoundStep
+
 
 @dataclass(eq=False)
 class Bucket:
@@ -26,6 +29,7 @@ class Bucket:
     ends: list[int]
     ordinal: int  # among the buckets; keeps their random streams apart
     ops: Any  # an attribute an op, on the backend that was chosen
+    bound: BoundStep | None  # the step, where its backend takes the lists in advance
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
     sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter
@@ -91,7 +95,8 @@ def build_bucket(
     active: dict[Parameter, Tensor],
     *,
     ordinal: int,
-    ops: Any,
+    op: str,
+    backend: str | None,
 ) -> Bucket:
     """Indices of `params` laid end to end on their device; the compact buffers are the optimizer's to add."""
     device = params[0].device
@@ -107,7 +112,8 @@ def build_bucket(
         starts=starts,
         ends=ends,
         ordinal=ordinal,
-        ops=ops,
+        ops=backends.functions(device, backend),
+        bound=backends.bind(op, params, indices, starts, ends, backend),
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),
         sum_sq=torch.zeros(len(params), device=device),

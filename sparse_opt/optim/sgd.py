@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,8 @@ class SparseSGD(SparseOptimizer):
     Raises:
         ValueError, MaskError, BackendUnavailable: as in `SparseAdamW`.
     """
+
+    _op = "indexed_sgd_"
 
     def __init__(
         self,
@@ -81,13 +84,10 @@ class SparseSGD(SparseOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0.0 else ()
 
-    def _update(self, bucket: Bucket, **arguments: Any) -> None:
+    def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
         group = bucket.group
-        bucket.ops.indexed_sgd_(
-            arguments.pop("params"),
-            arguments.pop("indices"),
-            arguments.pop("starts"),
-            arguments.pop("ends"),
+        op(
+            *target,
             bucket.state.get("momentum_buffer"),
             arguments.pop("lr"),
             arguments.pop("steps"),

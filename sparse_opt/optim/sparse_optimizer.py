@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .. import backends
 from ..masks import MaskSet
 from . import base_weights, gradients, state_io
 from .buckets import Bucket, bucket_keys, build_bucket, compact
@@ -23,9 +22,10 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class SparseOptimizer(torch.optim.Optimizer):
     """Trains the active elements of a mask; state, gradients and clipping scale with their number (nnz).
 
-    Subclasses name their compact state in `_state_names` and make one op call a bucket in `_update`.
+    Subclasses name their op in `_op`, their compact state in `_state_names`, and call the op in `_update`.
     """
 
+    _op: str
     _step_supports_amp_scaling = True  # GradScaler leaves scale and inf check to step(), as with torch's fused ones
 
     def __init__(
@@ -121,7 +121,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 params,
                 active,
                 ordinal=len(self._buckets),
-                ops=backends.functions(params[0].device, self.backend),
+                op=self._op,
+                backend=self.backend,
             )
             self._allocate(bucket)
             self._buckets.append(bucket)
@@ -289,7 +290,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def _update(self, bucket: Bucket, **arguments: Any) -> None:
+    def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
+        """Call `op` on `target`, which names the parameters and segments, with the group's options."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -320,58 +322,51 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _step_bucket(self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         gathered = self.grads == "compact" or self._clip_coef is not None
-        dense: list[Any] | None = None
-        if gathered:
-            received = bucket.received
-            if self.grads == "compact" and bucket.params[0].grad is not None:
-                raise RuntimeError(
-                    f"{bucket.names[0]!r} has a dense gradient that its hook did not see (DistributedDataParallel puts "
-                    "it there); use grads='dense'"
-                )
+        if self.grads == "compact" and bucket.params[0].grad is not None:
+            raise RuntimeError(
+                f"{bucket.names[0]!r} has a dense gradient that its hook did not see (DistributedDataParallel puts it "
+                "there); use grads='dense'"
+            )
+        if bucket.bound is not None and (all(bucket.received) if gathered else bucket.bound.params.take_grads()):
+            present = None  # all of them
         else:
-            dense = [p.grad for p in bucket.params]
-            received = [g is not None for g in dense]
-        whole = all(received)
-        present = range(len(received)) if whole else [i for i, r in enumerate(received) if r]
-        if not present:
-            return
-
-        def pick(values: list[Any]) -> list[Any]:
-            return values if whole else [values[i] for i in present]
+            received = bucket.received if gathered else [p.grad is not None for p in bucket.params]
+            present = [i for i, r in enumerate(received) if r]
+            if not present:
+                return
 
         scalars = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": self._clip_coef}
         factor = self._carriers[bucket.device].factor if found_inf is not None and self._carriers else None
         if factor is not None and grad_scale is None:  # GradScaler.unscale_ was called: the carrier holds 1/scale
             scalars["clip_coef"] = factor if self._clip_coef is None else factor * self._clip_coef.to(factor.device)
         scalars = {k: None if t is None else t.to(bucket.device, torch.float32) for k, t in scalars.items()}
-        found_inf = scalars["found_inf"]
+        counted = 1.0 if scalars["found_inf"] is None else (scalars["found_inf"] == 0).float()
+        arguments = {
+            "lr": bucket.refresh_lr(),
+            "grad": bucket.grad if gathered else None,
+            "master": bucket.state.get("master"),
+            "stochastic_rounding": self.stochastic_rounding,
+            "seed": bucket.group["seed"] + bucket.ordinal,
+            **scalars,
+        }
+        if present is None and bucket.bound is not None:
+            bucket.steps.add_(counted)
+            self._update(bucket, bucket.bound.step, (bucket.bound.params,), steps=bucket.steps, **arguments)
+            return
 
-        counted = 1.0 if found_inf is None else (found_inf == 0).float()
+        assert present is not None
         steps = bucket.steps
-        if whole:
+        if len(present) == len(bucket.params):
+            params, starts, ends = bucket.params, bucket.starts, bucket.ends
             steps.add_(counted)
         else:
+            params, starts, ends = ([each[i] for i in present] for each in (bucket.params, bucket.starts, bucket.ends))
             where = torch.tensor(present, device=bucket.device)
             steps[where] += counted
             steps = steps[where]
-        params = pick(bucket.params)
-        if dense is not None:
-            dense = [g if g.is_contiguous() else g.contiguous() for g in pick(dense)]
-        self._update(
-            bucket,
-            params=params,
-            indices=bucket.indices,
-            starts=pick(bucket.starts),
-            ends=pick(bucket.ends),
-            lr=bucket.refresh_lr(),
-            steps=steps,
-            grad=bucket.grad if gathered else None,
-            dense_grads=dense,
-            master=bucket.state.get("master"),
-            stochastic_rounding=self.stochastic_rounding,
-            seed=bucket.group["seed"] + bucket.ordinal,
-            **scalars,
-        )
+        dense_grads = None if gathered else [p.grad.contiguous() for p in params]
+        target = (params, bucket.indices, starts, ends)
+        self._update(bucket, getattr(bucket.ops, self._op), target, steps=steps, dense_grads=dense_grads, **arguments)
         torch.autograd.graph.increment_version(params)
 
     # Base weights

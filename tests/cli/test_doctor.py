@@ -37,21 +37,28 @@ def test_says_what_auto_passed_over_and_why(sparse_opt, monkeypatch):
     monkeypatch.setattr(backends, "native_module", lambda: (None, "no compiler was found"))
     report = report_of(sparse_opt("doctor", "--json"))
     assert report["extension"] == {"built": False, "cause": "no compiler was found", "build_info": None}
-    assert report["auto"]["cpu"]["passed_over"] == {"cpu": "no compiler was found"}
+    for entry in report["auto"]["cpu"].values():
+        assert entry == {
+            "backend": "reference",
+            "order": ["cpu", "reference"],
+            "passed_over": {"cpu": "no compiler was found"},
+        }
     outcome = sparse_opt("doctor")
     assert (outcome.code, outcome.err) == (0, "")
-    assert "auto on cpu tensors takes reference" in outcome.out
+    assert "indexed_adamw_       reference   cpu, reference" in outcome.out
     assert "not cpu: no compiler was found" in outcome.out
 
 
 def test_variable_in_force_is_shown_also_when_it_cannot_run(sparse_opt, monkeypatch):
     monkeypatch.setenv("SPARSE_OPT_BACKEND", "reference")
-    assert report_of(sparse_opt("doctor", "--json"))["in_force"]["cpu"]["ops"]["delta_encode"] == "reference"
+    in_force = report_of(sparse_opt("doctor", "--json"))["in_force"]["cpu"]
+    assert in_force == {"ops": dict.fromkeys(backends.OPS, "reference"), "cause": ""}
+    assert "SPARSE_OPT_BACKEND=reference on cpu tensors: in force for every op" in sparse_opt("doctor").out
     monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
     in_force = report_of(sparse_opt("doctor", "--json"))["in_force"]["cpu"]
     assert in_force["ops"] is None
     assert "'cuda' (SPARSE_OPT_BACKEND) cannot run" in in_force["cause"]
-    assert "SPARSE_OPT_BACKEND on cpu tensors: backend 'cuda'" in sparse_opt("doctor").out
+    assert "SPARSE_OPT_BACKEND=cuda on cpu tensors: backend 'cuda'" in sparse_opt("doctor").out
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -94,9 +94,12 @@ def test_an_output_folder_that_cannot_be_made(dpo, tmp_path, option):
 
 
 def test_a_read_only_output_folder(dpo, tmp_path, monkeypatch):
-    # As root every folder can be written, so ask what another user would be told.
-    monkeypatch.setattr("os.access", lambda *args, **kwargs: False)
-    assert "no permission to write" in dpo().failed_in_one_line(2)
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    # As root every folder can be written: let it be refused as another user would see it.
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    assert "Permission denied" in dpo().failed_in_one_line(2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -211,7 +211,7 @@ def test_gradient_checkpointing_recomputes_the_layers(dpo_options, tokenizer, pa
     for on, times in ((False, 1), (True, 2)):
         model = load_policy(dpo_options(gradient_checkpointing=on), torch.device("cpu"))
         calls = []
-        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         completion_logprobs(model, batch).sum().backward()
         assert len(calls) == times
 
