@@ -1,48 +1,48 @@
 // A list of parameters and their segments, turned into C++ once. A step of a model then hands over one object where it
-// would convert hundreds of tensors and integers, and finds the gradients itself.
+// would convert hundreds of tensors and integers, and finds the dense gradients itself.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <torch/custom_class.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
 namespace sparse_opt {
 
-struct BoundParams : torch::CustomClassHolder {
-  std::vector<at::Tensor> params;
-  at::Tensor indices;  // [nnz]
-  std::vector<int64_t> starts, ends;
-  std::vector<at::Tensor> grads;  // of the last take_grads that found them all
-
+class BoundParams {
+ public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
               std::vector<int64_t> ends)
-      : params(std::move(params)), indices(std::move(indices)), starts(std::move(starts)), ends(std::move(ends)) {}
+      : params_(std::move(params)),
+        indices_(std::move(indices)),
+        starts_(std::move(starts)),
+        ends_(std::move(ends)) {}
 
   // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
-  bool take_grads() {
-    grads.clear();
-    grads.reserve(params.size());
-    for (const at::Tensor& param : params) {
-      const at::Tensor& grad = param.grad();
-      if (!grad.defined()) {
-        grads.clear();
-        return false;
-      }
-      grads.push_back(grad.contiguous());
-    }
-    return true;
-  }
+  bool take_grads();
 
-  // Kernels write through pointers, which autograd does not see.
-  void bump_versions() const {
-    for (const at::Tensor& param : params) {
-      if (!param.is_inference()) param.unsafeGetTensorImpl()->bump_version();
-    }
-  }
+  // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
+  // versions: kernels write through pointers, which autograd does not see.
+  void indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
+                      const at::Tensor& steps, const std::optional<at::Tensor>& grad,
+                      const std::optional<at::Tensor>& master, double beta1, double beta2, double eps,
+                      double weight_decay, const std::optional<at::Tensor>& clip_coef,
+                      const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+                      bool stochastic_rounding, int64_t seed);
+  void indexed_sgd_(const std::optional<at::Tensor>& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
+                    const std::optional<at::Tensor>& grad, const std::optional<at::Tensor>& master, double momentum,
+                    double dampening, bool nesterov, double weight_decay, const std::optional<at::Tensor>& clip_coef,
+                    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+                    bool stochastic_rounding, int64_t seed);
+
+ private:
+  std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad);
+  void bump_versions() const;
+
+  std::vector<at::Tensor> params_, grads_;
+  at::Tensor indices_;  // [nnz]
+  std::vector<int64_t> starts_, ends_;
 };
-
-using Bound = c10::intrusive_ptr<BoundParams>;
 
 }  // namespace sparse_opt

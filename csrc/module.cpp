@@ -1,5 +1,8 @@
-// The extension module: what was built, and with what. Importing it registers torch.ops.sparse_opt_native.
+// The extension module: what was built and with what, and the lists that a step hands over whole. Importing it registers
+// torch.ops.sparse_opt_native.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 
@@ -7,7 +10,10 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "bound_params.h"
+
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace {
 
@@ -42,4 +48,16 @@ py::dict build_info() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "How the extension was built: a dict of strings and bools.");
+
+  using sparse_opt::BoundParams;
+  py::class_<BoundParams>(m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
+      .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>>(), "params"_a,
+           "indices"_a, "starts"_a, "ends"_a)
+      .def("take_grads", &BoundParams::take_grads)
+      .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a, py::kw_only(),
+           "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
+           "found_inf"_a, "stochastic_rounding"_a, "seed"_a)
+      .def("indexed_sgd_", &BoundParams::indexed_sgd_, "momentum_buffer"_a, "lr"_a, "steps"_a, py::kw_only(), "grad"_a,
+           "master"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
+           "found_inf"_a, "stochastic_rounding"_a, "seed"_a);
 }

@@ -6,9 +6,7 @@
 #include <ATen/ATen.h>
 
 #include <tuple>
-#include <utility>
 
-#include "bound_params.h"
 #include "checks.h"
 
 namespace sparse_opt {
@@ -207,36 +205,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> delta_encode(at::TensorList old_l
   return {indices, values, bounds.diff()};
 }
 
-// The steps on bound parameters: `grad`, or else the gradients that take_grads holds, which are let go.
-inline OptionalTensors gradients_of(const Bound& bound, const OptionalTensor& grad) {
-  if (grad.has_value()) return std::nullopt;
-  return std::exchange(bound->grads, {});
-}
-
-template <typename Device>
-void indexed_adamw_bound_(const Bound& bound, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                          const at::Tensor& lr, const at::Tensor& steps, const OptionalTensor& grad,
-                          const OptionalTensor& master, double beta1, double beta2, double eps, double weight_decay,
-                          const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
-                          const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed) {
-  indexed_adamw_<Device>(bound->params, bound->indices, bound->starts, bound->ends, exp_avg, exp_avg_sq, lr, steps,
-                         grad, gradients_of(bound, grad), master, beta1, beta2, eps, weight_decay, clip_coef,
-                         grad_scale, found_inf, stochastic_rounding, seed);
-  bound->bump_versions();
-}
-
-template <typename Device>
-void indexed_sgd_bound_(const Bound& bound, const OptionalTensor& momentum_buffer, const at::Tensor& lr,
-                        const at::Tensor& steps, const OptionalTensor& grad, const OptionalTensor& master,
-                        double momentum, double dampening, bool nesterov, double weight_decay,
-                        const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
-                        const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed) {
-  indexed_sgd_<Device>(bound->params, bound->indices, bound->starts, bound->ends, momentum_buffer, lr, steps, grad,
-                       gradients_of(bound, grad), master, momentum, dampening, nesterov, weight_decay, clip_coef,
-                       grad_scale, found_inf, stochastic_rounding, seed);
-  bound->bump_versions();
-}
-
 // The schemas are those of sparse_opt/ops/registry.py, less `backend`.
 template <typename Device, typename Library>
 void implement_ops(Library& m) {
@@ -246,8 +214,6 @@ void implement_ops(Library& m) {
   m.impl("indexed_swap_", &indexed_swap_<Device>);
   m.impl("delta_encode", &delta_encode<Device>);
   m.impl("delta_apply_", &delta_apply_<Device>);
-  m.impl("indexed_adamw_.bound", &indexed_adamw_bound_<Device>);
-  m.impl("indexed_sgd_.bound", &indexed_sgd_bound_<Device>);
 }
 
 }  // namespace sparse_opt

@@ -24,20 +24,6 @@ TORCH_LIBRARY(sparse_opt_native, m) {
   m.def("indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
   m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
   m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");
-
-  m.class_<sparse_opt::BoundParams>("BoundParams")
-      .def(torch::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>>())
-      .def("take_grads", &sparse_opt::BoundParams::take_grads);
-  m.def(
-      "indexed_adamw_.bound(__torch__.torch.classes.sparse_opt_native.BoundParams bound, Tensor(b!) exp_avg, "
-      "Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor(z!)? master=None, "
-      "float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, Tensor? clip_coef=None, "
-      "Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, int seed=0) -> ()");
-  m.def(
-      "indexed_sgd_.bound(__torch__.torch.classes.sparse_opt_native.BoundParams bound, Tensor(b!)? momentum_buffer, "
-      "Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor(z!)? master=None, float momentum=0.0, "
-      "float dampening=0.0, bool nesterov=False, float weight_decay=0.0, Tensor? clip_coef=None, "
-      "Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, int seed=0) -> ()");
 }
 
 namespace sparse_opt {

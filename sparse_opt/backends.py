@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,20 +31,11 @@ OPS = (
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 
-# First available wins. On an H200 (bench/results/gpu_check.json) Triton's kernels are the faster ones where elements are
-# scattered; the CUDA ones take less of the host's time, which is what a gather in a backward hook costs, and encode in
-# fewer passes. `reference` is last on a GPU: it reads scalars back to the host.
-_CUDA_FIRST, _TRITON_FIRST = ("cuda", "triton", "reference"), ("triton", "cuda", "reference")
+# First available wins. On an H200 (bench/results/gpu_check.json) the CUDA kernels are as fast as Triton's or faster, and
+# take less of the host's time. `reference` is last on a GPU: it reads scalars back to the host.
 AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": dict.fromkeys(OPS, ("cpu", "reference")),
-    "cuda": {
-        "indexed_adamw_": _TRITON_FIRST,
-        "indexed_sgd_": _TRITON_FIRST,
-        "masked_grad_gather_": _CUDA_FIRST,
-        "indexed_swap_": _TRITON_FIRST,
-        "delta_encode": _CUDA_FIRST,
-        "delta_apply_": _TRITON_FIRST,
-    },
+    "cuda": dict.fromkeys(OPS, ("cuda", "triton", "reference")),
 }
 
 
@@ -144,18 +135,15 @@ def functions(device: torch.device, backend: str | None = None) -> SimpleNamespa
     return SimpleNamespace(**{op: function(op, device, backend) for op in OPS})
 
 
-class BoundStep(NamedTuple):
-    """A native step on a list of parameters that has been converted once."""
-
-    params: Any  # `take_grads()` holds all gradients for the next step, or says False where a parameter has none
-    step: Callable[..., None]  # the op; `params` stands for its list, segments and dense gradients
-
-
 def bind(
     op: str, params: list[Any], indices: Tensor, starts: list[int], ends: list[int], backend: str | None = None
-) -> BoundStep | None:
-    """Spares a step the conversion of its lists, most of its host time; None where the backend chosen is not native."""
+) -> Any:
+    """Parameters and segments converted to C++ once, which spares a step most of its host time.
+
+    The object has the ops `indexed_adamw_` and `indexed_sgd_` as methods without those arguments; `take_grads()` holds
+    the dense gradients for the next one, or says False where a parameter has none. None where the backend that is
+    chosen for `op` is not native.
+    """
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None
-    bound = torch.classes.sparse_opt_native.BoundParams(params, indices, starts, ends)
-    return BoundStep(bound, getattr(torch.ops.sparse_opt_native, op).bound)
+    return native_module()[0].BoundParams(params, indices, starts, ends)  # type: ignore[union-attr]

@@ -159,9 +159,8 @@ def _read_prompt_completion(row: dict[str, Any]) -> Example:
 def _read_messages(row: dict[str, Any]) -> Example:
     messages = _messages(row["messages"], "user")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"messages have the roles {[m['role'] for m in messages]}; wanted a prompt, then an assistant's last"
-        )
+        roles = [message["role"] for message in messages]
+        raise DataError(f"messages have the roles {roles}; wanted a prompt, and the assistant's answer last")
     return Example(messages[:-1], (messages[-1:],))
 
 

@@ -1,10 +1,11 @@
 """Prompts and completions as token ids, cut to length, in right-padded batches.
 
-Rules, the same as TRL's so that losses can be compared:
+Rules, TRL's wherever it has one, so that losses can be compared:
 
 - Messages go through the tokenizer's chat template, once, which also writes the special tokens; no second BOS is added.
   A tokenizer without a template gets the messages' contents joined by newlines, as plain text.
-- Plain text is tokenized verbatim with the tokenizer's own special tokens, and EOS closes the completion.
+- Plain text is tokenized verbatim with the tokenizer's own special tokens, and EOS closes the completion. Neither is
+  added where the text has it already.
 - The prompt ends where the tokens of "prompt" and of "prompt + completion" part, so that a token merged across the
   border counts as completion.
 - A sequence longer than `max_length` keeps its start (`keep_start`; the completion loses its end) or its end

@@ -26,6 +26,11 @@ the share of elements that moved by more than T, subtracted in fp32. The update'
 
 def run(argv: Sequence[str]) -> int:
     """Measure, and print a table or JSON."""
+    _sparsity(_parser().parse_words(argv))
+    return 0
+
+
+def _parser() -> CommandParser:
     parser = CommandParser(prog="sparse-opt analyze", description="Measure what training changed.", epilog=_EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="{sparsity}")
     sparsity = actions.add_parser("sparsity", help="share of changed elements per step", epilog=_SPARSITY_EPILOG)
@@ -37,8 +42,7 @@ def run(argv: Sequence[str]) -> int:
     sparsity.add_argument("--per_tensor", action="store_true", help="list every tensor at the last of the steps")
     add_tensor_choice(sparsity)
     add_json_flag(sparsity)
-    _sparsity(parser.parse_words(argv))
-    return 0
+    return parser
 
 
 def _sparsity(args: Namespace) -> None:

@@ -31,19 +31,23 @@ examples:
 
 def run(argv: Sequence[str]) -> int:
     """Print the report. Finding that a backend cannot run is a result, not a failure: the exit code is 0."""
-    parser = CommandParser(
-        prog="sparse-opt doctor",
-        description="What is installed, which backends can run here, and why the others cannot.",
-        epilog=_EPILOG,
-    )
-    add_json_flag(parser)
-    args = parser.parse_words(argv)
+    args = _parser().parse_words(argv)
     report = examine()
     if args.json:
         print_json(report)
     else:
         print(_text(report))
     return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="sparse-opt doctor",
+        description="What is installed, which backends can run here, and why the others cannot.",
+        epilog=_EPILOG,
+    )
+    add_json_flag(parser)
+    return parser
 
 
 def examine() -> dict[str, Any]:

@@ -50,8 +50,8 @@ options:
   --version   show the version
 
 a first run:
-  sparse-opt doctor                          what runs on this machine
-  sparse-opt quickstart                      the whole path on a tiny model, no downloads
+  sparse-opt doctor        # what runs on this machine
+  sparse-opt quickstart    # the whole path on a tiny model, no downloads
 
 dense -> mask -> sparse on a model of your own:
   sparse-opt train dpo --model_name M --dataset pairs.jsonl --delta_log_dir log --output_dir dense

@@ -111,6 +111,10 @@ def _find(args: Namespace) -> None:
     from ..delta_log import DeltaLog
     from ..mask_finding import find_magnitude, mask_file_name
 
+    if not 0.0 < args.sparsity_percent < 100.0:
+        raise ConfigError(f"option 'sparsity_percent' is {args.sparsity_percent}: wanted more than 0 and less than 100")
+    if not 0.0 <= args.min_tensor_keep <= 1.0:
+        raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: wanted 0 to 1")
     log = DeltaLog.open(args.delta_log_dir)
     step = log.steps[-1] if args.target_step is None else args.target_step
     path = _output_file(args.output, mask_file_name(args.sparsity_percent, args.method, step))

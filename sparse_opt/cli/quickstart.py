@@ -40,6 +40,20 @@ examples:
 
 def run(argv: Sequence[str]) -> int:
     """Run the experiment, check it, and print its table or JSON."""
+    args = _parser().parse_words(argv)
+    # Twelve questions hold two out; there are 4005 pairs of numbers to ask about.
+    for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
+        if not least <= getattr(args, name) <= most:
+            raise ConfigError(f"option '{name}' is {getattr(args, name)}: wanted {least} to {most}")
+    results = experiment(args)
+    if args.json:
+        print_json(results)
+    else:
+        print(_text(results))
+    return 0
+
+
+def _parser() -> CommandParser:
     parser = CommandParser(
         prog="sparse-opt quickstart",
         description="The whole path on a tiny model, in minutes and without downloads: SFT, dense DPO with a delta\n"
@@ -58,17 +72,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--dpo_steps", type=int, default=100, help="steps of each DPO run (%(default)s)")
     parser.add_argument("--n_questions", type=int, default=3000, help="questions; one in six is held out (%(default)s)")
     add_json_flag(parser)
-    args = parser.parse_words(argv)
-    # Twelve questions hold two out; there are 4005 pairs of numbers to ask about.
-    for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
-        if not least <= getattr(args, name) <= most:
-            raise ConfigError(f"option '{name}' is {getattr(args, name)}: wanted {least} to {most}")
-    results = experiment(args)
-    if args.json:
-        print_json(results)
-    else:
-        print(_text(results))
-    return 0
+    return parser
 
 
 def experiment(args: Namespace) -> dict[str, Any]:

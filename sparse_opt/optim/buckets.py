@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
-from ..backends import BoundStep
 
 
 @dataclass(eq=False)
@@ -29,7 +28,7 @@ class Bucket:
     ends: list[int]
     ordinal: int  # among the buckets; keeps their random streams apart
     ops: Any  # an attribute an op, on the backend that was chosen
-    bound: BoundStep | None  # the step, where its backend takes the lists in advance
+    bound: Any  # `backends.bind` of the lists, or None
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
     sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter

@@ -327,8 +327,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 f"{bucket.names[0]!r} has a dense gradient that its hook did not see (DistributedDataParallel puts it "
                 "there); use grads='dense'"
             )
-        if bucket.bound is not None and (all(bucket.received) if gathered else bucket.bound.params.take_grads()):
-            present = None  # all of them
+        if bucket.bound is not None and (all(bucket.received) if gathered else bucket.bound.take_grads()):
+            present = None  # all of them, in bucket.bound
         else:
             received = bucket.received if gathered else [p.grad is not None for p in bucket.params]
             present = [i for i, r in enumerate(received) if r]
@@ -349,12 +349,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             "seed": bucket.group["seed"] + bucket.ordinal,
             **scalars,
         }
-        if present is None and bucket.bound is not None:
+        if present is None:
             bucket.steps.add_(counted)
-            self._update(bucket, bucket.bound.step, (bucket.bound.params,), steps=bucket.steps, **arguments)
+            self._update(bucket, getattr(bucket.bound, self._op), (), steps=bucket.steps, **arguments)
             return
 
-        assert present is not None
         steps = bucket.steps
         if len(present) == len(bucket.params):
             params, starts, ends = bucket.params, bucket.starts, bucket.ends

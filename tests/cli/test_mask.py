@@ -44,12 +44,14 @@ def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, f
     ("words", "code", "said"),
     [
         (("--target_step", 7), 1, "step 7 is not logged"),
-        (("--sparsity_percent", 100), 1, "100"),
+        (("--sparsity_percent", 100), 2, "'sparsity_percent' is 100.0"),
+        (("--min_tensor_keep", -1), 2, "'min_tensor_keep' is -1.0"),
+        (("--min_tensor_keep", 0.5), 1, "min_tensor_keep 0.5 keeps"),
         (("--sparsity_percent", "ninety"), 2, "'ninety'"),
         (("--method", "fisher"), 2, "'magnitude'"),
         (("--sparsty_percent", 90), 2, "the nearest is '--sparsity_percent'"),
     ],
-    ids=lambda value: str(value[0]) if isinstance(value, tuple) else None,
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_find_refuses_in_one_line_and_writes_nothing(sparse_opt, files, tmp_path, words, code, said):
     call = ("mask", "find", "--delta_log_dir", files.delta_log, "--output", tmp_path / "masks", *words)

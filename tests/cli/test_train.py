@@ -112,7 +112,11 @@ def test_a_failed_last_write_leaves_no_checkpoint(dpo, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.jsonl", "options.yaml"]
 
 
-def test_algorithm_help_lists_its_options(sparse_opt):
-    text = sparse_opt("train", "dpo", "--help").done()
-    assert "--beta" in text
-    assert "--delta_log_steps" in text
+def test_out_of_gpu_memory_says_what_to_lower(dpo, monkeypatch):
+    def exhaust(config):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")
+
+    monkeypatch.setattr("sparse_opt.trainers.dpo.train", exhaust)
+    line = dpo().failed_in_one_line(1)
+    assert "lower --batch_size" in line
+    assert "Tried to allocate 2.00 GiB" in line

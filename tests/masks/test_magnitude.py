@@ -139,6 +139,14 @@ def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
         assert find_magnitude(log, sparsity=100 - 100 * keep / 6, min_tensor_keep=0)["w"].tolist() == wanted
 
 
+def test_fp64_weights_are_not_rounded_before_the_subtraction(tmp_path: Path) -> None:
+    """A change of 1e-12 of 1.0 is lost in fp32, where the two weights are equal."""
+    before = {"w": torch.ones(4, dtype=torch.float64)}
+    after = {"w": before["w"] + torch.tensor([0.0, 1e-12, 3e-12, 2e-12], dtype=torch.float64)}
+    mask = find_magnitude(log_of(tmp_path / "log", before, after), sparsity=50)
+    assert mask["w"].tolist() == [2, 3]
+
+
 def test_nan_scores_name_the_tensor(tmp_path: Path) -> None:
     before = {"good": torch.zeros(3), "bad.weight": torch.zeros(3)}
     after = {"good": torch.ones(3), "bad.weight": torch.tensor([1.0, float("nan"), 2.0])}

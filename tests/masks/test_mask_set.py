@@ -57,6 +57,11 @@ def test_positions_are_private_int32_on_the_cpu() -> None:
     assert mask["w"].is_contiguous()
     assert mask["w"].tolist() == [0, 2, 4]
     assert mask.shapes["w"] == (2, 3)
+    # Also where nothing needs converting: what was checked must not change afterwards.
+    fitting = positions(1, 4)
+    mask = MaskSet({"w": fitting}, {"w": (2, 3)})
+    fitting.fill_(77)
+    assert mask["w"].tolist() == [1, 4]
 
 
 def test_tensors_of_two_to_the_31_elements_have_int64_positions() -> None:

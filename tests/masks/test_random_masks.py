@@ -40,6 +40,7 @@ def test_seed_and_name_decide_and_nothing_else() -> None:
 def test_the_stream_never_changes() -> None:
     """Positions written down once: a mask named by its seed in a paper must not change with a version."""
     assert MaskSet.random({"w": (10, 10)}, density=0.08, seed=0)["w"].tolist() == [24, 36, 50, 53, 70, 85, 90, 96]
+    assert MaskSet.random({"w": (9,)}, density=0.75, seed=0)["w"].tolist() == [0, 1, 2, 3, 4, 6, 8]
     runs = MaskSet.random({"w": (64, 64)}, density=0.5, seed=-7, pattern="run32")
     assert runs.digest == "18c4ff7f6ad89eee28722bae980e4316"
 

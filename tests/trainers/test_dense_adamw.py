@@ -8,7 +8,8 @@ from torch import nn
 
 from sparse_opt.trainers.dense_adamw import DenseAdamW
 
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+# An epsilon of the gradients' own size: with a smaller one Adam would not notice a gradient scaled by mistake.
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 0.1, "weight_decay": 0.1}
 SHAPES = [(7, 5), (11,), (1,)]
 
 
@@ -65,7 +66,9 @@ def test_masters_keep_updates_that_bf16_weights_lose():
     ends = {}
     for masters in (True, False):
         weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-        optimizer = DenseAdamW([weight], **{**OPTIONS, "lr": 1e-4, "weight_decay": 0.0}, master_weights=masters)
+        optimizer = DenseAdamW(
+            [weight], **{**OPTIONS, "lr": 1e-4, "eps": 1e-8, "weight_decay": 0.0}, master_weights=masters
+        )
         for _ in range(30):
             weight.grad = torch.ones(1, dtype=torch.bfloat16)
             optimizer.step()

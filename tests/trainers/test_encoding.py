@@ -51,6 +51,11 @@ def test_tokens_merged_across_the_border_count_as_completion(tokenizer):
     assert moved
     assert tokenizer.decode(sequence.ids[sequence.prompt_length :]).endswith("plus 2?</s>")
     assert tokenizer.decode(sequence.ids) == "<s>What is 2 plus 2?</s>"
+    # The two completions of a pair have the same prompt, also where only one of them moves its end.
+    (merged, apart), moved = encode(tokenizer, Example("What is 2 pl", ("us 2?", "ot?")))
+    assert moved
+    assert merged == sequence
+    assert apart.ids[: apart.prompt_length] == merged.ids[: merged.prompt_length]
 
 
 def test_truncation_keeps_the_asked_end():

@@ -18,6 +18,7 @@ from sparse_opt.trainers import dpo, sft
 from sparse_opt.trainers.encoding import collate, load_examples
 from sparse_opt.trainers.logprobs import completion_logprobs
 from sparse_opt.trainers.models import load_policy
+from sparse_opt.trainers.optimizers import make_optimizer
 from sparse_opt.trainers.order import ShuffledOrder
 
 LN_2 = pytest.approx(math.log(2), abs=2**-24)
@@ -236,6 +237,20 @@ def test_optimizer_bytes(dpo_options, mask_file, model_folder, tmp_path):
     assert dense["grad"] == 4 * numel
     assert sparse["optimizer_bytes"]["state"] == 2 * 4 * nnz
     assert sparse["optimizer_bytes"]["grad"] == 4 * nnz
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+def test_master_weights_are_kept_for_16_bit_weights_unless_refused(dpo_options, mask_file, model_folder, mode):
+    options = dpo_options(mode=mode, mask=mask_file if mode == "sparse" else None)
+    for dtype, asked, kept in (
+        ("bf16", None, True),
+        ("bf16", True, True),
+        ("bf16", False, False),
+        ("fp32", True, False),
+    ):
+        changed = dataclasses.replace(options, dtype=dtype, master_weights=asked)
+        optimizer = make_optimizer(changed, load_policy(changed, torch.device("cpu")))
+        assert (optimizer.nbytes()["master"] > 0) is kept
 
 
 @pytest.mark.parametrize(

@@ -12,34 +12,32 @@ __global__ void __launch_bounds__(kThreads) indexed_adamw_kernel(const __grid_co
                                                                  const __grid_constant__ AdamWArguments args) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   const BlockRange range = block_range(table, kSlots);
-  const int64_t step = static_cast<int64_t>(args.steps[table.segment_offset + range.segment]);
   void* dense = table.dense[range.segment];
+  Slots<Param, Index> slots;
+  Moment exp_avg[kUnroll], exp_avg_sq[kUnroll];
+  float g[kUnroll];
+  slots.load_positions(args.segments.indices, range);
+  slots.load_state(args.exp_avg, exp_avg);
+  slots.load_state(args.exp_avg_sq, exp_avg_sq);
+  slots.load_params(dense, args.master);
 
+  // While those are on their way.
+  const int64_t step = static_cast<int64_t>(args.steps[table.segment_offset + range.segment]);
   __shared__ AdamWScalars scalars;
   if (threadIdx.x == 0) scalars = adamw_scalars(args, *args.lr, step);
+  slots.load_gradients(args, table.companions[range.segment], g);
   __syncthreads();
 
-#pragma unroll 1
-  for (int64_t from = range.origin + threadIdx.x; from < range.end; from += kThreads * kUnroll) {
-    Slots<Param, Index> slots;
-    Moment exp_avg[kUnroll], exp_avg_sq[kUnroll];
-    float g[kUnroll];
-    slots.load_positions(args.segments.indices, range, from);
-    slots.load_state(args.exp_avg, exp_avg);
-    slots.load_state(args.exp_avg_sq, exp_avg_sq);
-    slots.load_params(dense, args.master);
-    slots.load_gradients(args, table.companions[range.segment], g);
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (!slots.active[j]) continue;
-      float p = slots.param_value(j, args.master), m = to_float(exp_avg[j]), v = to_float(exp_avg_sq[j]);
-      adamw_element(scalars, g[j], p, m, v);
-      RandomWords random = {};
-      if (Stochastic) random = random_words(args.seed, slots.slot(j), static_cast<uint32_t>(step));
-      slots.template store_state<Stochastic, Moment>(j, m, random.exp_avg, args.exp_avg);
-      slots.template store_state<Stochastic, Moment>(j, v, random.exp_avg_sq, args.exp_avg_sq);
-      slots.template store_param<Stochastic>(j, p, random.param, dense, args.master);
-    }
+  for (int j = 0; j < kUnroll; ++j) {
+    if (!slots.active[j]) continue;
+    float p = slots.param_value(j, args.master), m = to_float(exp_avg[j]), v = to_float(exp_avg_sq[j]);
+    adamw_element(scalars, g[j], p, m, v);
+    RandomWords random = {};
+    if (Stochastic) random = random_words(args.seed, slots.slot(j), static_cast<uint32_t>(step));
+    slots.template store_state<Stochastic, Moment>(j, m, random.exp_avg, args.exp_avg);
+    slots.template store_state<Stochastic, Moment>(j, v, random.exp_avg_sq, args.exp_avg_sq);
+    slots.template store_param<Stochastic>(j, p, random.param, dense, args.master);
   }
 }
 

@@ -14,28 +14,25 @@ __global__ void __launch_bounds__(kThreads) indexed_sgd_kernel(const __grid_cons
   const int64_t step = static_cast<int64_t>(args.steps[table.segment_offset + range.segment]);
   const SgdScalars scalars = sgd_scalars(args, *args.lr, step);
   void* dense = table.dense[range.segment];
+  Slots<Param, Index> slots;
+  Moment momentum_buffer[kUnroll] = {};
+  float g[kUnroll];
+  slots.load_positions(args.segments.indices, range);
+  if (scalars.has_momentum) slots.load_state(args.momentum_buffer, momentum_buffer);
+  slots.load_params(dense, args.master);
+  slots.load_gradients(args, table.companions[range.segment], g);
 
-#pragma unroll 1
-  for (int64_t from = range.origin + threadIdx.x; from < range.end; from += kThreads * kUnroll) {
-    Slots<Param, Index> slots;
-    Moment momentum_buffer[kUnroll] = {};
-    float g[kUnroll];
-    slots.load_positions(args.segments.indices, range, from);
-    if (scalars.has_momentum) slots.load_state(args.momentum_buffer, momentum_buffer);
-    slots.load_params(dense, args.master);
-    slots.load_gradients(args, table.companions[range.segment], g);
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (!slots.active[j]) continue;
-      float p = slots.param_value(j, args.master), b = to_float(momentum_buffer[j]);
-      sgd_element(scalars, g[j], p, b);
-      RandomWords random = {};
-      if (Stochastic) random = random_words(args.seed, slots.slot(j), static_cast<uint32_t>(step));
-      if (scalars.has_momentum) {
-        slots.template store_state<Stochastic, Moment>(j, b, random.exp_avg, args.momentum_buffer);
-      }
-      slots.template store_param<Stochastic>(j, p, random.param, dense, args.master);
+  for (int j = 0; j < kUnroll; ++j) {
+    if (!slots.active[j]) continue;
+    float p = slots.param_value(j, args.master), b = to_float(momentum_buffer[j]);
+    sgd_element(scalars, g[j], p, b);
+    RandomWords random = {};
+    if (Stochastic) random = random_words(args.seed, slots.slot(j), static_cast<uint32_t>(step));
+    if (scalars.has_momentum) {
+      slots.template store_state<Stochastic, Moment>(j, b, random.exp_avg, args.momentum_buffer);
     }
+    slots.template store_param<Stochastic>(j, p, random.param, dense, args.master);
   }
 }
 

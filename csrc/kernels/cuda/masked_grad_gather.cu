@@ -33,40 +33,38 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.0f;
   bool not_finite = false;
 
-#pragma unroll 1
-  for (int64_t from = range.origin + threadIdx.x; from < range.end; from += kThreads * kUnroll) {
-    Index position[kUnroll];
-    Dense raw[kUnroll];
-    Out held[kUnroll];
-    bool active[kUnroll];
+  const int64_t first = range.origin + threadIdx.x;
+  Index position[kUnroll];
+  Dense raw[kUnroll];
+  Out held[kUnroll];
+  bool active[kUnroll];
+#pragma unroll
+  for (int j = 0; j < kUnroll; ++j) {
+    const int64_t slot = first + j * kThreads;
+    active[j] = slot >= range.begin && slot < range.end;
+    position[j] = active[j] ? load_once(indices + slot) : Index{0};
+  }
+  if (args.accumulate) {
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      const int64_t slot = from + j * kThreads;
-      active[j] = slot >= range.begin && slot < range.end;
-      position[j] = active[j] ? load_once(indices + slot) : Index{0};
+      if (active[j]) held[j] = load_once(out + first + j * kThreads);
     }
-    if (args.accumulate) {
+  }
 #pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        if (active[j]) held[j] = load_once(out + from + j * kThreads);
-      }
-    }
+  for (int j = 0; j < kUnroll; ++j) {
+    if (active[j]) raw[j] = dense[position[j]];
+  }
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active[j]) raw[j] = dense[position[j]];
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (!active[j]) continue;
-      float g = to_float(raw[j]);
-      if (args.scale != nullptr) g = g * *args.scale;
-      if (args.accumulate) g = to_float(held[j]) + g;
-      const Out stored = from_float<Out>(g);
-      store_once(out + from + j * kThreads, stored);
-      const float value = to_float(stored);
-      sum += value * value;
-      not_finite = not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
-    }
+  for (int j = 0; j < kUnroll; ++j) {
+    if (!active[j]) continue;
+    float g = to_float(raw[j]);
+    if (args.scale != nullptr) g = g * *args.scale;
+    if (args.accumulate) g = to_float(held[j]) + g;
+    const Out stored = from_float<Out>(g);
+    store_once(out + first + j * kThreads, stored);
+    const float value = to_float(stored);
+    sum += value * value;
+    not_finite = not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
   }
   if (args.found_inf != nullptr && __syncthreads_or(not_finite) && threadIdx.x == 0) {
     *args.found_inf = __int_as_float(0x7f800000);

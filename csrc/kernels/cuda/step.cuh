@@ -18,8 +18,8 @@ struct Slots {
 
   __device__ __forceinline__ int64_t slot(int j) const { return first + j * kThreads; }
 
-  __device__ __forceinline__ void load_positions(const void* indices, const BlockRange& range, int64_t from) {
-    first = from;
+  __device__ __forceinline__ void load_positions(const void* indices, const BlockRange& range) {
+    first = range.origin + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
       active[j] = slot(j) >= range.begin && slot(j) < range.end;

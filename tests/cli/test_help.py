@@ -1,0 +1,63 @@
+"""What `--help` shows, and that the examples in it are calls that would be understood."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from sparse_opt.cli.bench import BENCHMARKS
+from sparse_opt.cli.config import parse_config
+from sparse_opt.cli.main import COMMANDS
+from sparse_opt.cli.train import ALGORITHMS
+
+ACTIONS = [
+    *((command,) for command in COMMANDS),
+    *(("mask", action) for action in ("find", "random", "info")),
+    *(("delta", action) for action in ("list", "verify", "reconstruct")),
+    ("analyze", "sparsity"),
+]
+
+
+@pytest.mark.parametrize("words", [(), *((command,) for command in COMMANDS)], ids=" ".join)
+def test_answers_without_loading_torch(words):
+    code = (
+        "import sys; from sparse_opt.cli.main import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.startswith(f"usage: {' '.join(['sparse-opt', *words])} ")
+
+
+@pytest.mark.parametrize("words", [(), *ACTIONS], ids=" ".join)
+def test_examples_are_calls_that_are_understood(sparse_opt, words):
+    text = sparse_opt(*words, "--help").done().replace("\\\n", "")
+    examples = [shlex.split(line, comments=True) for line in re.findall(r"^  sparse-opt (.*)$", text, re.MULTILINE)]
+    assert examples
+    for command, *arguments in (example[: example.index("|")] if "|" in example else example for example in examples):
+        if command == "train":
+            understood_by_train(*arguments)
+        elif command == "bench":
+            assert arguments[0] in BENCHMARKS
+        else:
+            importlib.import_module(f"sparse_opt.cli.{command}")._parser().parse_words(arguments)
+
+
+def understood_by_train(algorithm, *words):
+    module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
+    if "--config" not in words:  # whose file is not there to be read
+        parse_config(getattr(module, ALGORITHMS[algorithm]), words)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_algorithm_lists_its_options(sparse_opt, algorithm):
+    text = sparse_opt("train", algorithm, "--help").done()
+    assert text.startswith(f"usage: sparse-opt train {algorithm} ")
+    assert "--delta_log_steps" in text
+    assert ("--beta" in text) == (algorithm == "dpo")
