@@ -16,6 +16,7 @@ auto native_op(const char* name) {
 struct AnyDevice;
 using AdamW = decltype(indexed_adamw_<AnyDevice>);
 using Sgd = decltype(indexed_sgd_<AnyDevice>);
+using Gather = decltype(masked_grad_gather_<AnyDevice>);
 
 }  // namespace
 
@@ -31,6 +32,14 @@ bool BoundParams::take_grads() {
     grads_.push_back(grad.contiguous());
   }
   return true;
+}
+
+void BoundParams::gather_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
+                          const OptionalTensor& found_inf) const {
+  static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
+  const at::Tensor grad = params_.at(i).grad().contiguous();
+  op.call(out, grad, indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt, accumulate,
+          sum_sq.narrow(0, i, 1), found_inf);
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {

@@ -22,6 +22,10 @@ class BoundParams {
   // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
   bool take_grads();
 
+  // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz], and its element of `sum_sq`, [n].
+  void gather_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
+               const std::optional<at::Tensor>& found_inf) const;
+
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
   // versions: kernels write through pointers, which autograd does not see.
   void indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,

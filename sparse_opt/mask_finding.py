@@ -15,11 +15,13 @@ from .delta_log import DeltaLog, StateDelta
 from .delta_state import TensorSpec
 from .errors import MaskError
 from .masks import MaskSet
-from .score_selection import Histogram, crossing, lower_histogram, score_bits, top, upper_histogram
+from .score_selection import change_bits, crossing, lower_histogram, top, upper_histogram
 
 # What transformers' models call their feed-forward blocks: Llama, Qwen, Gemma, GPT-2 mlp; Mixtral block_sparse_moe; OPT
 # fc1 and fc2.
 _MLP_NAMES = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1", "fc2"})
+
+_INFINITY_BITS = 0x7F800000
 
 
 def mask_file_name(sparsity: float, method: str, step: int) -> str:
@@ -112,15 +114,16 @@ def find_magnitude(
             f"but sparsity {sparsity} leaves {quota}: lower one of the two"
         )
     scores = _Scores(log.iter_delta(step, list(specs)))
+    threshold: int | None = None
     if pool == "global":
-        kept = _global_counts(scores, floors, quota)
         wanted = quota
+        kept, threshold = _global_counts(scores, floors, quota)
     else:
-        shares = {n: max(floors[n], _rounded({n: spec}, 100.0 - sparsity)) for n, spec in specs.items()}
-        kept, wanted = shares, sum(shares.values())
+        kept = {n: max(floors[n], _rounded({n: spec}, 100.0 - sparsity)) for n, spec in specs.items()}
+        wanted = sum(kept.values())
     indices = {}
     for name, bits in scores:
-        indices[name] = top(bits, min(kept[name], int(bits.count_nonzero())))
+        indices[name] = top(bits, min(kept[name], int(bits.count_nonzero())), threshold)
     found = sum(t.numel() for t in indices.values())
     if found < wanted:
         warnings.warn(
@@ -149,28 +152,24 @@ class _Scores:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, base, tensor in self._delta:
-            # fp64 weights are subtracted as such: their change may be lost in fp32. Other dtypes are exact in fp32.
-            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            scores = (tensor.to(wide) - base.to(wide)).abs_().float()
-            nans = int(scores.isnan().count_nonzero())
-            if nans:
-                raise MaskError(f"the change of {name} is NaN at {nans} of {scores.numel()} elements, wanted numbers")
-            yield name, score_bits(scores)
+            bits = change_bits(base, tensor)
+            if bits.numel() and int(bits.max()) > _INFINITY_BITS:
+                nans = int((bits > _INFINITY_BITS).count_nonzero())
+                raise MaskError(f"the change of {name} is NaN at {nans} of {bits.numel()} elements, wanted numbers")
+            yield name, bits
 
 
-def _global_counts(scores: _Scores, floors: Mapping[str, int], quota: int) -> dict[str, int]:
-    """How many elements each tensor keeps."""
+def _global_counts(scores: _Scores, floors: Mapping[str, int], quota: int) -> tuple[dict[str, int], int]:
+    """How many elements each tensor keeps, and the bits of the score at which the quota ends."""
     uppers = {name: upper_histogram(bits) for name, bits in scores}
     # A floor, and the quota, cannot ask for more than moved.
     floors = {name: min(floors[name], histogram.total) for name, histogram in uppers.items()}
     quota = min(quota, sum(histogram.total for histogram in uppers.values()))
     if quota == sum(floors.values()):
-        return dict(floors)
+        return floors, 0
     upper = crossing(uppers, dict.fromkeys(uppers, 0), floors, quota)
     over = {name: histogram.at_least(upper + 1) for name, histogram in uppers.items()}
-    lowers: dict[str, Histogram] = {}
-    for name, bits in scores:
-        lowers[name] = lower_histogram(bits, upper)
+    lowers = {name: lower_histogram(bits, upper) for name, bits in scores}
     lower = crossing(lowers, over, floors, quota)
     # Everything above the threshold is kept, and as many at the threshold as there is room for, earlier tensors first.
     kept = {name: max(floors[name], over[name] + h.at_least(lower + 1)) for name, h in lowers.items()}
@@ -179,7 +178,7 @@ def _global_counts(scores: _Scores, floors: Mapping[str, int], quota: int) -> di
         ties = min(room, max(0, over[name] + histogram.at_least(lower) - kept[name]))
         kept[name] += ties
         room -= ties
-    return kept
+    return kept, (upper << 16) + lower
 
 
 def _chosen(

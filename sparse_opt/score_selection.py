@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 _LOW_BITS = 16
-# Bounds the int64 copy that counting makes.
-_CHUNK = 2**24
+# Elements worked on at a time, which bounds the scratch to some 50 MB.
+_CHUNK = 2**22
 
 
-def score_bits(scores: Tensor) -> Tensor:
-    """[numel] int32 of float32 scores >= 0, not NaN."""
-    return scores.contiguous().view(-1).view(torch.int32)
+def change_bits(before: Tensor, after: Tensor) -> Tensor:
+    """[numel] int32, the bits of abs(after - before) in float32, of two contiguous floating-point tensors.
+
+    float64 is subtracted as such, since its change may be lost in float32; all other dtypes are exact in float32. A
+    NaN score has bits above those of infinity, 0x7F800000.
+    """
+    wide = torch.float64 if after.dtype == torch.float64 else torch.float32
+    bits = torch.empty(after.numel(), dtype=torch.int32)
+    for out, old, new in zip(*(t.view(-1).split(_CHUNK) for t in (bits, before, after)), strict=True):
+        out.view(torch.float32).copy_((new.to(wide) - old.to(wide)).abs_())
+    return bits
 
 
 class Histogram:
@@ -41,19 +49,24 @@ class Histogram:
 
 
 def upper_histogram(bits: Tensor) -> Histogram:
-    """Upper 16 bits of all scores above zero."""
+    """Upper 16 bits of all scores above zero. `bits`: [numel] int32 of float32 scores >= 0."""
     counts = np.zeros(2**_LOW_BITS, dtype=np.int64)
     for part in bits.split(_CHUNK):
-        counts += torch.bincount(part[part > 0] >> _LOW_BITS, minlength=2**_LOW_BITS).numpy()
+        # Most scores are zero in most runs, and counting many of one value is slow: each waits for the one before.
+        array = part.numpy()
+        upper = np.bincount(array[array > 0] >> _LOW_BITS)
+        counts[: len(upper)] += upper
     return Histogram(counts)
 
 
 def lower_histogram(bits: Tensor, upper: int) -> Histogram:
     """Lower 16 bits of the scores above zero whose upper 16 bits are `upper`."""
     counts = np.zeros(2**_LOW_BITS, dtype=np.int64)
+    first, last = max(1, upper << _LOW_BITS), (upper << _LOW_BITS) + 2**_LOW_BITS - 1
     for part in bits.split(_CHUNK):
-        same = part[(part >> _LOW_BITS == upper) & (part > 0)]
-        counts += torch.bincount(same & (2**_LOW_BITS - 1), minlength=2**_LOW_BITS).numpy()
+        array = part.numpy()
+        lower = np.bincount(array[(array >= first) & (array <= last)] & (2**_LOW_BITS - 1))
+        counts[: len(lower)] += lower
     return Histogram(counts)
 
 
@@ -73,17 +86,29 @@ def crossing(histograms: Mapping[str, Histogram], above: Mapping[str, int], floo
     return low
 
 
-def top(bits: Tensor, k: int) -> Tensor:
-    """[k] sorted int64 positions of the k largest scores of one tensor; at most as many as are above zero."""
+def top(bits: Tensor, k: int, threshold: int | None = None) -> Tensor:
+    """[k] sorted int64 positions of the k largest scores of one tensor.
+
+    Args:
+        bits: [numel] int32 of float32 scores >= 0.
+        k: at most as many as are above zero.
+        threshold: the bits of the k-th largest score where they are known; a wrong guess costs time only.
+    """
     if k == 0:
         return torch.empty(0, dtype=torch.int64)
+    for at in (threshold, None):
+        guess = _kth_largest(bits, k) if at is None else at
+        over = (bits > guess).nonzero().view(-1)
+        room = k - over.numel()
+        ties = (bits == guess).nonzero().view(-1)[: max(room, 0)]
+        if guess > 0 and ties.numel() == room:
+            return torch.cat([over, ties]).sort().values if room else over
+    raise ValueError(f"{k} of {int(bits.count_nonzero())} scores above zero were asked for")
+
+
+def _kth_largest(bits: Tensor, k: int) -> int:
     name, none = "", {"": 0}
     uppers = {name: upper_histogram(bits)}
     upper = crossing(uppers, none, none, k)
     over = {name: uppers[name].at_least(upper + 1)}
-    lowers = {name: lower_histogram(bits, upper)}
-    threshold = (upper << _LOW_BITS) + crossing(lowers, over, none, k)
-    chosen = bits > threshold
-    ties = (bits == threshold).nonzero().view(-1)
-    chosen[ties[: k - int(chosen.count_nonzero())]] = True
-    return chosen.nonzero().view(-1)
+    return (upper << _LOW_BITS) + crossing({name: lower_histogram(bits, upper)}, over, none, k)

@@ -52,19 +52,22 @@ def hook(
 
 
 def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
-    """Add `grad`, shaped like parameter i, to the bucket's compact gradient, or begin it."""
+    """Add `grad`, the gradient of parameter i, to the bucket's compact gradient, or begin it."""
     assert bucket.grad is not None
-    bucket.ops.masked_grad_gather_(
-        bucket.grad,
-        [grad.contiguous()],
-        bucket.indices,
-        bucket.starts[i : i + 1],
-        bucket.ends[i : i + 1],
-        scale=None,
-        accumulate=bucket.received[i],
-        sum_sq=bucket.sum_sq[i : i + 1],
-        found_inf=found_inf,
-    )
+    if bucket.bound is not None:
+        bucket.bound.gather_(i, bucket.grad, bucket.received[i], bucket.sum_sq, found_inf)
+    else:
+        bucket.ops.masked_grad_gather_(
+            bucket.grad,
+            [grad.contiguous()],
+            bucket.indices,
+            bucket.starts[i : i + 1],
+            bucket.ends[i : i + 1],
+            scale=None,
+            accumulate=bucket.received[i],
+            sum_sq=bucket.sum_sq[i : i + 1],
+            found_inf=found_inf,
+        )
     bucket.received[i] = True
 
 

@@ -216,15 +216,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
             )
-        if param.grad is None:
-            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it")
-        if param.grad.layout != torch.strided:
-            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {param.grad.layout}, wanted a strided tensor")
-        carrier = self._carriers.get(bucket.device)
+        grad = param.grad
+        if grad is None:
+            raise RuntimeError(
+                f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
+            )
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, wanted a strided tensor")
+        carrier = self._carriers.get(bucket.device) if self._carriers else None
         if carrier is not None:
             carrier.begin()
-        with torch.no_grad():
-            gradients.gather_(bucket, i, param.grad, carrier.factor if carrier is not None else None)
+        gradients.gather_(bucket, i, grad.detach(), carrier.factor if carrier is not None else None)
         param.grad = None
 
     def compact_grad(self, param: Parameter) -> Tensor | None:
