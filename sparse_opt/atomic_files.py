@@ -41,3 +41,9 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def one_line(error: BaseException) -> str:
+    """The reason of a failed read or write, short and without line breaks, for a message that names the file."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -93,7 +93,9 @@ def available(device_type: str) -> tuple[str, ...]:
 
 @functools.cache
 def _warn_slow_auto(device_type: str, taken: str, wanted: str, cause: str) -> None:
-    warnings.warn(f"sparse_opt runs backend {taken!r} on {device_type}: {wanted!r} is unavailable: {cause}", stacklevel=5)
+    warnings.warn(
+        f"sparse_opt runs backend {taken!r} on {device_type}: {wanted!r} is unavailable: {cause}", stacklevel=5
+    )
 
 
 def choose(op: str, device_type: str, backend: str | None = None) -> str:

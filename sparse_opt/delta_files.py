@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from . import delta_codec
-from .atomic_files import write_safetensors
+from .atomic_files import one_line, write_safetensors
 from .delta_codec import PatchGroup
 from .delta_state import StateLayout
 from .errors import DeltaLogError
@@ -126,7 +126,7 @@ def write_step(header: StepHeader, payload: Mapping[str, Tensor]) -> None:
     try:
         write_safetensors(header.file.path, payload, fields)
     except (OSError, SafetensorError) as error:
-        raise DeltaLogError(f"{header.file.where}: cannot be written: {_one_line(error)}") from error
+        raise DeltaLogError(f"{header.file.where}: cannot be written: {one_line(error)}") from error
 
 
 def read_header(file: StepFile) -> StepHeader:
@@ -138,7 +138,7 @@ def read_header(file: StepFile) -> StepHeader:
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, DeltaLogError):
             raise
-        raise DeltaLogError(f"{file.where}: damaged: its header cannot be read: {_one_line(error)}") from error
+        raise DeltaLogError(f"{file.where}: damaged: its header cannot be read: {one_line(error)}") from error
 
 
 def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
@@ -248,9 +248,4 @@ def _opened(file: StepFile) -> Iterator[Any]:
     except FileNotFoundError as error:
         raise DeltaLogError(f"{file.where}: the file is missing") from error
     except (OSError, SafetensorError) as error:
-        raise DeltaLogError(f"{file.where}: damaged: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + "..."
+        raise DeltaLogError(f"{file.where}: damaged: {one_line(error)}") from error

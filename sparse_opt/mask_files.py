@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .atomic_files import write_safetensors
+from .atomic_files import one_line, write_safetensors
 from .errors import MaskError
 from .tensor_state import compact_json, metadata_digest
 
@@ -89,7 +89,7 @@ def write(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(path, indices, header)
     except (OSError, SafetensorError) as error:
-        raise MaskError(f"{path}: cannot write the mask: {_one_line(error)}") from error
+        raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
 
 
 def read(path: Path) -> IndexMasks | BoolMasks:
@@ -126,7 +126,7 @@ def _read_safetensors(path: Path) -> IndexMasks:
                 raise MaskError(f"{path}: damaged: its tensors are not those of its shapes")
             indices = {name: file.get_tensor(name) for name in shapes}
     except (OSError, SafetensorError) as error:
-        raise MaskError(f"{path}: not a readable safetensors file: {_one_line(error)}") from error
+        raise MaskError(f"{path}: not a readable safetensors file: {one_line(error)}") from error
     kept = {key: value for key, value in header.items() if key not in _RESERVED}
     return IndexMasks(indices, shapes, header["pattern"], kept, header["digest"])
 
@@ -147,7 +147,7 @@ def _read_pt(path: Path) -> BoolMasks:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {_one_line(error)}") from error
+        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise MaskError(f"{path}: holds a {type(content).__name__}, wanted a dictionary of bool tensors")
     beside: dict[Any, Any] = {}
@@ -170,11 +170,6 @@ def _require_sound_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise MaskError(f"{path}: not a readable archive as torch.save writes it: {_one_line(error)}") from error
+        raise MaskError(f"{path}: not a readable archive as torch.save writes it: {one_line(error)}") from error
     if broken is not None:
         raise MaskError(f"{path}: damaged: {broken!r} does not have its checksum")
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + "..."

@@ -40,7 +40,7 @@ SCHEMAS = {
     ),
     "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *", "()"),
     "delta_encode": ("(Tensor[] old, Tensor[] new, *", "(Tensor indices, Tensor values, Tensor counts)"),
-    "delta_apply_": (f"(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends, *", "()"),
+    "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends, *", "()"),
 }
 
 _library = torch.library.Library("sparse_opt", "DEF")

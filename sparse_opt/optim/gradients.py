@@ -38,9 +38,7 @@ class Carrier:
         self.param.grad = None
 
 
-def hook(
-    optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i: int
-) -> Callable[[Tensor], None]:
+def hook(optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i: int) -> Callable[[Tensor], None]:
     """For `register_post_accumulate_grad_hook` of the bucket's parameter i. Keeps neither alive."""
 
     def gather(param: Tensor) -> None:

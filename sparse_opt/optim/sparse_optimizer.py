@@ -211,7 +211,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
         if self._inside_base:
-            raise RuntimeError(f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained")
+            raise RuntimeError(
+                f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained"
+            )
         if self._clip_coef is not None:
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
@@ -435,4 +437,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         return total
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()")
+        raise TypeError(
+            f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()"
+        )

@@ -52,7 +52,9 @@ def _check(
     for param, name in names.items():
         has, had = param in active, "indices" in saved.get(param, {})
         if has != had:
-            raise ValueError(f"{name!r} is {'' if has else 'not '}active here, but {'' if had else 'not '}in the saved state")
+            raise ValueError(
+                f"{name!r} is {'' if has else 'not '}active here, but {'' if had else 'not '}in the saved state"
+            )
     for param, here in active.items():
         there = {k: v for k, v in saved[param].items() if k not in _BASE}
         if there.keys() != here.keys():
@@ -84,7 +86,9 @@ def load(
     if bases:
         for param, there in saved.items():
             if any(key not in there for key in _BASE):
-                raise ValueError("the state was saved without base weights; build this optimizer with keep_base_weights=False")
+                raise ValueError(
+                    "the state was saved without base weights; build this optimizer with keep_base_weights=False"
+                )
             held[param] = (there["base_indices"].to(param.device), there["base"].to(param.device))
             if held[param][1].dtype != param.dtype:
                 raise ValueError(f"base weights were saved as {held[param][1].dtype}, the parameter is {param.dtype}")

@@ -108,7 +108,9 @@ def make(
 
 def bits_of(t: Tensor) -> Tensor:
     """NaN payloads and signed zeros included."""
-    return t.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    return (
+        t.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    )
 
 
 def assert_same_bits(got: Case, want: Case, context: str = "") -> None:

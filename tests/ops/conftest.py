@@ -17,7 +17,10 @@ def fast_backends():
 
 def pytest_generate_tests(metafunc):
     if "place" in metafunc.fixturenames:
-        places = [pytest.param((d, b), id=f"{d}-{b}", marks=[pytest.mark.gpu] if d == "cuda" else []) for d, b in fast_backends()]
+        places = [
+            pytest.param((d, b), id=f"{d}-{b}", marks=[pytest.mark.gpu] if d == "cuda" else [])
+            for d, b in fast_backends()
+        ]
         metafunc.parametrize("place", places)
     if "any_place" in metafunc.fixturenames:
         pairs = [("cpu", "reference"), *fast_backends()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import make
+
 from sparse_opt import BackendUnavailable, backends, ops
 
 
@@ -48,7 +49,10 @@ BAD = {
         lambda c: {"ends": [*c.ends[:-1], c.indices.numel() + 1]},
         r"segment 5 is \[\d+, \d+\), wanted within \[0, \d+\)",
     ),
-    "overlap": (lambda c: {"starts": [c.starts[0], c.starts[0], *c.starts[2:]]}, "segments overlap at|has .* slots, but"),
+    "overlap": (
+        lambda c: {"starts": [c.starts[0], c.starts[0], *c.starts[2:]]},
+        "segments overlap at|has .* slots, but",
+    ),
     "too many slots": (
         lambda c: {"starts": [1] * 6, "ends": [1, 9, 9, 9, 9, 9]},
         r"segment 1 has 8 slots, but params\[1\] has 1 elements",
@@ -62,9 +66,15 @@ BAD = {
         r"dense_grads\[0\] has shape \[231\], params\[0\] has \[7, 33\]",
     ),
     "moment dtype": (lambda c: {"exp_avg": c.exp_avg.half()}, "exp_avg is torch.float16, wanted float32 or bfloat16"),
-    "moments differ": (lambda c: {"exp_avg_sq": c.exp_avg_sq.bfloat16()}, "exp_avg_sq is torch.bfloat16, wanted float32"),
+    "moments differ": (
+        lambda c: {"exp_avg_sq": c.exp_avg_sq.bfloat16()},
+        "exp_avg_sq is torch.bfloat16, wanted float32",
+    ),
     "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, wanted float32"),
-    "lr": (lambda c: {"lr": torch.tensor([1e-3, 1e-3])}, r"lr is torch.float32 of shape \[2\], wanted one float32 element"),
+    "lr": (
+        lambda c: {"lr": torch.tensor([1e-3, 1e-3])},
+        r"lr is torch.float32 of shape \[2\], wanted one float32 element",
+    ),
     "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, wanted 6"),
     "beta": (lambda c: {"beta1": 1.0}, "beta1 is 1.0, wanted 0 <= beta1 < 1"),
     "seed": (lambda c: {"seed": -1}, "seed is -1, wanted 0 <= seed"),
@@ -109,7 +119,9 @@ def test_an_explicit_backend_runs_or_raises(monkeypatch):
     case = make(torch.device("cpu"))
     with pytest.raises(BackendUnavailable, match="'cuda' .* cannot run: it runs on cuda tensors, these are on cpu"):
         adamw(case, backend="cuda")
-    with pytest.raises(BackendUnavailable, match="'fast' .* no backend has this name; there are reference, cpu, triton, cuda"):
+    with pytest.raises(
+        BackendUnavailable, match="'fast' .* no backend has this name; there are reference, cpu, triton, cuda"
+    ):
         adamw(case, backend="fast")
     monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
     with pytest.raises(BackendUnavailable, match="SPARSE_OPT_BACKEND"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import bits_of
+
 from sparse_opt import ops
 
 NUMEL = 2**32 + 5  # past the unsigned border too

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import MASKS, assert_same_bits, bits_of, make
+
 from sparse_opt import ops
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,7 +176,9 @@ def test_delta_of_any_length_and_alignment(numel, offset, place):
     bits_of(new)[:: max(1, numel // 7)] ^= 1
     bits_of(new)[-1] ^= 2
     for a, b in zip(
-        ops.delta_encode([base], [new], backend=backend), ops.delta_encode([base], [new], backend="reference"), strict=True
+        ops.delta_encode([base], [new], backend=backend),
+        ops.delta_encode([base], [new], backend="reference"),
+        strict=True,
     ):
         assert torch.equal(bits_of(a), bits_of(b))
 
@@ -194,7 +197,9 @@ def test_opcheck(dtype, any_place):
         {"sum_sq": sum_sq, "found_inf": flag, "accumulate": True, **name},
     )
     check(torch.ops.sparse_opt.indexed_swap_.default, (case.params, case.grad, *segments), name)
-    check(torch.ops.sparse_opt.delta_apply_.default, (case.params, case.indices, case.grad, case.starts, case.ends), name)
+    check(
+        torch.ops.sparse_opt.delta_apply_.default, (case.params, case.indices, case.grad, case.starts, case.ends), name
+    )
     check(torch.ops.sparse_opt.delta_encode.default, (case.params, case.dense_grads), name)
 
 

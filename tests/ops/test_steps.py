@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from cases import MASKS, assert_same_bits, make
+
 from sparse_opt import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -111,7 +112,9 @@ def test_step_counts(op, step, place):
     check(RUNS[op], make(torch.device(place[0]), step=step, shapes=[(5, 33), (70,)]), place)
 
 
-@pytest.mark.parametrize("options", [{"buffer": False}, {"nesterov": True, "dampening": 0.0}, {"dampening": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"buffer": False}, {"nesterov": True, "dampening": 0.0}, {"dampening": 0.0}], ids=str
+)
 @pytest.mark.parametrize("step", [1, 7])
 def test_sgd_variants(options, step, place):
     check(run_sgd, make(torch.device(place[0]), step=step), place, **options)

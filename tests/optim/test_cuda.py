@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from sparse_opt import MaskSet, SparseAdamW, backends
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,9 @@ def test_launches_do_not_grow_with_the_number_of_parameters(backend, grads):
     counts = []
     for depth in (2, 40):
         model = make_model(depth)
-        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), grads=grads, max_grad_norm=1.0, backend=backend)
+        optimizer = SparseAdamW(
+            model, MaskSet.random(model, density=0.1), grads=grads, max_grad_norm=1.0, backend=backend
+        )
         for _ in range(2):
             optimizer.zero_grad()
             backward(model)

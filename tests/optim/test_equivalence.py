@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 
 STEPS = 300

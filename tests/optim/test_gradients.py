@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+
 from sparse_opt import MaskSet, SparseAdamW
 
 EPS32 = torch.finfo(torch.float32).eps

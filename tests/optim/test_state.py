@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.errors import MaskError
 
@@ -120,7 +121,9 @@ def test_a_step_invalidates_graphs_as_in_torch(device):
         stale.backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}], ids=["fp32", "sr"])
+@pytest.mark.parametrize(
+    "options", [{}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}], ids=["fp32", "sr"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("master", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one(options, dtype, master, device):
