@@ -14,10 +14,7 @@ class BoundParams {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
               std::vector<int64_t> ends)
-      : params_(std::move(params)),
-        indices_(std::move(indices)),
-        starts_(std::move(starts)),
-        ends_(std::move(ends)) {}
+      : params_(std::move(params)), indices_(std::move(indices)), starts_(std::move(starts)), ends_(std::move(ends)) {}
 
   // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
   bool take_grads();

@@ -1,5 +1,5 @@
-// The extension module: what was built and with what, and the lists that a step hands over whole. Importing it registers
-// torch.ops.sparse_opt_native.
+// The extension module: what was built and with what, and the lists that a step hands over whole. Importing it
+// registers torch.ops.sparse_opt_native.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -55,9 +55,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            "indices"_a, "starts"_a, "ends"_a)
       .def("take_grads", &BoundParams::take_grads)
       .def("gather_", &BoundParams::gather_, "i"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a)
-      .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a, py::kw_only(),
-           "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
-           "found_inf"_a, "stochastic_rounding"_a, "seed"_a)
+      .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
+           py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,
+           "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a)
       .def("indexed_sgd_", &BoundParams::indexed_sgd_, "momentum_buffer"_a, "lr"_a, "steps"_a, py::kw_only(), "grad"_a,
            "master"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
            "found_inf"_a, "stochastic_rounding"_a, "seed"_a);

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sparse_opt.cli.config import option
 from sparse_opt.errors import ConfigError
 from sparse_opt.optim import SparseAdamW
-from sparse_opt.trainers.logprobs import completion_logprobs
-from sparse_opt.trainers.loop import TrainingRun
-from sparse_opt.trainers.models import frozen_copy
-from sparse_opt.trainers.options import TrainingOptions
+
+from .config import option
+from .logprobs import completion_logprobs
+from .loop import TrainingRun
+from .models import frozen_copy
+from .options import TrainingOptions
 
 
 @dataclass(kw_only=True)

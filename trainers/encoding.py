@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparse_opt.errors import DataError
-from sparse_opt.trainers.data import Example, Text, demonstration_reader, load_records, preference_reader
-from sparse_opt.trainers.order import permutation
+
+from .data import Example, Text, demonstration_reader, load_records, preference_reader
+from .order import permutation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from sparse_opt.trainers.encoding import TokenBatch
+from .encoding import TokenBatch
 
 # fp32 logits alive at once: 2^24 elements are 64 MiB, where 4 sequences of 1024 tokens over 128k words have 2 GiB.
 _CHUNK_ELEMENTS = 1 << 24

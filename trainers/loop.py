@@ -29,14 +29,15 @@ from tqdm import tqdm
 
 from sparse_opt.delta_log import DeltaLog
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.encoding import TokenBatch, collate, load_examples
-from sparse_opt.trainers.models import load_policy, load_tokenizer, resolve_device
-from sparse_opt.trainers.optimizers import make_optimizer, make_scheduler
-from sparse_opt.trainers.options import TrainingOptions, model_slug
-from sparse_opt.trainers.order import ShuffledOrder
-from sparse_opt.trainers.outputs import CHECKPOINT_FOLDER, MetricsWriter, check_new_folder, save_checkpoint
-from sparse_opt.trainers.steps import parse_steps
-from sparse_opt.trainers.timing import StepTimer
+
+from .encoding import TokenBatch, collate, load_examples
+from .models import load_policy, load_tokenizer, resolve_device
+from .optimizers import make_optimizer, make_scheduler
+from .options import TrainingOptions, model_slug
+from .order import ShuffledOrder
+from .outputs import CHECKPOINT_FOLDER, MetricsWriter, check_new_folder, save_checkpoint
+from .steps import parse_steps
+from .timing import StepTimer
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.trainers.options import TrainingOptions
+
+from .options import TrainingOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# What transformers' models call the feed-forward block of a layer.
-_MLP_NAMES = {"mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1", "fc2"}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -90,11 +89,6 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
                 setattr(module, name, 0.0)
-
-
-def is_mlp_parameter(name: str) -> bool:
-    """Whether a parameter belongs to a layer's feed-forward block, by the names transformers' models use."""
-    return not _MLP_NAMES.isdisjoint(name.split("."))
 
 
 def _first_line(error: Exception) -> str:

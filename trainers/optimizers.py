@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.mask_finding import is_mlp_parameter
 from sparse_opt.masks import MaskSet
 from sparse_opt.optim import SparseAdamW
-from sparse_opt.trainers.dense_adamw import DenseAdamW
-from sparse_opt.trainers.models import is_mlp_parameter
-from sparse_opt.trainers.options import TrainingOptions
+
+from .dense_adamw import DenseAdamW
+from .options import TrainingOptions
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparse_opt.cli.config import option
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers.steps import parse_steps
+
+from .config import option
+from .steps import parse_steps
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from sparse_opt.cli.config import to_yaml
 from sparse_opt.errors import ConfigError
+
+from .config import to_yaml
 
 METRICS_FILE = "metrics.jsonl"
 OPTIONS_FILE = "options.yaml"

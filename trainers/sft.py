@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from sparse_opt.cli.config import option
-from sparse_opt.trainers.logprobs import completion_logprobs
-from sparse_opt.trainers.loop import TrainingRun
-from sparse_opt.trainers.options import TrainingOptions
+from .config import option
+from .logprobs import completion_logprobs
+from .loop import TrainingRun
+from .options import TrainingOptions
 
 
 @dataclass(kw_only=True)

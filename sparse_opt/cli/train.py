@@ -59,7 +59,8 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
     """The summary of one run, whose options are `words`."""
     import torch
 
-    from .config import parse_config
+    from sparse_opt.trainers.config import parse_config
+
     from .progress import hide_progress_bars
 
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")

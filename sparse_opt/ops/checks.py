@@ -6,6 +6,7 @@ indices once when it is built; indices from elsewhere are the caller's to check.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ def _segments(
         if indices.dtype == torch.int32 and t.numel() > 2**31:
             _fail(op, f"{name}[{i}] has {t.numel()} elements, which int32 indices cannot reach; wanted int64")
     order = sorted((s, e) for s, e in zip(starts, ends, strict=True) if e > s)
-    for (_, end), (start, _) in zip(order, order[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
             _fail(op, f"two segments overlap at compact slot {start}; wanted disjoint segments")
 

@@ -331,20 +331,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 f"{bucket.names[0]!r} has a dense gradient that its hook did not see (DistributedDataParallel puts it "
                 "there); use grads='dense'"
             )
-        if bucket.bound is not None and (all(bucket.received) if gathered else bucket.bound.take_grads()):
-            present = None  # all of them, in bucket.bound
-        else:
-            received = bucket.received if gathered else [p.grad is not None for p in bucket.params]
-            present = [i for i, r in enumerate(received) if r]
-            if not present:
-                return
-
-        scalars = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": self._clip_coef}
-        factor = self._carriers[bucket.device].factor if found_inf is not None and self._carriers else None
-        if factor is not None and grad_scale is None:  # GradScaler.unscale_ was called: the carrier holds 1/scale
-            scalars["clip_coef"] = factor if self._clip_coef is None else factor * self._clip_coef.to(factor.device)
-        scalars = {k: None if t is None else t.to(bucket.device, torch.float32) for k, t in scalars.items()}
-        counted = 1.0 if scalars["found_inf"] is None else (scalars["found_inf"] == 0).float()
+        scalars = self._scalars(bucket.device, grad_scale, found_inf)
+        found_inf = scalars["found_inf"]
+        counted = 1.0 if found_inf is None else (found_inf == 0).float()
         arguments = {
             "lr": bucket.refresh_lr(),
             "grad": bucket.grad if gathered else None,
@@ -353,24 +342,39 @@ class SparseOptimizer(torch.optim.Optimizer):
             "seed": bucket.group["seed"] + bucket.ordinal,
             **scalars,
         }
-        if present is None:
+        if bucket.bound is not None and (all(bucket.received) if gathered else bucket.bound.take_grads()):
             bucket.steps.add_(counted)
             self._update(bucket, getattr(bucket.bound, self._op), (), steps=bucket.steps, **arguments)
             return
 
-        steps = bucket.steps
+        grads = [p.grad for p in bucket.params]
+        present = [i for i, g in enumerate(grads) if (bucket.received[i] if gathered else g is not None)]
+        if not present:
+            return
         if len(present) == len(bucket.params):
-            params, starts, ends = bucket.params, bucket.starts, bucket.ends
+            params, starts, ends, steps = bucket.params, bucket.starts, bucket.ends, bucket.steps
             steps.add_(counted)
         else:
-            params, starts, ends = ([each[i] for i in present] for each in (bucket.params, bucket.starts, bucket.ends))
+            params = [bucket.params[i] for i in present]
+            starts, ends = [bucket.starts[i] for i in present], [bucket.ends[i] for i in present]
             where = torch.tensor(present, device=bucket.device)
-            steps[where] += counted
-            steps = steps[where]
-        dense_grads = None if gathered else [p.grad.contiguous() for p in params]
+            bucket.steps[where] += counted
+            steps = bucket.steps[where]
+        dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
         target = (params, bucket.indices, starts, ends)
         self._update(bucket, getattr(bucket.ops, self._op), target, steps=steps, dense_grads=dense_grads, **arguments)
         torch.autograd.graph.increment_version(params)
+
+    def _scalars(
+        self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """The device scalars that a step multiplies and divides gradients by, and its flag to do nothing."""
+        clip_coef = self._clip_coef
+        if found_inf is not None and grad_scale is None and self._carriers:
+            factor = self._carriers[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
+            clip_coef = factor if clip_coef is None else factor * clip_coef.to(device)
+        found = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": clip_coef}
+        return {name: None if t is None else t.to(device, torch.float32) for name, t in found.items()}
 
     # Base weights
 

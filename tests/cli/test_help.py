@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from sparse_opt.cli.bench import BENCHMARKS
-from sparse_opt.cli.config import parse_config
 from sparse_opt.cli.main import COMMANDS
 from sparse_opt.cli.train import ALGORITHMS
+from sparse_opt.trainers.config import parse_config
 
 ACTIONS = [
     *((command,) for command in COMMANDS),

@@ -63,7 +63,7 @@ def test_base_weights_survive_a_swap_that_fails_half_way(device, monkeypatch):
     (model["a"].sum() + model["b"].sum()).backward()
     optimizer.step()
     now = bits(model)
-    first, second = optimizer._bases
+    _first, second = optimizer._bases
 
     def fail():
         raise RuntimeError("no")

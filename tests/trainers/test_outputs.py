@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sparse_opt.cli.config import parse_config
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
+from sparse_opt.trainers.config import parse_config
 from sparse_opt.trainers.options import model_slug
 from sparse_opt.trainers.outputs import check_new_folder, save_checkpoint
 
