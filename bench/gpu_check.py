@@ -30,6 +30,7 @@ from .shapes import LLAMA_3_2_3B, Shapes, scaled
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
+GPU_TESTS = ("ops", "optim", "delta", "bench")
 # Seconds that a part may take before it counts as failed.
 TESTS_LIMIT_S, SANITIZER_LIMIT_S = 300, 200
 # --quick: 1/16 of the elements, still past the L2 of an H200.
@@ -97,9 +98,11 @@ def _build(report: dict[str, Any], device: torch.device) -> list[str]:
 
 
 def _tests(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
-    """The tests marked `gpu`; on a CPU the tests of the ops."""
+    """The tests marked `gpu`, where they need no more than torch and pytest; on a CPU the tests of the ops."""
     _title("tests")
-    selection = [str(args.tests), "-m", "gpu"] if device.type == "cuda" else [str(args.tests / "ops")]
+    selection = [str(args.tests / "ops")]
+    if device.type == "cuda":
+        selection = [str(args.tests / folder) for folder in GPU_TESTS] + ["-m", "gpu"]
     options = ["-q", "-p", "no:cacheprovider", *shlex.split(args.pytest_options)]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"

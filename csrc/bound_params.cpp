@@ -2,6 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
+
 #include "native.h"
 
 namespace sparse_opt {
@@ -20,6 +22,28 @@ using Gather = decltype(masked_grad_gather_<AnyDevice>);
 
 }  // namespace
 
+BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
+                         std::vector<int64_t> ends)
+    : params_(std::move(params)),
+      indices_(std::move(indices)),
+      starts_(std::move(starts)),
+      ends_(std::move(ends)) {
+  for (const at::Tensor& param : params_) numels_.push_back(param.numel());
+}
+
+bool BoundParams::has_grads() const {
+  return std::any_of(params_.begin(), params_.end(), [](const at::Tensor& param) { return param.grad().defined(); });
+}
+
+// The positions were checked against the parameters as they were. A parameter whose data has been replaced by another
+// size must not be written through them.
+void BoundParams::check_numels() const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    TORCH_CHECK_VALUE(params_[i].numel() == numels_[i], "params[", i, "] has ", params_[i].numel(),
+                      " elements, but had ", numels_[i], " when its mask was bound");
+  }
+}
+
 bool BoundParams::take_grads() {
   grads_.clear();
   grads_.reserve(params_.size());
@@ -34,11 +58,12 @@ bool BoundParams::take_grads() {
   return true;
 }
 
-void BoundParams::gather_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
-                          const OptionalTensor& found_inf) const {
+void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
+                          const at::Tensor& sum_sq, const OptionalTensor& found_inf) const {
   static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
-  const at::Tensor grad = params_.at(i).grad().contiguous();
-  op.call(out, grad, indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt, accumulate,
+  TORCH_CHECK_VALUE(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
+                    " elements, wanted ", numels_[i]);
+  op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt, accumulate,
           sum_sq.narrow(0, i, 1), found_inf);
 }
 
@@ -58,6 +83,7 @@ void BoundParams::indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& ex
                                  double beta1, double beta2, double eps, double weight_decay,
                                  const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
                                  const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed) {
+  check_numels();
   static const auto op = native_op<AdamW>("sparse_opt_native::indexed_adamw_");
   op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, gradients_for(grad), master, beta1,
           beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed);
@@ -69,6 +95,7 @@ void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::
                                double dampening, bool nesterov, double weight_decay, const OptionalTensor& clip_coef,
                                const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                                bool stochastic_rounding, int64_t seed) {
+  check_numels();
   static const auto op = native_op<Sgd>("sparse_opt_native::indexed_sgd_");
   op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, gradients_for(grad), master, momentum,
           dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed);

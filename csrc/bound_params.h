@@ -13,14 +13,16 @@ namespace sparse_opt {
 class BoundParams {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-              std::vector<int64_t> ends)
-      : params_(std::move(params)), indices_(std::move(indices)), starts_(std::move(starts)), ends_(std::move(ends)) {}
+              std::vector<int64_t> ends);
+
+  // Whether any parameter has a gradient.
+  bool has_grads() const;
 
   // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
   bool take_grads();
 
   // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz], and its element of `sum_sq`, [n].
-  void gather_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
+  void gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
                const std::optional<at::Tensor>& found_inf) const;
 
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
@@ -39,11 +41,12 @@ class BoundParams {
 
  private:
   std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad);
+  void check_numels() const;
   void bump_versions() const;
 
   std::vector<at::Tensor> params_, grads_;
   at::Tensor indices_;  // [nnz]
-  std::vector<int64_t> starts_, ends_;
+  std::vector<int64_t> starts_, ends_, numels_;
 };
 
 }  // namespace sparse_opt

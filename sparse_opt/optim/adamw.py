@@ -74,6 +74,8 @@ class SparseAdamW(SparseOptimizer):
         amp_scaling: bool = False,
         backend: str | None = None,
     ) -> None:
+        if not 0 <= seed < 2**62:
+            raise ValueError(f"seed is {seed}, wanted 0 <= seed < 2**62")
         if not isinstance(lr, Tensor) and not lr >= 0.0:
             raise ValueError(f"lr is {lr}, wanted >= 0")
         if not all(0.0 <= beta < 1.0 for beta in betas):

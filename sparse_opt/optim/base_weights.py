@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import backends
 from .buckets import Bucket, compact, index_dtype
 
 # While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
@@ -30,12 +31,17 @@ class BaseWeights:
     values: Tensor  # [ever active], the parameters' dtype
     ops: Any
 
+    def __post_init__(self) -> None:
+        self.numels = [p.numel() for p in self.params]
+
     @classmethod
     def of(cls, bucket: Bucket) -> BaseWeights:
         return cls(bucket.params, bucket.indices, bucket.starts, bucket.ends, compact(bucket), bucket.ops)
 
     def swap_(self) -> None:
         """Exchange the model's weights with the base, bit for bit."""
+        if [p.numel() for p in self.params] != self.numels:
+            raise RuntimeError("a parameter has another size than when its mask was bound")
         self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends)
 
     def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
@@ -44,13 +50,15 @@ class BaseWeights:
             yield param, (self.indices[start:end], self.values[start:end])
 
 
-def rebuild(buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]]) -> list[BaseWeights]:
+def rebuild(
+    buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]], backend: str | None
+) -> list[BaseWeights]:
     """Base weights of the active elements and of those in `held`, parameter -> (indices, values).
 
     An element not held has never changed, so its base is the weight as it is. Parameters may be held that no bucket
     has any more: their elements left the mask.
     """
-    active = {p: (b.indices[b.segment(i)], b.ops) for b in buckets for i, p in enumerate(b.params)}
+    active = {p: b.indices[b.segment(i)] for b in buckets for i, p in enumerate(b.params)}
     split: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Parameter]] = {}
     for param in dict.fromkeys([*active, *held]):
         split.setdefault((param.device, param.dtype, index_dtype(param)), []).append(param)
@@ -59,16 +67,16 @@ def rebuild(buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]])
         indices, values = [], []
         for param in params:
             flat = param.detach().view(-1)
-            nothing = (torch.empty(0, dtype=dtype, device=device), flat[:0])
-            held_indices, held_values = held.get(param, nothing)
-            union = torch.cat([held_indices, active.get(param, nothing)[0]]).unique(sorted=True)
+            nothing = torch.empty(0, dtype=dtype, device=device)
+            held_indices, held_values = held.get(param, (nothing, flat[:0]))
+            union = torch.cat([held_indices, active.get(param, nothing)]).unique(sorted=True)
             base = flat[union.long()]
             base[torch.searchsorted(union, held_indices)] = held_values
             indices.append(union)
             values.append(base)
         ends = list(itertools.accumulate(part.numel() for part in indices))
         starts = [end - part.numel() for end, part in zip(ends, indices, strict=True)]
-        ops = next(b.ops for b in buckets if b.device == device)
+        ops = backends.functions(device, backend)
         bases.append(BaseWeights(params, torch.cat(indices), starts, ends, torch.cat(values), ops))
     return bases
 
@@ -85,9 +93,11 @@ def swapped(bases: list[BaseWeights]) -> Iterator[None]:
                 base.swap_()
                 done.append(base)
         torch._C._autograd._unsafe_set_version_counter(tracked, (next(_ELSEWHERE),) * len(tracked))
+        torch.clear_autocast_cache()  # it holds casts of the weights that were in before
         yield
     finally:
         with torch.no_grad():
             for base in reversed(done):
                 base.swap_()
         torch._C._autograd._unsafe_set_version_counter(tracked, versions)
+        torch.clear_autocast_cache()

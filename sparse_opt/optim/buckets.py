@@ -28,7 +28,7 @@ class Bucket:
     ends: list[int]
     ordinal: int  # among the buckets; keeps their random streams apart
     ops: Any  # an attribute an op, on the backend that was chosen
-    bound: Any  # `backends.bind` of the lists, or None
+    native: Any  # `backends.bind` of the lists, or None
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
     sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter
@@ -50,6 +50,14 @@ class Bucket:
 
     def segment(self, i: int) -> slice:
         return slice(self.starts[i], self.ends[i])
+
+    def has_dense_grads(self) -> bool:
+        if self.native is not None:
+            return bool(self.native.has_grads())
+        return any(p.grad is not None for p in self.params)
+
+    def names_with_dense_grads(self) -> str:
+        return ", ".join(name for name, p in zip(self.names, self.params, strict=True) if p.grad is not None)
 
     def refresh_lr(self) -> Tensor:
         """The group's learning rate on the device, sent there only when it has changed."""
@@ -78,7 +86,8 @@ def bucket_keys(
     """Split each group's active parameters by what one op call can take: a device, a dtype, an index width."""
     for group in groups:
         split: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[str], list[Parameter]]] = {}
-        for name, param in zip(group["param_names"], group["params"], strict=True):
+        # A gradient carrier may stand behind the parameters; it has no name.
+        for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
                 names, params = split.setdefault((param.device, param.dtype, index_dtype(param)), ([], []))
                 names.append(name)
@@ -112,7 +121,7 @@ def build_bucket(
         ends=ends,
         ordinal=ordinal,
         ops=backends.functions(device, backend),
-        bound=backends.bind(op, params, indices, starts, ends, backend),
+        native=backends.bind(op, params, indices, starts, ends, backend),
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),
         sum_sq=torch.zeros(len(params), device=device),

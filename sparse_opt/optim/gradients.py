@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,22 +20,29 @@ class Carrier:
     """Lets `torch.amp.GradScaler` see compact gradients, which are not in any `.grad`.
 
     The scaler multiplies each `.grad` it finds in the parameter groups by 1/scale and looks for inf and NaN in it.
-    The carrier is a parameter of one element that stands in the first group; its `.grad` starts at 1 in each
-    accumulation, the gather turns it to inf when a gradient is not finite, and what the scaler leaves in it is the
-    factor that the compact gradients still have to be multiplied by.
+    While gradients wait, a parameter of one element stands at the end of the first group. Its `.grad` starts at 1, the
+    gather turns it to inf when a gradient is not finite, and what the scaler leaves in it is the factor that the
+    compact gradients still have to be multiplied by.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.param = Parameter(torch.zeros(1, device=device))
         self.factor = torch.ones(1, device=device)
 
-    def begin(self) -> None:
-        if self.param.grad is None:
+    @property
+    def shown(self) -> bool:
+        return self.param.grad is not None
+
+    def show(self, group: dict[str, Any]) -> None:
+        if not self.shown:
             self.factor.fill_(1.0)
             self.param.grad = self.factor
+            group["params"].append(self.param)
 
-    def clear(self) -> None:
-        self.param.grad = None
+    def hide(self, group: dict[str, Any]) -> None:
+        if self.shown:
+            self.param.grad = None
+            group["params"][:] = [p for p in group["params"] if p is not self.param]
 
 
 def hook(optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i: int) -> Callable[[Tensor], None]:
@@ -52,8 +59,8 @@ def hook(optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i
 def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
     """Add `grad`, the gradient of parameter i, to the bucket's compact gradient, or begin it."""
     assert bucket.grad is not None
-    if bucket.bound is not None:
-        bucket.bound.gather_(i, bucket.grad, bucket.received[i], bucket.sum_sq, found_inf)
+    if bucket.native is not None:
+        bucket.native.gather_(i, grad, bucket.grad, bucket.received[i], bucket.sum_sq, found_inf)
     else:
         bucket.ops.masked_grad_gather_(
             bucket.grad,
@@ -88,5 +95,11 @@ def gather_all_(bucket: Bucket) -> None:
         )
     if len(present) < len(bucket.params):
         bucket.sum_sq.zero_()
-        bucket.sum_sq[torch.tensor(present, dtype=torch.int64, device=bucket.device)] = sum_sq
+        bucket.sum_sq[to_device(present, torch.int64, bucket.device)] = sum_sq
     bucket.received = [p.grad is not None for p in bucket.params]
+
+
+def to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor on the device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

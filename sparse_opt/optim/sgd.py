@@ -51,6 +51,8 @@ class SparseSGD(SparseOptimizer):
         amp_scaling: bool = False,
         backend: str | None = None,
     ) -> None:
+        if not 0 <= seed < 2**62:
+            raise ValueError(f"seed is {seed}, wanted 0 <= seed < 2**62")
         if not isinstance(lr, Tensor) and not lr >= 0.0:
             raise ValueError(f"lr is {lr}, wanted >= 0")
         if not momentum >= 0.0 or not weight_decay >= 0.0:
@@ -86,6 +88,8 @@ class SparseSGD(SparseOptimizer):
 
     def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
         group = bucket.group
+        if group["momentum"] != 0.0 and "momentum_buffer" not in bucket.state:
+            raise RuntimeError(f"momentum is {group['momentum']}, but was 0 when the optimizer was built: no buffer is there")
         op(
             *target,
             bucket.state.get("momentum_buffer"),

@@ -13,10 +13,10 @@ from torch.nn import Parameter
 
 from ..masks import MaskSet
 from . import base_weights, gradients, state_io
-from .buckets import Bucket, bucket_keys, build_bucket, compact
+from .binding import FLOAT_DTYPES, active_parameters, build_buckets
+from .buckets import Bucket, compact
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -58,7 +58,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
         self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
-        self.backend = backend
+        self.amp_scaling, self.backend = amp_scaling, backend
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
         self._bases: list[base_weights.BaseWeights] = []
@@ -66,20 +66,25 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._frozen: list[Parameter] = []
         self._carriers: dict[torch.device, gradients.Carrier] = {}
         self._clip_coef: Tensor | None = None
-        self._inside_base = False
-        self._bound = self._closed = False
+        self._stepped = False  # the gradients that wait have been stepped with
+        self._inside_base = self._groups_fixed = self._closed = False
 
-        model = params if isinstance(params, nn.Module) else None
-        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
-        self._bind(mask if model is None else mask.resolve(model))
-        if amp_scaling and grads == "compact":
-            self._add_carriers()
+        if isinstance(params, nn.Module):
+            params = getattr(params, "_orig_mod", params)  # of torch.compile, which puts it before every name
+            mask = mask.resolve(params)
+            params = params.named_parameters()
+        super().__init__(params, defaults)
+        self._groups_fixed = True
+        self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
+        buckets = self._build(active)
+        bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
+        self._adopt(buckets, bases, active)
 
     # Binding a mask
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch while the optimizer is being built; afterwards the mask has fixed the groups."""
-        if getattr(self, "_bound", False):
+        if self._groups_fixed:
             raise RuntimeError("the mask has fixed the parameter groups; build a new optimizer to add one")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -96,41 +101,25 @@ class SparseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=False)
 
-    def _bind(self, mask: MaskSet) -> None:
-        named = dict(self._named())
-        self.mask = mask.resolve(named)
-        active = {named[name]: self.mask[name] for name in self.mask.names if self.mask[name].numel()}
-        if not active:
-            raise ValueError(f"the mask has no active element in any of the {len(named)} parameters given")
-        for name, param in named.items():
-            if param in active and not param.requires_grad and not any(param is p for p in self._frozen):
-                raise ValueError(
-                    f"the mask has {active[param].numel()} active elements in {name!r}, which does not require grad"
-                )
-            if param in active and not param.is_contiguous():
-                raise ValueError(f"{name!r} has strides {param.stride()}, wanted a contiguous parameter")
-            if param in active and param.dtype not in FLOAT_DTYPES:
-                raise ValueError(f"{name!r} is {param.dtype}, wanted bfloat16, float16 or float32")
-        self._freeze(p for p in named.values() if p not in active)
-
-        self._buckets = []
-        for group, names, params in bucket_keys(self.param_groups, active):
-            bucket = build_bucket(
-                group,
-                names,
-                params,
-                active,
-                ordinal=len(self._buckets),
-                op=self._op,
-                backend=self.backend,
-            )
+    def _build(self, active: dict[Parameter, Tensor]) -> list[Bucket]:
+        buckets = build_buckets(self.param_groups, active, self._op, self.backend)
+        for bucket in buckets:
             self._allocate(bucket)
-            self._buckets.append(bucket)
-        self._bases = [base_weights.BaseWeights.of(b) for b in self._buckets] if self.keep_base_weights else []
+        return buckets
+
+    def _adopt(
+        self, buckets: list[Bucket], bases: list[base_weights.BaseWeights], active: dict[Parameter, Tensor]
+    ) -> None:
+        """Train these from now on: the part of binding that changes the model."""
+        self._buckets, self._bases = buckets, bases
+        self._freeze(p for _, p in self._named() if p not in active)
         self._publish_state()
         if self.grads == "compact":
+            self._remove_hooks()
             self._add_hooks()
-        self._bound = True
+            self.zero_grad()
+            if self.amp_scaling:
+                self._carriers = {b.device: gradients.Carrier(b.device) for b in buckets}
 
     def _allocate(self, bucket: Bucket) -> None:
         for name in self._state_names(bucket.group):
@@ -172,13 +161,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             handle.remove()
         self._handles = []
 
-    def _add_carriers(self) -> None:
-        for device in {b.device for b in self._buckets}:
-            self._carriers[device] = gradients.Carrier(device)
-        self.param_groups[0]["params"].extend(c.param for c in self._carriers.values())
-
     def close(self) -> None:
         """Give the model back: remove the hooks and unfreeze what was frozen. The optimizer can't step after it."""
+        if self._inside_base:
+            raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
         self._remove_hooks()
         self._unfreeze()
         self._closed = True
@@ -195,21 +181,21 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients wait for a step, or the model holds its base weights.
         """
         self._refuse("set_mask")
-        if any(any(b.received) for b in self._buckets):
+        if not self._stepped and any(any(b.received) for b in self._buckets):
             raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
-        old_buckets, old_bases = self._buckets, self._bases
-        self._remove_hooks()
-        self._bind(mask)
-        state_io.carry(old_buckets, self._buckets)
-        if self.keep_base_weights:
-            held = dict(part for base in old_bases for part in base.parts())
-            self._bases = base_weights.rebuild(self._buckets, held)
-        self._publish_state()
+        mask, active = active_parameters(dict(self._named()), mask, self._frozen)
+        buckets = self._build(active)
+        state_io.carry(self._buckets, buckets)
+        held = dict(part for base in self._bases for part in base.parts())
+        bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
+        self.mask = mask
+        self._adopt(buckets, bases, active)
 
     # Gradients
 
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
+        grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
         if self._inside_base:
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained"
@@ -218,18 +204,30 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
             )
-        grad = param.grad
         if grad is None:
             raise RuntimeError(
                 f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
             )
         if grad.layout != torch.strided:
             raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, wanted a strided tensor")
+        if self._stepped:
+            self._forget()
         carrier = self._carriers.get(bucket.device) if self._carriers else None
         if carrier is not None:
-            carrier.begin()
+            carrier.show(self.param_groups[0])
         gradients.gather_(bucket, i, grad.detach(), carrier.factor if carrier is not None else None)
-        param.grad = None
+
+    def _forget(self) -> None:
+        """The next gradients begin anew. Nothing is written: they overwrite the compact buffer."""
+        self._stepped = False
+        self._clip_coef = None
+        for bucket in self._buckets:
+            bucket.received = [False] * len(bucket.params)
+        self._hide_carriers()
+
+    def _hide_carriers(self) -> None:
+        for carrier in self._carriers.values():
+            carrier.hide(self.param_groups[0])
 
     def compact_grad(self, param: Parameter) -> Tensor | None:
         """[nnz of param] the waiting compact gradient, a view; None if there is none (or with grads='dense')."""
@@ -240,14 +238,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. With compact gradients nothing is written: the next ones overwrite the buffer."""
-        self._clip_coef = None
-        for bucket in self._buckets:
-            bucket.received = [False] * len(bucket.params)
-        for carrier in self._carriers.values():
-            carrier.clear()
-        if self.grads == "dense" or not self.freeze_inactive:
-            super().zero_grad(set_to_none)
+        """Forget the gradients.
+
+        Compact gradients that have been stepped with are forgotten anyway when the next ones arrive, so that a trainer
+        which clears only `model.zero_grad()` does not add them up.
+        """
+        self._forget()
+        super().zero_grad(set_to_none or self.grads == "compact")
 
     def _norm(self) -> Tensor:
         """Global 2-norm over the active gradients, one fp32 element, without a synchronisation."""
@@ -258,16 +255,16 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if bucket.grad is None:
                     bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
                 gradients.gather_all_(bucket)
-            elif not all(bucket.received):
-                for i, received in enumerate(bucket.received):
-                    if not received:
-                        bucket.sum_sq[i].zero_()
+            elif not all(bucket.received):  # what the others hold is of an earlier step
+                received = gradients.to_device(bucket.received, torch.bool, bucket.device)
+                bucket.sum_sq.copy_(torch.where(received, bucket.sum_sq, 0.0))
             sums.append(bucket.sum_sq.sum().to(home))
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
         norm = total.sqrt()
-        scaled = [c.factor.to(home) for c in self._carriers.values()]
-        if scaled:
-            norm = norm * scaled[0].squeeze()
+        for carrier in self._carriers.values():
+            if carrier.shown:  # the scaler leaves the same factor in each
+                norm = norm * carrier.factor.to(home).squeeze()
+                break
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
 
@@ -312,6 +309,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             self._step_bucket(bucket, grad_scale, found_inf)
         self._clip_coef = None
+        self._stepped = True
+        self._hide_carriers()
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
@@ -326,10 +325,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _step_bucket(self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         gathered = self.grads == "compact" or self._clip_coef is not None
-        if self.grads == "compact" and bucket.params[0].grad is not None:
+        if self.grads == "compact" and bucket.has_dense_grads():
             raise RuntimeError(
-                f"{bucket.names[0]!r} has a dense gradient that its hook did not see (DistributedDataParallel puts it "
-                "there); use grads='dense'"
+                f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (DistributedDataParallel "
+                "puts them there); use grads='dense'"
             )
         scalars = self._scalars(bucket.device, grad_scale, found_inf)
         found_inf = scalars["found_inf"]
@@ -342,9 +341,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             "seed": bucket.group["seed"] + bucket.ordinal,
             **scalars,
         }
-        if bucket.bound is not None and (all(bucket.received) if gathered else bucket.bound.take_grads()):
+        if bucket.native is not None and (all(bucket.received) if gathered else bucket.native.take_grads()):
             bucket.steps.add_(counted)
-            self._update(bucket, getattr(bucket.bound, self._op), (), steps=bucket.steps, **arguments)
+            self._update(bucket, getattr(bucket.native, self._op), (), steps=bucket.steps, **arguments)
             return
 
         grads = [p.grad for p in bucket.params]
@@ -357,7 +356,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         else:
             params = [bucket.params[i] for i in present]
             starts, ends = [bucket.starts[i] for i in present], [bucket.ends[i] for i in present]
-            where = torch.tensor(present, device=bucket.device)
+            where = gradients.to_device(present, torch.int64, bucket.device)
             bucket.steps[where] += counted
             steps = bucket.steps[where]
         dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
@@ -406,8 +405,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's layout; each active parameter's state holds its indices and base weights beside the moments."""
         self._refuse("state_dict")
+        shown = [carrier for carrier in self._carriers.values() if carrier.shown]
         params = self.param_groups[0]["params"]
-        self.param_groups[0]["params"] = params[: len(params) - len(self._carriers)]
+        self.param_groups[0]["params"] = params[: len(params) - len(shown)]
         try:
             return super().state_dict()
         finally:
@@ -421,10 +421,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             ValueError: it was saved under another mask, shape, dtype or set of parameters. Nothing has changed then.
         """
         self._refuse("load_state_dict")
-        self._bases = state_io.load(state_dict, self.param_groups, self._buckets, self._bases, len(self._carriers))
+        self.zero_grad()
+        self._bases = state_io.load(state_dict, self.param_groups, self._buckets, self._bases, self.backend)
         for bucket in self._buckets:
             bucket.filled_lr = None
-        self.zero_grad()
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .base_weights import BaseWeights, rebuild
-from .buckets import Bucket
+from .buckets import Bucket, index_dtype
 
 _BASE = ("base_indices", "base")
 
@@ -31,19 +32,22 @@ def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
 
 
 def _check(
-    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], buckets: list[Bucket], carriers: int
+    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], buckets: list[Bucket]
 ) -> dict[Parameter, dict[str, Tensor]]:
     """The saved state of each parameter, once everything about it fits what is here."""
     saved_groups = state_dict["param_groups"]
     sizes = [len(g["params"]) for g in param_groups]
-    sizes[0] -= carriers
     saved_sizes = [len(g["params"]) for g in saved_groups]
     if saved_sizes != sizes:
         raise ValueError(f"the saved state has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}")
     saved: dict[Parameter, dict[str, Tensor]] = {}
     names: dict[Parameter, str] = {}
     for group, saved_group in zip(param_groups, saved_groups, strict=True):
-        for name, param, key in zip(group["param_names"], group["params"], saved_group["params"], strict=False):
+        if saved_group.get("param_names", group["param_names"]) != group["param_names"]:
+            raise ValueError(
+                f"the saved state is of parameters {_first_difference(saved_group['param_names'], group['param_names'])}"
+            )
+        for name, param, key in zip(group["param_names"], group["params"], saved_group["params"], strict=True):
             names[param] = name
             if key in state_dict["state"]:
                 saved[param] = state_dict["state"][key]
@@ -73,30 +77,45 @@ def _check(
     return saved
 
 
+def _first_difference(saved: list[str], here: list[str]) -> str:
+    return next(f"{a!r} where {b!r} is wanted" for a, b in zip(saved, here, strict=True) if a != b)
+
+
+def _held_bases(
+    saved: dict[Parameter, dict[str, Tensor]],
+) -> dict[Parameter, tuple[Tensor, Tensor]]:
+    """(indices, values) of the base weights saved for each parameter, checked."""
+    held = {}
+    for param, there in saved.items():
+        if any(key not in there for key in _BASE):
+            raise ValueError("the state was saved without base weights; build this optimizer with keep_base_weights=False")
+        indices, values = there["base_indices"].to(param.device), there["base"].to(param.device)
+        if values.dtype != param.dtype:
+            raise ValueError(f"base weights were saved as {values.dtype}, the parameter is {param.dtype}")
+        sound = indices.shape == values.shape and indices.dtype == index_dtype(param) and indices.dim() == 1
+        if sound and indices.numel():
+            sound = bool((indices[1:] > indices[:-1]).all() and indices[0] >= 0 and indices[-1] < param.numel())
+        if not sound:
+            raise ValueError("base weights were saved with indices that are not theirs: not ascending positions of each")
+        held[param] = (indices, values)
+    return held
+
+
 def load(
     state_dict: dict[str, Any],
     param_groups: list[dict[str, Any]],
     buckets: list[Bucket],
     bases: list[BaseWeights],
-    carriers: int,
+    backend: str | None,
 ) -> list[BaseWeights]:
     """Check all, then copy states and group options in; returns the base weights as they were saved."""
-    saved = _check(state_dict, param_groups, buckets, carriers)
-    held: dict[Parameter, tuple[Tensor, Tensor]] = {}
-    if bases:
-        for param, there in saved.items():
-            if any(key not in there for key in _BASE):
-                raise ValueError(
-                    "the state was saved without base weights; build this optimizer with keep_base_weights=False"
-                )
-            held[param] = (there["base_indices"].to(param.device), there["base"].to(param.device))
-            if held[param][1].dtype != param.dtype:
-                raise ValueError(f"base weights were saved as {held[param][1].dtype}, the parameter is {param.dtype}")
-
+    saved = _check(state_dict, param_groups, buckets)
+    loaded = rebuild(buckets, _held_bases(saved), backend) if bases else []
     for bucket in buckets:
         for i, param in enumerate(bucket.params):
             for key, here in bucket.parameter_state(i).items():
                 here.copy_(saved[param][key])
     for group, saved_group in zip(param_groups, state_dict["param_groups"], strict=True):
-        group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
-    return rebuild(buckets, held) if bases else []
+        options = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
+        group.update(copy.deepcopy(options))
+    return loaded

@@ -1,0 +1,56 @@
+"""From a mask and parameter groups to buckets, and to hooks: what is checked, what is built, nothing that is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..masks import MaskSet
+from .buckets import Bucket, bucket_keys, build_bucket
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def active_parameters(
+    named: dict[str, Parameter], mask: MaskSet, frozen: Collection[Parameter]
+) -> tuple[MaskSet, dict[Parameter, Tensor]]:
+    """The mask under the parameters' names, and the indices of each parameter with active elements.
+
+    Args:
+        frozen: parameters that need no gradient only because the optimizer has frozen them.
+
+    Raises:
+        MaskError: the mask belongs to another model.
+        ValueError: it has no active element, or one in a parameter that can't be trained.
+    """
+    mask = mask.resolve(named)
+    active = {named[name]: mask[name] for name in mask.names if mask[name].numel()}
+    if not active:
+        raise ValueError(f"the mask has no active element in any of the {len(named)} parameters given")
+    ours = {id(p) for p in frozen}
+    for name, param in named.items():
+        if param not in active:
+            continue
+        if not param.requires_grad and id(param) not in ours:
+            raise ValueError(
+                f"the mask has {active[param].numel()} active elements in {name!r}, which does not require grad"
+            )
+        if not param.is_contiguous():
+            raise ValueError(f"{name!r} has strides {param.stride()}, wanted a contiguous parameter")
+        if param.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name!r} is {param.dtype}, wanted bfloat16, float16 or float32")
+    return mask, active
+
+
+def build_buckets(
+    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], op: str, backend: str | None
+) -> list[Bucket]:
+    """The buckets of all groups, in the groups' order, without state and gradients."""
+    return [
+        build_bucket(group, names, params, active, ordinal=ordinal, op=op, backend=backend)
+        for ordinal, (group, names, params) in enumerate(bucket_keys(groups, active))
+    ]
