@@ -88,7 +88,9 @@ def _held_bases(
     held = {}
     for param, there in saved.items():
         if any(key not in there for key in _BASE):
-            raise ValueError("the state was saved without base weights; build this optimizer with keep_base_weights=False")
+            raise ValueError(
+                "the state was saved without base weights; build this optimizer with keep_base_weights=False"
+            )
         indices, values = there["base_indices"].to(param.device), there["base"].to(param.device)
         if values.dtype != param.dtype:
             raise ValueError(f"base weights were saved as {values.dtype}, the parameter is {param.dtype}")
@@ -96,7 +98,9 @@ def _held_bases(
         if sound and indices.numel():
             sound = bool((indices[1:] > indices[:-1]).all() and indices[0] >= 0 and indices[-1] < param.numel())
         if not sound:
-            raise ValueError("base weights were saved with indices that are not theirs: not ascending positions of each")
+            raise ValueError(
+                "base weights were saved with indices that are not theirs: not ascending positions of each"
+            )
         held[param] = (indices, values)
     return held
 

@@ -130,8 +130,7 @@ def test_bf16_with_masters_is_the_fp32_run_rounded(device):
         assert (p.float() != q.bfloat16().float()).float().mean() < 0.01  # one ulp only where q is near a midpoint
 
 
-def test_bf16_without_masters_equals_torch_in_bf16_in_direction_only_by_design(device):
-    """Small updates vanish without masters and survive with stochastic rounding, on average."""
+def test_small_bf16_updates_vanish_unless_masters_or_stochastic_rounding_keep_them(device):
     torch.manual_seed(0)
     results = {}
     for name, options in {

@@ -1,0 +1,51 @@
+"""Lists longer than the tables that CUDA kernels take as arguments (64 and 800 tensors), and the native schemas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_same_bits, make
+
+from sparse_opt import backends, ops
+from sparse_opt.ops.registry import SCHEMAS
+
+
+@pytest.mark.parametrize("count", [65, 801, 1700])
+def test_long_lists(count, place):
+    device, backend = torch.device(place[0]), place[1]
+    if backend == "triton" and device.type == "cpu" and count > 65:
+        pytest.skip("the interpreter takes a minute for this; Triton keeps no tables of fixed length")
+    case = make(device, shapes=[(1 + i % 37,) for i in range(count)], mask="ragged")
+    results = []
+    for name in ("reference", backend):
+        c = case.clone()
+        sum_sq = torch.full((count,), float("nan"), device=device)
+        ops.masked_grad_gather_(c.grad, c.dense_grads, c.indices, c.starts, c.ends, sum_sq=sum_sq, backend=name)
+        for _ in range(2):  # steps differ from tensor to tensor
+            ops.indexed_adamw_(
+                c.params, c.indices, c.starts, c.ends, c.exp_avg, c.exp_avg_sq, c.lr, c.steps,
+                dense_grads=c.dense_grads, backend=name,
+            )  # fmt: skip
+            c.steps += 1
+        ops.indexed_sgd_(
+            c.params, c.indices, c.starts, c.ends, None, c.lr, c.steps, grad=c.grad, backend=name
+        )  # fmt: skip
+        values = torch.randn(c.indices.numel(), generator=torch.Generator().manual_seed(1)).to(device)
+        ops.indexed_swap_(c.params, values, c.indices, c.starts, c.ends, backend=name)
+        encoded = ops.delta_encode(case.params, c.params, backend=name)
+        results.append((c, sum_sq, values, *encoded))
+    want, got = results
+    assert_same_bits(got[0], want[0])
+    # Sums of at most 8 squares, in another order.
+    torch.testing.assert_close(got[1], want[1], rtol=8 * 2**-23, atol=0)
+    for a, b in zip(got[2:], want[2:], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", backends.OPS)
+def test_native_schemas_are_the_public_ones_less_backend(op):
+    if backends.native_module()[0] is None:
+        pytest.skip("needs the extension: " + backends.native_module()[1])
+    arguments, returns = SCHEMAS[op]
+    public = str(torch._C.parse_schema(f"{op}{arguments.removesuffix(', *')}) -> {returns}"))
+    assert str(getattr(torch.ops.sparse_opt_native, op).default._schema).removeprefix("sparse_opt_native::") == public

@@ -1,0 +1,256 @@
+"""What trainers do around an optimizer: clear, autocast, checkpoint, compile, swap data, save at odd moments."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt.errors import MaskError
+
+
+def make_model(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(device, dtype)
+
+
+def loss_of(model, seed):
+    p = next(model.parameters())
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(seed)).to(p.device, p.dtype)
+    return model(x).square().mean()
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_gradients_begin_anew_after_a_step_whoever_clears_them(clear, device):
+    """transformers' Trainer calls model.zero_grad() alone, which finds no gradient to clear."""
+    model = make_model(device)
+    optimizer = SparseSGD(model, MaskSet.random(model, density=0.4), lr=0.0)
+    norms = []
+    for _ in range(3):
+        loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
+        norms.append(optimizer.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.zero_grad() if clear == "optimizer" else model.zero_grad()
+    assert all(torch.equal(a, b) for a, b in pairwise(norms))
+
+
+def test_a_repeated_step_repeats_the_gradient(device):
+    once, twice = make_model(device), make_model(device)
+    mask = MaskSet.random(once, density=0.4)
+    dense, compact = SparseSGD(once, mask, lr=0.1, grads="dense"), SparseSGD(twice, mask, lr=0.1)
+    for model, optimizer in ((once, dense), (twice, compact)):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.step()
+    assert same(once, twice)
+
+
+def test_gradients_from_before_the_optimizer_are_dropped(device):
+    model, fresh = make_model(device), make_model(device)
+    mask = MaskSet.random(model, density=0.4)
+    (1000 * loss_of(model, 0)).backward()
+    optimizers = [SparseAdamW(m, mask) for m in (model, fresh)]
+    for m in (model, fresh):
+        loss_of(m, 1).backward()
+    assert torch.equal(optimizers[0].clip_grad_norm_(1.0), optimizers[1].clip_grad_norm_(1.0))
+
+
+def test_a_refused_gradient_does_not_come_back(device):
+    model, fresh = make_model(device), make_model(device)
+    mask = MaskSet.random(model, density=0.4)
+    optimizer, other = SparseAdamW(model, mask), SparseAdamW(fresh, mask)
+    with optimizer.base_weights(), pytest.raises(RuntimeError, match="arrived inside"):
+        (1000 * loss_of(model, 0)).backward()
+    for m in (model, fresh):
+        loss_of(m, 1).backward()
+    assert torch.equal(optimizer.clip_grad_norm_(1.0), other.clip_grad_norm_(1.0))
+
+
+def test_a_dense_gradient_no_hook_has_seen_is_refused(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4))
+    loss_of(model, 0).backward()
+    model[2].bias.grad = torch.ones_like(model[2].bias)
+    with pytest.raises(RuntimeError, match="2.bias have dense gradients that no hook has seen"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", ["reference first", "policy first"])
+def test_base_weights_under_autocast(order, device):
+    model = make_model(device)
+    start = copy.deepcopy(model)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=0.5)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    x = torch.randn(8, 12, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        wanted = start(x)
+        now = copy.deepcopy(model)(x)
+
+    def reference():
+        with torch.no_grad(), optimizer.base_weights():
+            return model(x)
+
+    with torch.autocast(device.type, torch.bfloat16):
+        if order == "reference first":
+            ref, policy = reference(), model(x)
+        else:
+            policy, ref = model(x), reference()
+    assert torch.equal(ref, wanted)
+    assert torch.equal(policy, now)
+    assert not torch.equal(ref, policy)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant, device):
+    plain, saving = make_model(device), make_model(device)
+    mask = MaskSet.random(plain, density=0.4)
+    optimizers = [SparseAdamW(m, mask, lr=1e-2) for m in (plain, saving)]
+    x = torch.randn(8, 12, device=device, requires_grad=True)
+    for _ in range(3):
+        plain(x).square().mean().backward()
+        checkpoint(saving, x, use_reentrant=use_reentrant).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(plain, saving)
+
+
+def test_a_second_backward_through_one_graph_adds_up(device):
+    dense, sparse = make_model(device), make_model(device)
+    mask = MaskSet.random(dense, density=0.4)
+    optimizer = SparseAdamW(sparse, mask)
+    for model in (dense, sparse):
+        loss = loss_of(model, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for (name, p), q in zip(dense.named_parameters(), sparse.parameters(), strict=True):
+        assert torch.equal(optimizer.compact_grad(q), p.grad.view(-1)[mask[name].long().to(device)])
+
+
+def test_a_compiled_model_has_the_names_of_its_own(device):
+    model = make_model(device)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = SparseAdamW(compiled, MaskSet.random(model, density=0.4), lr=1e-2)
+    plain = make_model(device)
+    other = SparseAdamW(plain, optimizer.mask, lr=1e-2)
+    for seed in range(2):
+        for m, o in ((compiled, optimizer), (plain, other)):
+            loss_of(m, seed).backward()
+            o.step()
+            o.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)  # the compiler may fuse and so round otherwise
+
+
+def test_a_parameter_whose_data_shrank_is_not_written(device):
+    from sparse_opt import backends
+
+    if backends.choose("indexed_adamw_", device.type) not in ("cpu", "cuda"):
+        pytest.skip("only the native backends keep the sizes they were bound with")
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), grads="dense")
+    loss_of(model, 0).backward()
+    p = model[0].weight
+    p.grad = None
+    p.data = p.data[:2].contiguous()
+    p.grad = torch.ones_like(p)
+    with pytest.raises((ValueError, RuntimeError), match=r"has 24 elements, but had 192 when its mask was bound"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="another size"), optimizer.base_weights():
+        pass
+
+
+def test_a_refused_mask_changes_nothing(device):
+    model, twin = make_model(device), make_model(device)
+    mask = MaskSet.random(model, density=0.4)
+    optimizer, other = SparseAdamW(model, mask, lr=1e-2), SparseAdamW(twin, mask, lr=1e-2)
+    with pytest.raises(MaskError):
+        optimizer.set_mask(MaskSet.from_bool({"foreign": torch.ones(3, dtype=torch.bool)}))
+    empty = MaskSet.from_bool({n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()})
+    with pytest.raises(ValueError, match="no active element"):
+        optimizer.set_mask(empty)
+    assert optimizer.mask == other.mask
+    for m, o in ((model, optimizer), (twin, other)):
+        loss_of(m, 0).backward()
+        o.step()
+    assert same(model, twin)
+
+
+def test_a_refused_state_changes_nothing_and_a_loaded_one_is_not_shared(device):
+    model = make_model(device)
+    lr = torch.tensor(1e-2)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=lr)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].mul_(0.1)
+    assert saved["param_groups"][0]["lr"].item() == pytest.approx(1e-2)
+
+    broken = copy.deepcopy(saved)
+    broken["state"][0]["base"] = broken["state"][0]["base"][:-1]
+    broken["state"][0]["exp_avg"] += 1
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match="indices that are not theirs"):
+        optimizer.load_state_dict(broken)
+    renamed = copy.deepcopy(saved)
+    renamed["param_groups"][0]["param_names"].reverse()
+    with pytest.raises(ValueError, match="'2.bias' where '0.weight' is wanted"):
+        optimizer.load_state_dict(renamed)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[key][name]) for name, value in state.items())
+
+
+def test_amp_scaling_beside_masks_and_distributed_checkpoints(device):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=1e-2, amp_scaling=True)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+    for seed in range(3):
+        scaler.scale(loss_of(model, seed)).backward()
+        scaler.scale(loss_of(model, seed + 10)).backward()
+        assert len(optimizer.param_groups[0]["params"]) == 5  # the carrier, while gradients wait
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(optimizer.param_groups[0]["params"]) == 4
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        set_optimizer_state_dict(model, optimizer, saved)
+        optimizer.set_mask(MaskSet.random(model, density=0.3, seed=seed))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_an_overflow_is_forgotten_after_its_step(device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=1e-2, amp_scaling=True)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+    start = copy.deepcopy(model)
+    scaler.scale(loss_of(model, 0) * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert same(model, start)
+    model.zero_grad()
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not same(model, start)
+    assert optimizer.state[model[0].weight]["step"] == 1  # the step that was skipped is not counted
+
+
+def test_momentum_turned_on_later_is_refused(device):
+    model = make_model(device)
+    optimizer = SparseSGD(model, MaskSet.random(model, density=0.4), lr=0.1)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="was 0 when the optimizer was built"):
+        optimizer.step()
