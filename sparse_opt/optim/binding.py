@@ -1,4 +1,4 @@
-"""From a mask and parameter groups to buckets, and to hooks: what is checked, what is built, nothing that is changed."""
+"""From a mask and parameter groups to buckets. Checks and builds; changes nothing."""
 
 from __future__ import annotations
 
