@@ -89,9 +89,7 @@ class SparseSGD(SparseOptimizer):
     def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
         group = bucket.group
         if group["momentum"] != 0.0 and "momentum_buffer" not in bucket.state:
-            raise RuntimeError(
-                f"momentum is {group['momentum']}, but was 0 when the optimizer was built: no buffer is there"
-            )
+            raise RuntimeError(f"momentum is {group['momentum']}, but was 0 when the optimizer was built")
         op(
             *target,
             bucket.state.get("momentum_buffer"),

@@ -327,8 +327,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         gathered = self.grads == "compact" or self._clip_coef is not None
         if self.grads == "compact" and bucket.has_dense_grads():
             raise RuntimeError(
-                f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (DistributedDataParallel "
-                "puts them there); use grads='dense'"
+                f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
+                "DistributedDataParallel); use grads='dense'"
             )
         scalars = self._scalars(bucket.device, grad_scale, found_inf)
         found_inf = scalars["found_inf"]

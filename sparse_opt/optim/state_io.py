@@ -44,9 +44,8 @@ def _check(
     names: dict[Parameter, str] = {}
     for group, saved_group in zip(param_groups, saved_groups, strict=True):
         if saved_group.get("param_names", group["param_names"]) != group["param_names"]:
-            raise ValueError(
-                f"the saved state is of parameters {_first_difference(saved_group['param_names'], group['param_names'])}"
-            )
+            difference = _first_difference(saved_group["param_names"], group["param_names"])
+            raise ValueError(f"the saved state has parameter {difference}")
         for name, param, key in zip(group["param_names"], group["params"], saved_group["params"], strict=True):
             names[param] = name
             if key in state_dict["state"]:
