@@ -24,10 +24,7 @@ using Gather = decltype(masked_grad_gather_<AnyDevice>);
 
 BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
                          std::vector<int64_t> ends)
-    : params_(std::move(params)),
-      indices_(std::move(indices)),
-      starts_(std::move(starts)),
-      ends_(std::move(ends)) {
+    : params_(std::move(params)), indices_(std::move(indices)), starts_(std::move(starts)), ends_(std::move(ends)) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
 }
 
@@ -39,8 +36,8 @@ bool BoundParams::has_grads() const {
 // size must not be written through them.
 void BoundParams::check_numels() const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    TORCH_CHECK_VALUE(params_[i].numel() == numels_[i], "params[", i, "] has ", params_[i].numel(),
-                      " elements, but had ", numels_[i], " when its mask was bound");
+    SPARSE_OPT_CHECK(params_[i].numel() == numels_[i], "params[", i, "] has ", params_[i].numel(),
+                     " elements, but had ", numels_[i], " when its mask was bound");
   }
 }
 
@@ -61,10 +58,10 @@ bool BoundParams::take_grads() {
 void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
                           const at::Tensor& sum_sq, const OptionalTensor& found_inf) const {
   static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
-  TORCH_CHECK_VALUE(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
-                    " elements, wanted ", numels_[i]);
-  op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt, accumulate,
-          sum_sq.narrow(0, i, 1), found_inf);
+  SPARSE_OPT_CHECK(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
+                   " elements, wanted ", numels_[i]);
+  op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt,
+          accumulate, sum_sq.narrow(0, i, 1), found_inf);
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 
 #include <optional>
 #include <vector>
 
+#include "error_text.h"
 #include "kernels/arguments.h"
 
 namespace sparse_opt {
@@ -21,19 +21,19 @@ inline DType dtype_of(const char* name, const at::Tensor& tensor) {
     case at::kHalf:
       return DType::kFloat16;
     default:
-      TORCH_CHECK_VALUE(false, name, " is ", tensor.scalar_type(), ", wanted bfloat16, float16 or float32");
+      SPARSE_OPT_CHECK(false, name, " is ", tensor.scalar_type(), ", wanted bfloat16, float16 or float32");
   }
 }
 
 // [length], contiguous, on `device`.
 inline void check_flat(const char* name, const at::Tensor& tensor, int64_t length, at::Device device) {
-  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), ", wanted ", device);
-  TORCH_CHECK_VALUE(tensor.numel() == length, name, " has ", tensor.numel(), " elements, wanted ", length);
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " has strides ", tensor.strides(), ", wanted contiguous");
+  SPARSE_OPT_CHECK(tensor.device() == device, name, " is on ", tensor.device(), ", wanted ", device);
+  SPARSE_OPT_CHECK(tensor.numel() == length, name, " has ", tensor.numel(), " elements, wanted ", length);
+  SPARSE_OPT_CHECK(tensor.is_contiguous(), name, " has strides ", tensor.strides(), ", wanted contiguous");
 }
 
 inline void check_dtype(const char* name, const at::Tensor& tensor, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", wanted ", dtype);
+  SPARSE_OPT_CHECK(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", wanted ", dtype);
 }
 
 inline float* float_data(const char* name, const at::Tensor& tensor, int64_t length, at::Device device) {
@@ -53,28 +53,28 @@ inline std::vector<void*> list_data(const char* name, at::TensorList tensors, at
   pointers.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& t = tensors[i];
-    TORCH_CHECK_VALUE(t.device() == device, name, "[", i, "] is on ", t.device(), ", wanted ", device);
-    TORCH_CHECK_VALUE(t.scalar_type() == tensors[0].scalar_type(), name, "[", i, "] is ", t.scalar_type(), ", but ",
-                      name, "[0] is ", tensors[0].scalar_type());
-    TORCH_CHECK_VALUE(t.is_contiguous(), name, "[", i, "] has strides ", t.strides(), ", wanted contiguous");
+    SPARSE_OPT_CHECK(t.device() == device, name, "[", i, "] is on ", t.device(), ", wanted ", device);
+    SPARSE_OPT_CHECK(t.scalar_type() == tensors[0].scalar_type(), name, "[", i, "] is ", t.scalar_type(), ", but ",
+                     name, "[0] is ", tensors[0].scalar_type());
+    SPARSE_OPT_CHECK(t.is_contiguous(), name, "[", i, "] has strides ", t.strides(), ", wanted contiguous");
     pointers.push_back(t.data_ptr());
   }
   return pointers;
 }
 
 inline void check_same_sizes(const char* name, at::TensorList tensors, const char* like_name, at::TensorList like) {
-  TORCH_CHECK_VALUE(tensors.size() == like.size(), name, " holds ", tensors.size(), " tensors, ", like_name, " holds ",
-                    like.size());
+  SPARSE_OPT_CHECK(tensors.size() == like.size(), name, " holds ", tensors.size(), " tensors, ", like_name, " holds ",
+                   like.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(tensors[i].numel() == like[i].numel(), name, "[", i, "] has ", tensors[i].numel(), " elements, ",
-                      like_name, "[", i, "] has ", like[i].numel());
+    SPARSE_OPT_CHECK(tensors[i].numel() == like[i].numel(), name, "[", i, "] has ", tensors[i].numel(), " elements, ",
+                     like_name, "[", i, "] has ", like[i].numel());
   }
 }
 
 inline int movable_size(const char* name, const at::Tensor& tensor) {
   const auto size = static_cast<int>(tensor.element_size());
-  TORCH_CHECK_VALUE(size == 1 || size == 2 || size == 4 || size == 8, name, " is ", tensor.scalar_type(), " of ", size,
-                    " bytes, wanted elements of 1, 2, 4 or 8 bytes");
+  SPARSE_OPT_CHECK(size == 1 || size == 2 || size == 4 || size == 8, name, " is ", tensor.scalar_type(), " of ", size,
+                   " bytes, wanted elements of 1, 2, 4 or 8 bytes");
   return size;
 }
 
@@ -82,16 +82,16 @@ inline int movable_size(const char* name, const at::Tensor& tensor) {
 inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
                                  const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends) {
   const int64_t nnz = indices.numel();
-  TORCH_CHECK_VALUE(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
-                    indices.scalar_type(), ", wanted int32 or int64");
+  SPARSE_OPT_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
+                   indices.scalar_type(), ", wanted int32 or int64");
   check_flat("indices", indices, nnz, indices.device());
-  TORCH_CHECK_VALUE(starts.size() == dense.size() && ends.size() == dense.size(), "starts holds ", starts.size(),
-                    " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
+  SPARSE_OPT_CHECK(starts.size() == dense.size() && ends.size() == dense.size(), "starts holds ", starts.size(),
+                   " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
   for (size_t i = 0; i < dense.size(); ++i) {
-    TORCH_CHECK_VALUE(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i], ", ",
-                      ends[i], "), wanted within [0, ", nnz, ")");
-    TORCH_CHECK_VALUE(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
-                      " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
+    SPARSE_OPT_CHECK(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i], ", ",
+                     ends[i], "), wanted within [0, ", nnz, ")");
+    SPARSE_OPT_CHECK(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
+                     " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
   }
   Segments segments;
   segments.count = static_cast<int64_t>(dense.size());

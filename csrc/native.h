@@ -30,7 +30,7 @@ struct StepCall {
     params = list_data("params", param_list, device);
     args.segments = checked_segments("params", param_list, params, indices, starts, ends);
     if (count > 0) args.param_dtype = dtype_of("params[0]", param_list[0]);
-    TORCH_CHECK_VALUE(grad.has_value() != dense_grad_list.has_value(), "wanted exactly one of grad and dense_grads");
+    SPARSE_OPT_CHECK(grad.has_value() != dense_grad_list.has_value(), "wanted exactly one of grad and dense_grads");
     if (grad.has_value()) {
       check_flat("grad", *grad, nnz, device);
       args.grad = grad->data_ptr();
@@ -54,7 +54,7 @@ struct StepCall {
   void* state(const char* name, const at::Tensor& tensor, const at::Tensor& indices) {
     check_flat(name, tensor, indices.numel(), indices.device());
     args.moment_dtype = dtype_of(name, tensor);
-    TORCH_CHECK_VALUE(args.moment_dtype != DType::kFloat16, name, " is Half, wanted float32 or bfloat16");
+    SPARSE_OPT_CHECK(args.moment_dtype != DType::kFloat16, name, " is Half, wanted float32 or bfloat16");
     return tensor.data_ptr();
   }
 };
@@ -154,7 +154,7 @@ void delta_apply_(at::TensorList dense, const at::Tensor& indices, const at::Ten
 // the running sums of the counts. Between them the host waits for the device, once: it must know the outputs' size.
 template <typename Device>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> delta_encode(at::TensorList old_list, at::TensorList new_list) {
-  TORCH_CHECK_VALUE(!new_list.empty(), "new holds no tensor, wanted at least one");
+  SPARSE_OPT_CHECK(!new_list.empty(), "new holds no tensor, wanted at least one");
   const at::Device device = new_list[0].device();
   check_same_sizes("old", old_list, "new", new_list);
   check_dtype("old[0]", old_list[0], new_list[0].scalar_type());
