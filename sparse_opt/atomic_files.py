@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,6 +45,10 @@ def _fsync(path: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The reason of a failed read or write, short and without line breaks, for a message that names the file."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The reason of a failed read or write, short and without line breaks, for a message that names the file.
+
+    Paths are left out of it: while a file is written they are temporary ones.
+    """
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r' at path "[^"]*"', "", " ".join(reason.split())) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + "..."

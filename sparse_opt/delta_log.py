@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import delta_codec, delta_files, delta_verify
 from .delta_chain import read_base, read_chain, rebuild
+from .delta_codec import PatchGroup
 from .delta_files import KEYFRAME, PATCH, StepFile, StepHeader
 from .delta_state import StateLayout, read_state
 from .delta_verify import Problem
@@ -69,6 +70,10 @@ class DeltaLog:
     bit for bit. Tied tensors are stored once, under their first name. A writer holds a copy of the last logged state on
     the model's devices, and `writer.lock` in the directory until `close()`, so that a second writer is refused.
 
+    A step is a patch, unless its changes take more bytes than the whole state: then, and where `keyframe_every` asks
+    for it, it is a keyframe. A change takes its element's bytes and 4 for the position (8 where the tensors need int64
+    positions): a patch of bf16 weights is the smaller up to a third of them changed, of fp32 weights up to half.
+
         log = DeltaLog.create("delta_logs_llama", model)
         ...
         log.append(step)
@@ -98,8 +103,8 @@ class DeltaLog:
         Args:
             directory: made if missing; must not hold a log.
             model_or_state: a module, or name -> tensor; what `append` logs when it is given nothing else.
-            keyframe_every: every so many logged steps one is a keyframe: a longer log, shorter chains to rebuild from.
-                None: only step 0 is.
+            keyframe_every: every so many logged steps at the latest one is a keyframe: a longer log, shorter chains to
+                rebuild from. None: only step 0 is, and steps that are smaller so.
             metadata: strings to keep with the log, `model` among them for mask files made from it.
 
         Raises:
@@ -209,7 +214,7 @@ class DeltaLog:
             tensor_digest(new[name]) if counts[name] else digest
             for name, digest in zip(layout.names, parent.tensor_digests, strict=True)
         )
-        keyframe = _keyframe_is_due(files, base.keyframe_every)
+        keyframe = _keyframe_is_due(files, base.keyframe_every) or _changes_exceed_state(groups, new)
         header = StepHeader(
             file=delta_files.step_file(self.directory, step, KEYFRAME if keyframe else PATCH),
             run_id=base.run_id,
@@ -385,6 +390,12 @@ def _keyframe_is_due(files: Mapping[int, StepFile], keyframe_every: int | None) 
         return False
     since = len(files) - 1 - max(i for i, file in enumerate(files.values()) if file.kind == KEYFRAME)
     return since + 1 >= keyframe_every
+
+
+def _changes_exceed_state(groups: Sequence[PatchGroup], state: Mapping[str, Tensor]) -> bool:
+    # Of tensors alone: a keyframe's layout takes more than a patch's counts.
+    changes = sum(group.indices.nbytes + group.values.nbytes for group in groups)
+    return changes > sum(tensor.nbytes for tensor in state.values())
 
 
 def _info(header: StepHeader) -> StepInfo:

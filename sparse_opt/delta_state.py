@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .errors import DeltaLogError
 from .tensor_state import BITS_DTYPE, canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
 
-_SHOWN_MISMATCHES = 20
+_SHOWN_MISMATCHES = 3
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def find_magnitude(
 
     An element that did not move is never kept, neither for the quota nor for a floor: nothing but its position would
     speak for it. Where fewer elements moved than were asked for, the mask keeps those that did, and a UserWarning says
-    so; a tensor that did not move at all is listed without active elements.
+    so; a tensor that did not move at all is listed without active elements. Where none moved, there is no mask.
 
     The base is read tensor by tensor and three times over; the state of the target step is held in memory.
 
@@ -94,8 +94,8 @@ def find_magnitude(
         the target state), and model where the log's metadata has one.
 
     Raises:
-        MaskError: an argument out of range, no tensor chosen, the floors alone exceed the quota, or a score is NaN
-            (names the tensor).
+        MaskError: an argument out of range, no tensor chosen, the floors alone exceed the quota, a score is NaN (names
+            the tensor), or no element moved.
         DeltaLogError: the log is damaged, or the step is not logged.
     """
     if not 0.0 < sparsity < 100.0:
@@ -125,6 +125,11 @@ def find_magnitude(
     for name, bits in scores:
         indices[name] = top(bits, min(kept[name], int(bits.count_nonzero())), threshold)
     found = sum(t.numel() for t in indices.values())
+    if wanted and not found:
+        raise MaskError(
+            f"{log.directory}: no element of step {step} has changed since step {log.steps[0]} in the chosen tensors; "
+            "wanted a step after training moved them"
+        )
     if found < wanted:
         warnings.warn(
             f"only {found} elements moved by step {step}: the mask keeps these, not the {wanted} that were asked for",

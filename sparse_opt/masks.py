@@ -19,7 +19,7 @@ from .mask_patterns import PATTERNS, broken_unit, most_specific_pattern
 from .mask_sampling import random_indices
 from .tensor_state import canonical_names, combined_digest, dtype_name, named_parameters_of, tensor_digest
 
-_SHOWN_MISMATCHES = 20
+_SHOWN_MISMATCHES = 3
 _FIRST_INT64_NUMEL = 2**31
 
 

@@ -14,6 +14,7 @@ Rules, TRL's wherever it has one, so that losses can be compared:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -90,7 +91,8 @@ def load_examples(
     Args:
         dataset, split: see `load_records`.
         max_length, truncation_mode: see the module's rules.
-        subset_size: take this many rows, drawn with `seed`; None takes all, in order.
+        subset_size: take this many rows, drawn with `seed`; None takes all, in order. So does a number larger than
+            the dataset, with a UserWarning.
 
     Raises:
         DataError: see `load_records` and the row readers; also when no example is left.
@@ -100,6 +102,8 @@ def load_examples(
     rows: Sequence[int] = range(len(records))
     if subset_size is not None and subset_size < len(records):
         rows = permutation(len(records), seed, 0)[:subset_size]
+    elif subset_size is not None and subset_size > len(records):
+        warnings.warn(f"dataset {dataset}: has {len(records)} rows, not subset_size {subset_size}", stacklevel=2)
     report = DataReport(n_rows=len(rows))
     kept = []
     for row in rows:

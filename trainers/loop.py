@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
+from sparse_opt import backends
 from sparse_opt.delta_log import DeltaLog
 from sparse_opt.errors import SparseOptError
 
@@ -36,6 +36,7 @@ from .optimizers import make_optimizer, make_scheduler
 from .options import TrainingOptions, model_slug
 from .order import ShuffledOrder
 from .outputs import CHECKPOINT_FOLDER, MetricsWriter, check_new_folder, save_checkpoint
+from .progress import Progress
 from .steps import parse_steps
 from .timing import StepTimer
 
@@ -54,6 +55,10 @@ class TrainingRun:
             check_new_folder(config.delta_log_dir, "delta_log_dir")
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
+        # A backend that cannot run is found here, not when the run has begun to write. The delta log has no argument.
+        backends.functions(self.device, None if config.backend == "auto" else config.backend)
+        if config.delta_log_dir is not None:
+            backends.functions(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.tokenizer = load_tokenizer(config)
@@ -94,14 +99,11 @@ class TrainingRun:
             self._delta_log.close()
 
     def steps(self) -> Iterator[int]:
-        """The steps 1..n_steps, with a progress bar on a terminal."""
-        title = f"{self.algorithm} {self.config.mode}"
-        with tqdm(total=self.config.n_steps, desc=title, unit="step", disable=None) as bar:
-            self._bar = bar
+        """The steps 1..n_steps, with a progress bar on a terminal and a line now and then elsewhere."""
+        with Progress(f"{self.algorithm} {self.config.mode}", self.config.n_steps) as self._progress:
             for step in range(1, self.config.n_steps + 1):
                 self._step_started = time.perf_counter()
                 yield step
-                bar.update()
 
     def batches(self, step: int) -> list[TokenBatch]:
         """A step's micro-batches on the device. In a batch of pairs all chosen completions come before the rejected."""
@@ -146,10 +148,12 @@ class TrainingRun:
         self._scheduler.step()
         self._rows.append(row)
         self._metrics.write(row)
-        shown = {name: f"{row[name]:.4g}" for name in ("loss", "accuracy", "tokens_per_s") if name in row}
-        self._bar.set_postfix(shown, refresh=False)
         if self._delta_log is not None and step in self._delta_steps:
             self._delta_log.append(step)
+        shown: dict[str, str] = {
+            name: f"{row[name]:.4g}" for name in ("loss", "accuracy", "tokens_per_s") if name in row
+        }
+        self._progress.advance(step, shown)
 
     def finish(self) -> dict[str, Any]:
         """Save the final checkpoint and return the run's summary."""

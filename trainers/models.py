@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
@@ -48,7 +49,8 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
     is in train mode all the same, because transformers checkpoints activations in no other.
 
     Raises:
-        DataError: no such model or folder, or weights that do not cover the model.
+        DataError: no such model or folder, weights that are damaged or do not cover the model, or a checkpoint of
+            another model than policy_name.
     """
     from transformers import AutoModelForCausalLM
 
@@ -57,9 +59,10 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
         if not (config.checkpoint / "config.json").is_file():
             raise DataError(f"checkpoint {config.checkpoint}: wanted a folder with config.json and weights")
         source = str(config.checkpoint)
+        _require_same_sizes(config.policy_name, source)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype], output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(f"cannot load a causal language model from {source}: {_first_line(error)}") from error
     if info["missing_keys"]:
         raise DataError(
@@ -72,6 +75,28 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def _require_same_sizes(policy_name: str, checkpoint: str) -> None:
+    """Raise DataError where the two configurations differ in hidden size, number of layers or vocabulary."""
+    policy_sizes, checkpoint_sizes = _sizes(policy_name), _sizes(checkpoint)
+    different = [
+        f"{name} is {checkpoint_sizes[name]}, {size} in {policy_name}"
+        for name, size in policy_sizes.items()
+        if checkpoint_sizes[name] != size
+    ]
+    if different:
+        raise DataError(f"checkpoint {checkpoint} is not of the model {policy_name}: {'; '.join(different)}")
+
+
+def _sizes(source: str) -> dict[str, int | None]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source).get_text_config()
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
+    return {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ class TrainingOptions:
 
     policy_name: str = option(help="model to train: hub name or local folder", aliases=("model_name",))
     checkpoint: Path | None = option(
-        None, "local checkpoint folder whose weights replace those of policy_name; training starts from them"
+        None, "local folder with other weights of the model policy_name; training starts from them"
     )
     dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file")
     dataset_split: str = option("train", "split of a hub dataset")
@@ -81,7 +81,10 @@ class TrainingOptions:
             raise ConfigError("mode sparse wants a mask file: --mask FILE")
         if self.mode == "dense" and self.mask is not None:
             raise ConfigError(f"a mask ({self.mask}) is used in mode sparse only: add --mode sparse")
-        parse_steps(self.delta_log_steps, self.n_steps)
+        if not parse_steps(self.delta_log_steps, self.n_steps):
+            raise ConfigError(
+                f"option 'delta_log_steps' is '{self.delta_log_steps}': selects no step of 1 to n_steps {self.n_steps}"
+            )
 
     @property
     def examples_per_step(self) -> int:

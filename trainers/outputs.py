@@ -30,7 +30,7 @@ def check_new_folder(path: Path, option: str) -> None:
     try:
         if path.is_dir():
             if any(path.iterdir()):
-                raise ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it")
+                raise _not_empty(path, option)
         elif path.exists():
             raise ConfigError(f"option '{option}': {path} exists and is not a folder")
         parent = path.absolute()
@@ -47,14 +47,26 @@ def check_new_folder(path: Path, option: str) -> None:
         raise ConfigError(f"option '{option}': {path} cannot be made in {parent}: {error.strerror}") from error
 
 
+def _not_empty(path: Path, option: str) -> ConfigError:
+    return ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it")
+
+
 class MetricsWriter:
-    """The run's folder, with its options and one JSON line per step, flushed as it is written."""
+    """The run's folder, with its options and one JSON line per step, flushed as it is written.
+
+    Raises:
+        ConfigError: another run has written to the folder since it was checked.
+    """
 
     def __init__(self, output_dir: Path, config: Any):
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / OPTIONS_FILE).write_text(to_yaml(config), encoding="utf-8")
         self.path = output_dir / METRICS_FILE
-        self._file = self.path.open("w", encoding="utf-8")
+        try:
+            # Exclusive and before anything else: of two runs that found the folder empty, one gets it.
+            self._file = self.path.open("x", encoding="utf-8")
+        except FileExistsError as error:
+            raise _not_empty(output_dir, "output_dir") from error
+        (output_dir / OPTIONS_FILE).write_text(to_yaml(config), encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row of finite numbers, strings and None."""

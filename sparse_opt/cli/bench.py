@@ -11,7 +11,7 @@ from .parser import CommandParser
 BENCHMARKS = {
     "cpu_step": "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)",
     "dpo_step": "a step of DPO, dense beside sparse, on a Llama-3.2-3B-shaped model: time and peak memory",
-    "gpu_check": "all of it on a GPU: the tests, ops and optimizer steps beside their floors, DPO steps",
+    "gpu_check": "what has to hold on a GPU: the tests, the memory checker, ops and steps beside their floors",
 }
 
 _EPILOG = """examples:

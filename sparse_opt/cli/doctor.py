@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..errors import BackendUnavailable
 from .output import format_bytes, print_json, table
 from .parser import CommandParser, add_json_flag
 
@@ -21,7 +22,8 @@ ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
 
 _EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
-'auto' takes the first that can run; SPARSE_OPT_BACKEND=name, or an argument backend=name, takes that one or fails.
+'auto' takes, for each op, the first of its order that can run; SPARSE_OPT_BACKEND=name, or an argument backend=name,
+takes that one for every op or fails.
 
 examples:
   sparse-opt doctor
@@ -30,13 +32,20 @@ examples:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the report. Finding that a backend cannot run is a result, not a failure: the exit code is 0."""
+    """Print the report. Finding that a backend cannot run is a result, not a failure: the exit code is 0.
+
+    Raises:
+        BackendUnavailable: after the report, if SPARSE_OPT_BACKEND is the name of no backend: no op would run.
+    """
     args = _parser().parse_words(argv)
     report = examine()
     if args.json:
         print_json(report)
     else:
         print(_text(report))
+    named = report["environment"]["SPARSE_OPT_BACKEND"]
+    if "torch" in report and named not in (None, "auto", *report["backends"]["cpu"]):
+        raise BackendUnavailable(report["in_force"]["cpu"]["cause"])
     return 0
 
 
@@ -132,8 +141,6 @@ def _auto(backends: Any, device_type: str) -> dict[str, Any]:
 
 def _in_force(backends: Any, device_type: str) -> dict[str, Any]:
     """What each op gets here and now where no argument `backend` is given, SPARSE_OPT_BACKEND included."""
-    from ..errors import BackendUnavailable
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

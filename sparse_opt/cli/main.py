@@ -58,7 +58,8 @@ dense -> mask -> sparse on a model of your own:
   sparse-opt mask find --delta_log_dir log --sparsity_percent 90 --output masks/
   sparse-opt train dpo --model_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE --output_dir sparse
 
-exit codes: 0 done, 1 the work failed, 2 the call was wrong. SPARSE_OPT_DEBUG=1 shows the traceback of a failure."""
+exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted (Ctrl-C).
+SPARSE_OPT_DEBUG=1 shows the traceback of a failure."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

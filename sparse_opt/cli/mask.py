@@ -159,6 +159,10 @@ def _output_file(output: Path, name: str) -> Path:
         return output
     if output.is_file():
         raise ConfigError(f"option 'output': {output} is a file that does not end in .safetensors")
+    if output.suffix and not output.is_dir():
+        raise ConfigError(
+            f"option 'output': {output} ends in {output.suffix}: wanted .safetensors for a file, no suffix for a folder"
+        )
     return output / name
 
 

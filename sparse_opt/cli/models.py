@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..errors import DataError
 from ..tensor_state import canonical_names, named_parameters_of
@@ -36,13 +37,13 @@ def load_model(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """A causal language model on the CPU, in `dtype`, and its tokenizer.
 
     Raises:
-        DataError: no such model, not a causal language model, or no tokenizer.
+        DataError: no such model, not a causal language model, damaged weights, or no tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(f"cannot load the model {name}: {_first_line(error)}") from error
 
 

@@ -23,13 +23,14 @@ class CommandParser(argparse.ArgumentParser):
     def parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
         """`parse_args`, with `--a-flag` read as `--a_flag`, and an unknown flag's nearest neighbour named."""
         words = [_with_underscores(word) for word in argv]
-        flags = [flag for action in self._parser_for(words)._actions for flag in action.option_strings]
+        parser = self._parser_for(words)
+        flags = [flag for action in parser._actions for flag in action.option_strings]
         for word in words:
             flag = word.partition("=")[0]
             # Before argparse looks: it would report what a misspelt flag leaves missing, and not the flag.
             if flag.startswith("--") and flag not in flags:
                 nearest = difflib.get_close_matches(flag, flags, n=1)
-                self.error(f"unknown argument '{word}'" + (f"; the nearest is '{nearest[0]}'" if nearest else ""))
+                parser.error(f"unknown argument '{word}'" + (f"; the nearest is '{nearest[0]}'" if nearest else ""))
         return self.parse_args(words)
 
     def _parser_for(self, words: Sequence[str]) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 RESULTS_FILE = "quickstart.json"
 DELTA_LOG = "delta_logs_quickstart"
 # What a run leaves in its folder. A rerun removes these and nothing else.
-CONTENTS = ("data", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "rebuilt")
+CONTENTS = ("data", "cache", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "rebuilt")
 SPARSITY_PERCENT = 90.0
 
 _EPILOG = """The folder then holds, in the order in which they were made:
   data/                   questions: demonstrations, preference pairs, and held-out pairs (JSONL, TRL's formats)
+  cache/                  what `datasets` makes of them
   model/, sft/final       the model with random weights, and after SFT: both DPO runs start from the latter
   dense/, delta_logs_quickstart/   dense DPO, and the log of its weights
   masks/                  the mask of the 10 % of the weights that dense DPO moved most
@@ -79,13 +81,16 @@ def experiment(args: Namespace) -> dict[str, Any]:
     """All stages in order; the figures, which are also in the folder's quickstart.json.
 
     Raises:
-        ConfigError: the folder holds something else.
+        ConfigError: the folder holds something else, or cannot be made.
         SparseOptError: a check failed: the first loss of a DPO run is not ln 2, the sparse run changed a weight outside
             its mask, or the rebuilt model differs from the dense one.
     """
+    import datasets
+
     from sparse_opt.trainers import dpo, sft
     from sparse_opt.trainers.models import resolve_device
 
+    from .. import backends
     from ..delta_log import DeltaLog
     from ..mask_finding import find_magnitude, mask_file_name
     from . import quickstart_checks as checks
@@ -94,8 +99,11 @@ def experiment(args: Namespace) -> dict[str, Any]:
 
     folder: Path = args.output_dir
     device = resolve_device(args.device)
+    backends.functions(device)  # raises for a backend that cannot run, before anything is written
     _prepare(folder)
     hide_progress_bars(always=True)
+    # Nothing of a demonstration in the user's home.
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
 
     _say("1/6 model, tokenizer and questions")
     n_held_out = _make_inputs(folder, args.n_questions, args.seed)
@@ -185,14 +193,12 @@ def experiment(args: Namespace) -> dict[str, Any]:
 
 def _prepare(folder: Path) -> None:
     """Make the folder, or empty an earlier quickstart's of what that run left; refuse any other that is not empty."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"option 'output_dir': {folder} exists and is not a folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / RESULTS_FILE).is_file():
-            raise ConfigError(
-                f"option 'output_dir': {folder} is not empty, and not an earlier quickstart's (it has no "
-                f"{RESULTS_FILE}); choose another folder"
-            )
+    from sparse_opt.trainers.outputs import check_new_folder
+
+    # os.path.isfile: False too where the folder may not be looked into, which check_new_folder then says.
+    if not os.path.isfile(folder / RESULTS_FILE):
+        check_new_folder(folder, "output_dir")
+    else:
         _say(f"{folder} holds an earlier quickstart: removing it and starting again")
         for name in CONTENTS:
             if (folder / name).exists():

@@ -83,6 +83,20 @@ def test_reconstruct_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, b
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
+def test_reconstruct_with_truncated_weights(sparse_opt, files, tmp_path):
+    model = shutil.copytree(files.model, tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    line = call_reconstruct(sparse_opt, files, tmp_path / "rebuilt", model=model).failed_in_one_line(1)
+    assert f"cannot load the model {model}: " in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_misspelt_flag_points_to_the_help_of_its_action(sparse_opt):
+    line = sparse_opt("delta", "reconstruct", "--model_nam", "m").failed_in_one_line(2)
+    assert line.endswith("the nearest is '--model_name' (see 'sparse-opt delta reconstruct --help')")
+
+
 def test_reconstruct_leaves_a_folder_with_files_alone(sparse_opt, files, tmp_path):
     (tmp_path / "mine").write_text("keep")
     assert "not empty" in call_reconstruct(sparse_opt, files, tmp_path).failed_in_one_line(2)

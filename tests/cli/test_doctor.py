@@ -62,6 +62,16 @@ def test_variable_in_force_is_shown_also_when_it_cannot_run(sparse_opt, monkeypa
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_variable_that_names_no_backend_fails_after_the_report(sparse_opt, monkeypatch, flags):
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "fastest")
+    outcome = sparse_opt("doctor", *flags)
+    assert outcome.code == 1
+    assert torch.__version__ in outcome.out
+    assert outcome.err.count("\n") == 1
+    assert "backend 'fastest' (SPARSE_OPT_BACKEND) cannot run: no backend has this name" in outcome.err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_without_torch_it_says_so(sparse_opt, monkeypatch, flags):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sparse_opt import MaskSet
+from sparse_opt import MaskSet, atomic_files
 from sparse_opt.cli.mask import PATTERNS
 from sparse_opt.mask_patterns import PATTERNS as PATTERNS_THERE_ARE
 
@@ -44,6 +44,7 @@ def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, f
     ("words", "code", "said"),
     [
         (("--target_step", 7), 1, "step 7 is not logged"),
+        (("--target_step", 0), 1, "no element of step 0 has changed"),
         (("--sparsity_percent", 100), 2, "'sparsity_percent' is 100.0"),
         (("--min_tensor_keep", -1), 2, "'min_tensor_keep' is -1.0"),
         (("--min_tensor_keep", 0.5), 1, "min_tensor_keep 0.5 keeps"),
@@ -127,11 +128,37 @@ def test_output_that_cannot_be_written_leaves_nothing(sparse_opt, files, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("action", ["find", "random"])
+def test_output_of_another_suffix_is_refused(sparse_opt, files, tmp_path, action):
+    source = ("--delta_log_dir", files.delta_log) if action == "find" else ("--model_name", files.model, "--density", 1)
+    line = sparse_opt("mask", action, *source, "--output", tmp_path / "mask.txt").failed_in_one_line(2)
+    assert "mask.txt ends in .txt: wanted .safetensors" in line
+    assert list(tmp_path.iterdir()) == []
+    # A folder that is there may have any name.
+    (tmp_path / "v1.5").mkdir()
+    sparse_opt("mask", action, *source, "--output", tmp_path / "v1.5").done()
+    assert len(list((tmp_path / "v1.5").glob("*.safetensors"))) == 1
+
+
+def test_a_failed_write_names_the_mask_and_no_temporary_file(sparse_opt, files, tmp_path, monkeypatch):
+    def into_no_folder(tensors, path, metadata):
+        save_file(tensors, tmp_path / "gone" / path.name, metadata)
+
+    save_file = atomic_files.save_file
+    monkeypatch.setattr(atomic_files, "save_file", into_no_folder)
+    output = tmp_path / "mask.safetensors"
+    call = ("mask", "random", "--model_name", files.model, "--density", 0.1, "--output", output)
+    line = sparse_opt(*call).failed_in_one_line(1)
+    assert f"{output}: cannot write the mask: " in line
+    assert "No such file or directory" in line
+    assert "tmp" not in line.replace(str(output), "")
+
+
 def test_permission_denied_is_one_line(sparse_opt, files, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".mask.safetensors.1.abcd.tmp"))
 
     monkeypatch.setattr("sparse_opt.atomic_files.save_file", refuse)
     call = ("mask", "random", "--model_name", files.model, "--density", 0.1, "--output", tmp_path)
-    assert "Permission denied" in sparse_opt(*call).failed_in_one_line(1)
+    assert sparse_opt(*call).failed_in_one_line(1).endswith("cannot write the mask: Permission denied")
     assert list(tmp_path.iterdir()) == []

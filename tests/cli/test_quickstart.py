@@ -62,6 +62,8 @@ def test_end_to_end_twice_over_the_same_folder(sparse_opt, tmp_path):
     for label in ("loss, last step", "preference accuracy", "step time", "optimizer state", "gradients"):
         assert label in text.out
     MaskSet.load(first["files"]["mask"])
+    # Not in the user's home.
+    assert list((folder / "cache").rglob("*.arrow"))
 
     (folder / "mine.txt").write_text("keep")
     again = sparse_opt("quickstart", "--output_dir", folder, *TINY, "--json")
@@ -92,6 +94,23 @@ def test_refuses_a_folder_that_is_not_its_own(sparse_opt, tmp_path, content):
 @pytest.mark.parametrize("words", [("--sft_steps", 0), ("--n_questions", 5000), ("--device", "tpu:x"), ("--sed", 1)])
 def test_refuses_options_before_it_writes(sparse_opt, tmp_path, words):
     sparse_opt("quickstart", "--output_dir", tmp_path / "new", *words).failed_in_one_line(2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_a_place_that_cannot_be_written(sparse_opt, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    # As root every folder can be written: let it be refused as another user would see it.
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
+    assert f"'output_dir': {tmp_path / 'new'} cannot be made in {tmp_path}: Permission denied" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_a_backend_that_cannot_run_before_it_writes(sparse_opt, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "fastest")
+    assert "'fastest'" in sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(1)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -61,7 +62,9 @@ def test_a_mask_for_another_model(dpo, files, tmp_path):
     mask = MaskSet.random(wider_model, density=0.1).save(tmp_path / "mask.safetensors")
     line = dpo("--mode", "sparse", "--mask", mask).failed_in_one_line(1)
     assert str(mask) in line
-    assert "model.norm.weight is [32] in the mask, [16] in the model" in line
+    assert "model.layers.0.mlp.down_proj.weight is [32, 32] in the mask, [16, 32] in the model" in line
+    assert line.count(" in the mask, ") == 3
+    assert line.endswith("; and 17 more")
     assert [path.name for path in tmp_path.iterdir()] == ["mask.safetensors"]
 
 
@@ -70,6 +73,34 @@ def test_a_truncated_mask_file(dpo, files, tmp_path):
     mask.write_bytes(mask.read_bytes()[:-5])
     assert str(mask) in dpo("--mode", "sparse", "--mask", mask).failed_in_one_line(1)
     assert [path.name for path in tmp_path.iterdir()] == ["mask.safetensors"]
+
+
+def test_truncated_model_weights(dpo, files, tmp_path):
+    checkpoint = shutil.copytree(files.model, tmp_path / "model")
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    line = dpo("--checkpoint", checkpoint).failed_in_one_line(1)
+    assert f"cannot load a causal language model from {checkpoint}: " in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_backend_that_cannot_run(dpo, tmp_path, monkeypatch):
+    mask = MaskSet({"model.norm.weight": torch.tensor([0])}, {"model.norm.weight": (16,)}).save(
+        tmp_path / "mask.safetensors"
+    )
+    sparse = ("--mode", "sparse", "--mask", mask, "--delta_log_dir", tmp_path / "log")
+    assert "backend 'cuda' (argument backend)" in dpo(*sparse, "--backend", "cuda").failed_in_one_line(1)
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "fastest")
+    assert "'fastest' (SPARSE_OPT_BACKEND)" in dpo(*sparse).failed_in_one_line(1)
+    # The delta log goes by the variable also where the optimizer does not.
+    assert "'fastest' (SPARSE_OPT_BACKEND)" in dpo(*sparse, "--backend", "reference").failed_in_one_line(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["mask.safetensors"]
+
+
+def test_a_subset_larger_than_the_data_is_said_in_one_line(dpo, files):
+    outcome = dpo("--subset_size", 25)
+    outcome.done()
+    assert outcome.err == f"sparse-opt: warning: dataset {files.pairs}: has 24 rows, not subset_size 25\n"
 
 
 def test_a_missing_dataset_column(dpo, files, tmp_path):

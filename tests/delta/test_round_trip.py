@@ -31,12 +31,13 @@ def test_any_bits_of_any_dtype(
     kept = {0: state}
     live = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
     with DeltaLog.create(tmp_path / "log", live, keyframe_every=keyframe_every) as log:
-        for step, share in [(1, 0.2), (2, 0.0), (3, 1.0), (7, 0.01), (8, 0.5)]:
+        for step, share in [(1, 0.2), (2, 0.0), (3, 1.0), (7, 0.01), (8, 0.3)]:
             kept[step] = states.change(kept[max(kept)], share)
             for name, tensor in kept[step].items():
                 live[name].copy_(tensor)
             info = log.append(step)
-            assert info.kind == ("keyframe" if keyframe_every == 1 or (keyframe_every, step) == (3, 3) else "patch")
+            # Of step 3 the changes alone are larger than the state.
+            assert info.kind == ("keyframe" if keyframe_every == 1 or step == 3 else "patch")
             same_bits(live, kept[step])
     log = DeltaLog.open(tmp_path / "log")
     assert log.steps == tuple(kept)
@@ -144,6 +145,39 @@ def test_info(tmp_path: Path, device: torch.device) -> None:
     for entry in info:
         path = tmp_path / "log" / f"step_{entry.step:08d}.{entry.kind}.safetensors"
         assert path.stat().st_size == entry.bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most_changed"), [(torch.bfloat16, 100), (torch.float32, 150), (torch.float64, 200)], ids=str
+)
+def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
+    tmp_path: Path, device: torch.device, same_bits: Compare, dtype: torch.dtype, most_changed: int
+) -> None:
+    """300 elements of 2, 4 and 8 bytes; a change takes 4 more."""
+    state = {"w": torch.zeros(300, dtype=dtype, device=device)}
+    kept = {0: {"w": state["w"].clone()}}
+    with DeltaLog.create(tmp_path / "log", state) as log:
+        kinds = []
+        for step, changed in enumerate((most_changed, most_changed + 1, 1, 300, 2), start=1):
+            state["w"][:changed] += 1
+            info = log.append(step)
+            kinds.append(info.kind)
+            assert info.changed == changed
+            kept[step] = {"w": state["w"].clone()}
+    assert kinds == ["patch", "keyframe", "patch", "keyframe", "patch"]
+    log = DeltaLog.open(tmp_path / "log")
+    for step, wanted in kept.items():
+        same_bits(log.load(step), wanted)
+    assert log.verify() == []
+    assert [info.kind for info in log.info()] == ["keyframe", *kinds]
+    # A keyframe needs nothing before it, and the chain goes on from it.
+    (tmp_path / "log" / "step_00000001.patch.safetensors").unlink()
+    assert [problem.lost_steps for problem in log.verify()] == [(1,)]
+    same_bits(log.load(3), kept[3])
+    with DeltaLog.open(tmp_path / "log", state) as log:
+        state["w"][7] = 100
+        assert log.append(9).kind == "patch"
+        same_bits(log.load(9), state)
 
 
 def test_a_patch_is_small(tmp_path: Path) -> None:

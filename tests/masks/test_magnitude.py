@@ -131,6 +131,14 @@ def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
         assert find_magnitude(log, sparsity=99.5, min_tensor_keep=0).nnz == 1
 
 
+def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
+    before = {"a": torch.zeros(100), "b": torch.zeros(8)}
+    log = log_of(tmp_path / "log", before, {"a": torch.zeros(100), "b": torch.ones(8)})
+    for arguments in ({"target_step": 0}, {"target_step": 50, "include": ["a"]}, {"target_step": 0, "pool": "tensor"}):
+        with pytest.raises(MaskError, match=f"no element of step {arguments['target_step']} has changed since step 0"):
+            find_magnitude(log, sparsity=90, **arguments)  # type: ignore[arg-type]
+
+
 def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
     before = {"w": torch.zeros(6)}
     after = {"w": torch.tensor([1e-45, float("-inf"), 1e-38, 3e38, 0.0, -1e-45])}

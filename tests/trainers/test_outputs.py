@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers import dpo
+from sparse_opt.trainers import dpo, loop
 from sparse_opt.trainers.config import parse_config
 from sparse_opt.trainers.options import model_slug
 from sparse_opt.trainers.outputs import check_new_folder, save_checkpoint
@@ -58,6 +58,24 @@ def test_folder_in_use_is_refused(dpo_options, tmp_path, option):
     with pytest.raises(ConfigError, match=f"'{option}': .*"):
         dpo.train(dpo_options(**{option: used / "something" / "below"}))
     assert [path.name for path in used.iterdir()] == ["something"]
+
+
+def test_of_two_runs_that_start_together_one_gets_the_folder(dpo_options, tmp_path, monkeypatch):
+    first = dpo_options(n_steps=1)
+    second = dpo_options(n_steps=2, delta_log_dir=tmp_path / "log")
+    load_policy, files = loop.load_policy, {}
+
+    def load_while_the_first_runs(config, device):
+        monkeypatch.setattr(loop, "load_policy", load_policy)
+        dpo.train(first)
+        files.update({path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()})
+        return load_policy(config, device)
+
+    monkeypatch.setattr(loop, "load_policy", load_while_the_first_runs)
+    with pytest.raises(ConfigError, match="'output_dir': .*run exists and is not empty"):
+        dpo.train(second)
+    assert files == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert not (tmp_path / "log").exists()
 
 
 def test_new_and_empty_folders_are_fine_and_untouched(tmp_path):

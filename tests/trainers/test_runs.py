@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sparse_opt.delta_log import DeltaLog
 from sparse_opt.errors import ConfigError, DataError, MaskError, SparseOptError
@@ -189,6 +189,24 @@ def test_checkpoint_gives_the_starting_weights_and_the_reference(dpo_options, mo
     assert any(not torch.equal(start[name], weights(model_folder)[name]) for name in start)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("hidden_size", 64, "hidden_size is 64, 32 in"),
+        ("num_hidden_layers", 3, "num_hidden_layers is 3, 2 in"),
+        ("vocab_size", 400, "vocab_size is 400"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(dpo_options, model_folder, tmp_path, name, size, said):
+    config = AutoConfig.from_pretrained(model_folder)
+    setattr(config, name, size)
+    config.save_pretrained(tmp_path / "other")
+    with pytest.raises(DataError, match=said) as raised:
+        dpo.train(dpo_options(checkpoint=tmp_path / "other"))
+    assert f"checkpoint {tmp_path / 'other'} is not of the model {model_folder}" in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_gradient_checkpointing_and_dropout_leave_the_run_as_it_is(dpo_options, tokenizer, tmp_path, read_metrics):
     folder = tmp_path / "gpt2"  # dropout modules with p = 0.1, and fused ones
     torch.manual_seed(0)
@@ -262,6 +280,7 @@ def test_master_weights_are_kept_for_16_bit_weights_unless_refused(dpo_options, 
         ({"n_steps": 0}, ConfigError, ["'n_steps'", "0"]),
         ({"learning_rate": float("nan")}, ConfigError, ["'learning_rate'", "nan"]),
         ({"delta_log_steps": "sometimes"}, ConfigError, ["sometimes"]),
+        ({"delta_log_steps": "5,every:7"}, ConfigError, ["'delta_log_steps'", "5,every:7", "n_steps 4"]),
     ],
 )
 def test_options_that_contradict_each_other(dpo_options, changes, error, parts):
