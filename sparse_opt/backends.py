@@ -148,4 +148,5 @@ def bind(
     """
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None
+    # choose() has made sure that the module is there.
     return native_module()[0].BoundParams(params, indices, starts, ends)  # type: ignore[union-attr]

@@ -338,6 +338,7 @@ class MaskSet:
             return NotImplemented
         return self.shapes == other.shapes and all(torch.equal(t, other[n]) for n, t in self.indices.items())
 
+    # Compared by content and mutable in its metadata; object types the attribute as a method.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

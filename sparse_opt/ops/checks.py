@@ -122,6 +122,9 @@ def _step_arguments(
         _fail(op, f"seed is {kw['seed']}, wanted 0 <= seed < 2**63")
 
 
+# The checks take the ops' own arguments, which are typed where users see them, in ops/__init__.py.
+
+
 def indexed_adamw_(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]
     op, device, nnz = "indexed_adamw_", indices.device, indices.numel()
     _step_arguments(op, params, indices, starts, ends, kw)

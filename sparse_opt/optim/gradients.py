@@ -84,6 +84,7 @@ def gather_all_(bucket: Bucket) -> None:
     if present:
         bucket.ops.masked_grad_gather_(
             bucket.grad,
+            # `present` names parameters that have one
             [bucket.params[i].grad.contiguous() for i in present],  # type: ignore[union-attr]
             bucket.indices,
             [bucket.starts[i] for i in present],

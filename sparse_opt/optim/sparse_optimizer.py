@@ -295,6 +295,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Call `op` on `target`, which names the parameters and segments, with the group's options."""
         raise NotImplementedError
 
+    # torch's stub has two overloads for the closure; one signature serves both.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of the active elements. Parameters without a gradient are passed over, as torch does."""
