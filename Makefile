@@ -25,12 +25,13 @@ test: $(VENV)/.test ## the whole suite, then the optimizers on the backends that
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
 
-# mypy looks a package up by its folder: lay the import map out as it is installed.
+# mypy looks a package up by its folder: lay the import map out as it is installed. Its cache goes with the layout: kept
+# across two layouts, it lost modules.
 lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/types && SPARSE_OPT_NO_NATIVE=1 $(BIN)/python setup.py --quiet build_py --build-lib build/types
-	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p sparse_opt
+	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir .mypy_cache -p sparse_opt
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 format: $(VENV)/.lint ## rewrite the sources as `make lint` wants them
