@@ -150,59 +150,54 @@ void delta_apply_(at::TensorList dense, const at::Tensor& indices, const at::Ten
   Device::run_apply(call.args);
 }
 
-// Two passes: the first marks the changed elements in a bitmap and counts them by block, the second collects them at
-// the running sums of the counts. Between them the host waits for the device, once: it must know the outputs' size.
-template <typename Device>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> delta_encode(at::TensorList old_list, at::TensorList new_list) {
-  SPARSE_OPT_CHECK(!new_list.empty(), "new holds no tensor, wanted at least one");
-  const at::Device device = new_list[0].device();
-  check_same_sizes("old", old_list, "new", new_list);
-  check_dtype("old[0]", old_list[0], new_list[0].scalar_type());
-  const auto old_tensors = list_data("old", old_list, device), new_tensors = list_data("new", new_list, device);
-  const auto count = static_cast<int64_t>(new_list.size());
-
-  std::vector<int64_t> numels;
-  at::Tensor first_block = at::empty({count + 1}, at::kLong);
-  int64_t* first = first_block.mutable_data_ptr<int64_t>();
-  first[0] = 0;
-  bool wide = false;
-  for (int64_t i = 0; i < count; ++i) {
-    numels.push_back(new_list[i].numel());
-    first[i + 1] = first[i] + (numels[i] + kDeltaBlock - 1) / kDeltaBlock;
-    wide = wide || numels[i] > INT32_MAX;
-  }
-  const int64_t blocks = first[count];
-
-  const typename Device::Guard guard(device);
-  const auto options = at::TensorOptions().device(device);
-  const at::Tensor changed = at::empty({blocks * kDeltaBlockBytes}, options.dtype(at::kByte));
-  const at::Tensor block_counts = at::empty({blocks}, options.dtype(at::kInt));
+// The checked arguments of delta_encode, and the lists that they point to.
+struct DeltaCall {
+  std::vector<void*> old_tensors, new_tensors;
+  std::vector<int64_t> numels, first_block;
+  at::TensorOptions values_options;
   DeltaArguments args;
-  args.count = count;
-  args.old_tensors = old_tensors.data();
-  args.new_tensors = new_tensors.data();
-  args.numels = numels.data();
-  args.first_block = first;
-  args.element_size = movable_size("new[0]", new_list[0]);
-  args.changed = static_cast<uint8_t*>(changed.data_ptr());
-  args.block_counts = static_cast<int32_t*>(block_counts.data_ptr());
-  args.wide_indices = wide;
-  Device::run_mark(args);
 
-  const at::Tensor offsets = at::zeros({blocks + 1}, options.dtype(at::kLong));
-  at::Tensor running_sums = offsets.slice(0, 1);
-  at::cumsum_out(running_sums, block_counts, 0, at::kLong);
-  const at::Tensor bounds = offsets.index_select(0, first_block.to(device)).cpu();  // [count + 1], waits
-  const int64_t total = bounds.const_data_ptr<int64_t>()[count];
-  at::Tensor indices = at::empty({total}, options.dtype(wide ? at::kLong : at::kInt));
-  at::Tensor values = at::empty({total}, new_list[0].options());
-  if (total > 0) {
-    args.offsets = static_cast<const int64_t*>(offsets.data_ptr());
+  DeltaCall(at::TensorList old_list, at::TensorList new_list) {
+    SPARSE_OPT_CHECK(!new_list.empty(), "new holds no tensor, wanted at least one");
+    const at::Device device = new_list[0].device();
+    check_same_sizes("old", old_list, "new", new_list);
+    check_dtype("old[0]", old_list[0], new_list[0].scalar_type());
+    old_tensors = list_data("old", old_list, device);
+    new_tensors = list_data("new", new_list, device);
+    values_options = new_list[0].options();
+    first_block.push_back(0);
+    for (const at::Tensor& tensor : new_list) {
+      numels.push_back(tensor.numel());
+      first_block.push_back(first_block.back() + (tensor.numel() + kDeltaBlock - 1) / kDeltaBlock);
+      args.wide_indices = args.wide_indices || tensor.numel() > INT32_MAX;
+    }
+    args.count = static_cast<int64_t>(new_list.size());
+    args.old_tensors = old_tensors.data();
+    args.new_tensors = new_tensors.data();
+    args.numels = numels.data();
+    args.first_block = first_block.data();
+    args.element_size = movable_size("new[0]", new_list[0]);
+  }
+
+  int64_t blocks() const { return first_block.back(); }
+  at::TensorOptions options(at::ScalarType dtype) const { return at::TensorOptions().device(device()).dtype(dtype); }
+  at::Device device() const { return values_options.device(); }
+
+  // Room for `changes` of them.
+  std::tuple<at::Tensor, at::Tensor> allocate(int64_t changes) {
+    at::Tensor indices = at::empty({changes}, options(args.wide_indices ? at::kLong : at::kInt));
+    at::Tensor values = at::empty({changes}, values_options);
     args.indices = indices.data_ptr();
     args.values = values.data_ptr();
-    Device::run_collect(args);
+    return {indices, values};
   }
-  return {indices, values, bounds.diff()};
+};
+
+template <typename Device>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> delta_encode(at::TensorList old_list, at::TensorList new_list) {
+  DeltaCall call(old_list, new_list);
+  const typename Device::Guard guard(call.device());
+  return Device::run(call);
 }
 
 // The schemas are those of sparse_opt/ops/registry.py, less `backend`.

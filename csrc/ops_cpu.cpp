@@ -42,9 +42,28 @@ struct Cpu {
   static void run(const SgdArguments& args) { cpu::indexed_sgd(args, parallel_for); }
   static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
   static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
-  static void run_mark(const DeltaArguments& args) { cpu::delta_mark(args, parallel_for); }
-  static void run_collect(const DeltaArguments& args) { cpu::delta_collect(args, parallel_for); }
   static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
+
+  // Two passes: the first marks the changed elements in a bitmap and counts them by block, the second collects them at
+  // the running sums of the counts.
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
+    std::vector<uint8_t> changed(call.blocks() * kDeltaBlockBytes);
+    std::vector<int32_t> block_counts(call.blocks());
+    call.args.changed = changed.data();
+    call.args.block_counts = block_counts.data();
+    cpu::delta_mark(call.args, parallel_for);
+
+    std::vector<int64_t> offsets(call.blocks() + 1, 0);
+    for (int64_t i = 0; i < call.blocks(); ++i) offsets[i + 1] = offsets[i] + block_counts[i];
+    call.args.offsets = offsets.data();
+    const auto [indices, values] = call.allocate(offsets.back());
+    if (offsets.back() > 0) cpu::delta_collect(call.args, parallel_for);
+    at::Tensor counts = at::empty({call.args.count}, at::kLong);
+    for (int64_t i = 0; i < call.args.count; ++i) {
+      counts.mutable_data_ptr<int64_t>()[i] = offsets[call.first_block[i + 1]] - offsets[call.first_block[i]];
+    }
+    return {indices, values, counts};
+  }
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gradient import load_gradient, scale_gradient
 from .launch import SLOT_OPTIONS, SLOTS, element_dtype
-from .rounding import random_words, round_nearest, round_stochastic, widen
+from .rounding import differs, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, segments
 
 
@@ -33,7 +33,7 @@ def _powers(a, b, n):
 
 # Bytes per active element, with i, g, s and p those of an index, a gradient, a moment and a parameter:
 #   read    i + g + 2 s, and the 64-byte granules of the parameters (of the gradients too where they are dense)
-#   written 2 s, and the granules of the parameters again; with fp32 masters 4 more of each, and no parameter is read
+#   written 2 s, and the granules of the parameters again, those whose bits change; with fp32 masters 4 more of each
 # int32 indices, fp32 gradients and moments, bf16 parameters at density d: 24 + 4 hit(d) / d, where
 # hit(d) = 1 - (1 - d)^32 is the share of granules touched. The floor is that times nnz over the copy rate.
 @triton.jit(
@@ -89,10 +89,11 @@ def _indexed_adamw_kernel(
     g = load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
     m = widen(tl.load(exp_avg + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
     v = widen(tl.load(exp_avg_sq + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
+    held = tl.load(param_at, mask=mask, other=0.0)
     if master is not None:
         p = tl.load(master + slots, mask=mask, other=0.0, eviction_policy="evict_first")
     else:
-        p = widen(tl.load(param_at, mask=mask, other=0.0))
+        p = widen(held)
 
     # In fp64, since 1 - beta^t loses its digits in fp32 at small t; while the loads above are on their way.
     rate = tl.load(lr)
@@ -112,20 +113,20 @@ def _indexed_adamw_kernel(
     p = p - tl.div_rn(m, denom) * step_size
 
     MOMENT: tl.constexpr = exp_avg.dtype.element_ty
-    if master is not None:
-        tl.store(master + slots, p, mask=mask, eviction_policy="evict_first")
+    stored = round_nearest(p, PARAM)
     if STOCHASTIC:
         r0, r1, r2 = random_words(seed, slots, step)
         tl.store(exp_avg + slots, round_stochastic(m, MOMENT, r1), mask=mask, eviction_policy="evict_first")
         tl.store(exp_avg_sq + slots, round_stochastic(v, MOMENT, r2), mask=mask, eviction_policy="evict_first")
         if master is None:
-            tl.store(param_at, round_stochastic(p, PARAM, r0), mask=mask)
-        else:
-            tl.store(param_at, round_nearest(p, PARAM), mask=mask)
+            stored = round_stochastic(p, PARAM, r0)
     else:
         tl.store(exp_avg + slots, round_nearest(m, MOMENT), mask=mask, eviction_policy="evict_first")
         tl.store(exp_avg_sq + slots, round_nearest(v, MOMENT), mask=mask, eviction_policy="evict_first")
-        tl.store(param_at, round_nearest(p, PARAM), mask=mask)
+    if master is not None:
+        tl.store(master + slots, p, mask=mask, eviction_policy="evict_first")
+    # Stores to single elements all over memory are the dearest part of a step, and few of them change a bit.
+    tl.store(param_at, stored, mask=mask & differs(stored, held))
 
 
 def _float64_bits(x: float) -> int:

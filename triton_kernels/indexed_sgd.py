@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .gradient import load_gradient, scale_gradient
 from .launch import SLOT_OPTIONS, SLOTS, element_dtype
-from .rounding import random_words, round_nearest, round_stochastic, widen
+from .rounding import differs, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, segments
 
 
@@ -65,10 +65,11 @@ def _indexed_sgd_kernel(
     step = tl.load(steps + tensor).to(tl.int64)
     if momentum_buffer is not None:
         b = widen(tl.load(momentum_buffer + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
+    held = tl.load(param_at, mask=mask, other=0.0)
     if master is not None:
         p = tl.load(master + slots, mask=mask, other=0.0, eviction_policy="evict_first")
     else:
-        p = widen(tl.load(param_at, mask=mask, other=0.0))
+        p = widen(held)
     rate = tl.load(lr)
 
     g = scale_gradient(g, grad_scale, clip_coef)
@@ -91,11 +92,11 @@ def _indexed_sgd_kernel(
 
     if master is not None:
         tl.store(master + slots, p, mask=mask, eviction_policy="evict_first")
-        tl.store(param_at, round_nearest(p, PARAM), mask=mask)
-    elif STOCHASTIC:
-        tl.store(param_at, round_stochastic(p, PARAM, r0), mask=mask)
-    else:
-        tl.store(param_at, round_nearest(p, PARAM), mask=mask)
+    stored = round_nearest(p, PARAM)
+    if STOCHASTIC:
+        if master is None:
+            stored = round_stochastic(p, PARAM, r0)
+    tl.store(param_at, stored, mask=mask & differs(stored, held))
 
 
 def indexed_sgd_(

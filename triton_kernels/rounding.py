@@ -20,6 +20,15 @@ def widen(x):
 
 
 @triton.jit
+def differs(a, b):
+    """Whether two blocks of one dtype differ in their bits: -0 and 0 do, a NaN and itself do not."""
+    if a.dtype == tl.float32:
+        return a.to(tl.uint32, bitcast=True) != b.to(tl.uint32, bitcast=True)
+    else:
+        return a.to(tl.uint16, bitcast=True) != b.to(tl.uint16, bitcast=True)
+
+
+@triton.jit
 def round_nearest(x, DTYPE: tl.constexpr):
     """fp32 to DTYPE, ties to even."""
     if DTYPE == tl.bfloat16:

@@ -70,8 +70,7 @@ struct MoveArguments {
   int element_size = 0;     // 1, 2, 4 or 8
 };
 
-// delta_encode works in blocks of this many elements, none of which spans two tensors. `changed` has one bit for each
-// element, element k of a block at bit k % 8 of byte k / 8; elements past a tensor's end are unchanged.
+// delta_encode works in blocks of this many elements, none of which spans two tensors.
 constexpr int64_t kDeltaBlock = 8192;
 constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
 
@@ -82,12 +81,22 @@ struct DeltaArguments {
   const int64_t* numels = nullptr;       // [count], in host memory
   const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
   int element_size = 0;                  // 1, 2, 4 or 8
-  uint8_t* changed = nullptr;            // [blocks * kDeltaBlockBytes]
-  int32_t* block_counts = nullptr;       // [blocks]
-  const int64_t* offsets = nullptr;      // [blocks], exclusive running sums of block_counts; second pass only
-  void* indices = nullptr;               // [changed] int32, or int64 if wide_indices; second pass only
   bool wide_indices = false;
-  void* values = nullptr;  // [changed]; second pass only
+  void* indices = nullptr;  // int32, or int64 if wide_indices: [changed] on a CPU, [room] on a GPU
+  void* values = nullptr;   // as many
+
+  // On a CPU, which goes over the tensors twice. `changed` has one bit for each element, element k of a block at bit
+  // k % 8 of byte k / 8; elements past a tensor's end are unchanged.
+  uint8_t* changed = nullptr;        // [blocks * kDeltaBlockBytes]
+  int32_t* block_counts = nullptr;   // [blocks]
+  const int64_t* offsets = nullptr;  // [blocks], exclusive running sums of block_counts; second pass only
+
+  // On a GPU.
+  int64_t room = 0;              // changes that indices and values have room for
+  uint64_t* progress = nullptr;  // [blocks], zeros
+  int64_t* bounds = nullptr;     // [count], running sums of the tensors' changes, inclusive
+  int64_t sample_stride = 1;
+  int64_t* sampled = nullptr;  // [1]
 };
 
 }  // namespace sparse_opt

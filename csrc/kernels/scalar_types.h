@@ -42,6 +42,18 @@ SPARSE_OPT_HOST_DEVICE float bits_float(uint32_t bits) {
 #endif
 }
 
+SPARSE_OPT_HOST_DEVICE bool same_bits(float a, float b) {
+  return float_bits(a) == float_bits(b);
+}
+
+SPARSE_OPT_HOST_DEVICE bool same_bits(bfloat16 a, bfloat16 b) {
+  return a.bits == b.bits;
+}
+
+SPARSE_OPT_HOST_DEVICE bool same_bits(float16 a, float16 b) {
+  return a.bits == b.bits;
+}
+
 SPARSE_OPT_HOST_DEVICE float to_float(float x) {
   return x;
 }

@@ -54,8 +54,8 @@ struct BlockRange {
 };
 
 template <int Capacity>
-__device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block) {
-  const int block = static_cast<int>(blockIdx.x);
+__device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block,
+                                                  int block) {
   int low = 0, high = table.count;  // first_block[low] <= block < first_block[high]
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -69,6 +69,11 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
   const int64_t origin = aligned_start(start) + (block - table.first_block[low]) * slots_per_block;
   const int64_t last = origin + slots_per_block;
   return {low, origin, origin < start ? start : origin, last < end ? last : end};
+}
+
+template <int Capacity>
+__device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block) {
+  return block_range(table, slots_per_block, static_cast<int>(blockIdx.x));
 }
 
 inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
