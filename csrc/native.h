@@ -189,6 +189,7 @@ struct DeltaCall {
     at::Tensor values = at::empty({changes}, values_options);
     args.indices = indices.data_ptr();
     args.values = values.data_ptr();
+    args.room = changes;
     return {indices, values};
   }
 };

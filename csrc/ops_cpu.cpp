@@ -1,6 +1,9 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <functional>
+#include <numeric>
+
 #include "kernels/cpu/kernels.h"
 #include "native.h"
 
@@ -44,8 +47,6 @@ struct Cpu {
   static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
   static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
 
-  // Two passes: the first marks the changed elements in a bitmap and counts them by block, the second collects them at
-  // the running sums of the counts.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     std::vector<uint8_t> changed(call.blocks() * kDeltaBlockBytes);
     std::vector<int32_t> block_counts(call.blocks());
@@ -53,14 +54,15 @@ struct Cpu {
     call.args.block_counts = block_counts.data();
     cpu::delta_mark(call.args, parallel_for);
 
-    std::vector<int64_t> offsets(call.blocks() + 1, 0);
-    for (int64_t i = 0; i < call.blocks(); ++i) offsets[i + 1] = offsets[i] + block_counts[i];
-    call.args.offsets = offsets.data();
-    const auto [indices, values] = call.allocate(offsets.back());
-    if (offsets.back() > 0) cpu::delta_collect(call.args, parallel_for);
+    std::vector<int64_t> running_sums(call.blocks());
+    std::partial_sum(block_counts.begin(), block_counts.end(), running_sums.begin(), std::plus<int64_t>());
+    call.args.running_sums = running_sums.data();
+    const auto [indices, values] = call.allocate(running_sums.empty() ? 0 : running_sums.back());
+    cpu::delta_collect(call.args, parallel_for);
     at::Tensor counts = at::empty({call.args.count}, at::kLong);
     for (int64_t i = 0; i < call.args.count; ++i) {
-      counts.mutable_data_ptr<int64_t>()[i] = offsets[call.first_block[i + 1]] - offsets[call.first_block[i]];
+      const auto first = block_counts.begin() + call.first_block[i], last = block_counts.begin() + call.first_block[i + 1];
+      counts.mutable_data_ptr<int64_t>()[i] = std::accumulate(first, last, int64_t{0});
     }
     return {indices, values, counts};
   }

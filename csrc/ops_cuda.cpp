@@ -1,9 +1,12 @@
+#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <optional>
 
 #include "kernels/cuda/kernels.h"
 #include "native.h"
@@ -29,53 +32,72 @@ struct Cuda {
   static void run_swap(const MoveArguments& args) { cuda::indexed_swap(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 
-  // The number of changes is known when they are found, and memory for them is needed before: as much as there can be if
-  // that is little, else what a sample lets expect. If the sample was wrong, the second try knows the number.
+  // Memory for the changes is needed before their number is known, or the device would wait for the host: as much as there
+  // can be if that is little, else what a sample lets expect, which arrives while delta_find runs.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
-    int64_t numel = 0;
-    for (const int64_t n : call.numels) numel += n;
-    const int64_t change_bytes = call.args.element_size + (call.args.wide_indices ? 8 : 4);
-    int64_t room = numel * change_bytes <= kSmallRoom ? numel : std::min(numel, expected_changes(call));
-    for (;;) {
-      auto [indices, values] = call.allocate(room);
-      const at::Tensor progress = at::zeros({call.blocks()}, call.options(at::kLong));
-      const at::Tensor bounds = at::zeros({call.args.count}, call.options(at::kLong));
-      call.args.room = room;
-      call.args.progress = static_cast<uint64_t*>(progress.data_ptr());
-      call.args.bounds = bounds.mutable_data_ptr<int64_t>();
-      cuda::delta_encode(call.args, stream());
-      at::Tensor counts = bounds.cpu();  // waits
-      int64_t* count = counts.mutable_data_ptr<int64_t>();
-      int64_t total = 0;
-      for (int64_t i = 0; i < call.args.count; ++i) {
-        const int64_t before = total;
-        if (call.numels[i] > 0) total = count[i];  // the kernel does not see an empty tensor
-        count[i] = total - before;
-      }
-      if (total <= room) {
-        indices = indices.slice(0, 0, total);
-        values = values.slice(0, 0, total);
-        // What is kept should not hold much memory that is not its own.
-        if (total < room - room / 4) return {indices.clone(), values.clone(), counts};
-        return {indices, values, counts};
-      }
-      room = total;
+    DeltaArguments& args = call.args;
+    const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
+    const int64_t change_bytes = args.element_size + (args.wide_indices ? 8 : 4);
+    at::Tensor block_counts = at::empty({call.blocks()}, call.options(at::kInt));
+    at::Tensor running_sums = at::empty({call.blocks()}, call.options(at::kLong));
+    at::Tensor found_positions = at::empty({call.blocks() * kDeltaBlockRoom}, call.options(at::kShort));
+    at::Tensor found_values = at::empty({call.blocks() * kDeltaBlockRoom}, call.values_options);
+    at::Tensor bounds = at::empty({args.count}, call.options(at::kLong));
+    args.block_counts = block_counts.mutable_data_ptr<int32_t>();
+    args.running_sums = running_sums.const_data_ptr<int64_t>();
+    args.found_positions = static_cast<uint16_t*>(found_positions.data_ptr());
+    args.found_values = found_values.data_ptr();
+    args.bounds = bounds.mutable_data_ptr<int64_t>();
+
+    const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
+    cuda::delta_find(args, stream());
+    auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
+    at::cumsum_out(running_sums, block_counts, 0, at::kLong);
+    cuda::delta_pack(args, stream());
+    at::Tensor counts = bounds.cpu();  // waits
+    int64_t* count = counts.mutable_data_ptr<int64_t>();
+    int64_t total = 0;
+    for (int64_t i = 0; i < args.count; ++i) {
+      const int64_t before = total;
+      if (call.numels[i] > 0) total = count[i];  // no block of an empty tensor wrote it
+      count[i] = total - before;
     }
+    if (total > args.room) {
+      std::tie(indices, values) = call.allocate(total);
+      cuda::delta_pack(args, stream());
+    }
+    const bool spacious = total < args.room - args.room / 4;  // what is kept should not hold much other memory
+    indices = indices.slice(0, 0, total);
+    values = values.slice(0, 0, total);
+    return {spacious ? indices.clone() : indices, spacious ? values.clone() : values, counts};
   }
 
  private:
   static constexpr int64_t kSmallRoom = int64_t{64} << 20;  // bytes
-  static constexpr int64_t kSampleStride = 64;              // blocks
 
-  // Six per cent and eight standard deviations more than the changes in a sample make likely, were they independent.
-  static int64_t expected_changes(DeltaCall& call) {
-    at::Tensor sampled = at::zeros({1}, call.options(at::kLong));
-    call.args.sample_stride = kSampleStride;
-    call.args.sampled = sampled.mutable_data_ptr<int64_t>();
-    cuda::delta_sample(call.args, stream());
-    const auto found = static_cast<double>(sampled.item<int64_t>());
-    return static_cast<int64_t>(kSampleStride * (1.0625 * found + 8.0 * std::sqrt(found) + 1024.0));
-  }
+  // The changes in some of the blocks, on their way to the host.
+  struct Sample {
+    static constexpr int64_t kStride = 256;
+    at::Tensor count, host_count;
+    at::cuda::CUDAEvent arrived;
+
+    explicit Sample(DeltaCall& call)
+        : count(at::zeros({1}, call.options(at::kLong))),
+          host_count(at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true))) {
+      call.args.sample_stride = kStride;
+      call.args.sampled = count.mutable_data_ptr<int64_t>();
+      cuda::delta_sample(call.args, stream());
+      host_count.copy_(count, /*non_blocking=*/true);
+      arrived.record();
+    }
+
+    // Six per cent and eight standard deviations more than the sample makes likely, were the changes independent.
+    int64_t expected_changes() const {
+      arrived.synchronize();
+      const auto found = static_cast<double>(*host_count.const_data_ptr<int64_t>());
+      return static_cast<int64_t>(kStride * (1.0625 * found + 8.0 * std::sqrt(found) + 1024.0));
+    }
+  };
 };
 
 }  // namespace

@@ -70,9 +70,11 @@ struct MoveArguments {
   int element_size = 0;     // 1, 2, 4 or 8
 };
 
-// delta_encode works in blocks of this many elements, none of which spans two tensors.
+// delta_encode works in blocks of this many elements, none of which spans two tensors. First the changes of each block
+// are found and counted, then they are moved to the running sums of the counts.
 constexpr int64_t kDeltaBlock = 8192;
 constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
+constexpr int kDeltaBlockRoom = kDeltaBlock / 8;  // changes that a GPU keeps of a block
 
 struct DeltaArguments {
   int64_t count = 0;
@@ -82,19 +84,20 @@ struct DeltaArguments {
   const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
   int element_size = 0;                  // 1, 2, 4 or 8
   bool wide_indices = false;
-  void* indices = nullptr;  // int32, or int64 if wide_indices: [changed] on a CPU, [room] on a GPU
-  void* values = nullptr;   // as many
+  int32_t* block_counts = nullptr;        // [blocks]
+  const int64_t* running_sums = nullptr;  // [blocks], of block_counts, inclusive
+  int64_t room = 0;                       // changes that indices and values have room for
+  void* indices = nullptr;                // [room] int32, or int64 if wide_indices
+  void* values = nullptr;                 // [room]
 
-  // On a CPU, which goes over the tensors twice. `changed` has one bit for each element, element k of a block at bit
-  // k % 8 of byte k / 8; elements past a tensor's end are unchanged.
-  uint8_t* changed = nullptr;        // [blocks * kDeltaBlockBytes]
-  int32_t* block_counts = nullptr;   // [blocks]
-  const int64_t* offsets = nullptr;  // [blocks], exclusive running sums of block_counts; second pass only
+  // What a CPU keeps: one bit for each element, element k of a block at bit k % 8 of byte k / 8. Elements past a tensor's
+  // end are unchanged.
+  uint8_t* changed = nullptr;  // [blocks * kDeltaBlockBytes]
 
-  // On a GPU.
-  int64_t room = 0;              // changes that indices and values have room for
-  uint64_t* progress = nullptr;  // [blocks], zeros
-  int64_t* bounds = nullptr;     // [count], running sums of the tensors' changes, inclusive
+  // What a GPU keeps: the changes of each block that has no more than kDeltaBlockRoom, in order.
+  uint16_t* found_positions = nullptr;  // [blocks * kDeltaBlockRoom], within the block
+  void* found_values = nullptr;         // [blocks * kDeltaBlockRoom]
+  int64_t* bounds = nullptr;            // [count], the running sum at each tensor's end
   int64_t sample_stride = 1;
   int64_t* sampled = nullptr;  // [1]
 };

@@ -63,8 +63,9 @@ void collect(const DeltaArguments& args, int64_t first, int64_t last) {
     if (args.block_counts[block] == 0) continue;
     const DeltaBlock where = delta_block(args, block);
     const Word* source = static_cast<const Word*>(args.new_tensors[where.tensor]) + where.begin;
-    Index* indices = static_cast<Index*>(args.indices) + args.offsets[block];
-    Word* values = static_cast<Word*>(args.values) + args.offsets[block];
+    const int64_t before = args.running_sums[block] - args.block_counts[block];
+    Index* indices = static_cast<Index*>(args.indices) + before;
+    Word* values = static_cast<Word*>(args.values) + before;
     for (int64_t k = 0; k < kDeltaBlockBytes; k += 8) {
       uint64_t bits;
       std::memcpy(&bits, args.changed + block * kDeltaBlockBytes + k, 8);

@@ -1,11 +1,12 @@
-// One pass: a block compares its elements, learns from the blocks before it how many changes they found, and writes its
-// own behind theirs. Both tensors are read once, 2 * element size bytes per element, which is the floor, and 4 bytes (8
-// with wide indices) and the element are written for each change, coalesced: positions are put in order in shared memory
-// first. Writing them from where they are found doubles the time at 10 %.
+// delta_find reads both tensors once, 2 * element size bytes per element, which is the floor, and keeps each block's
+// changes, in order, where the block has room of its own: 2 bytes and the element for each. When the running sums of the
+// blocks' counts are known, delta_pack moves them to where they belong: it reads those again and writes 4 bytes (8 with
+// wide indices) and the element. A block that changed more than it has room for keeps its bits instead, and the new
+// tensor is read again.
 //
-// The running sum is Merrill and Garland's decoupled look-back ("Single-pass parallel prefix scan with decoupled
-// look-back", NVIDIA NVR-2016-002). As in CUB's scan, a block waits for blocks of lower index only, which the hardware
-// starts first.
+// The bytes of the move would be saved by one pass that learns its place from the blocks before it (decoupled look-back,
+// Merrill and Garland, NVIDIA NVR-2016-002). On an H200 that took 1.4 ms for 2^30 bf16 of which 1 % changed, 1.2 ms with
+// the look-back put off by two tiles, and 1.0 ms with the look-back left out: memory waited for the chain of sums.
 #include <type_traits>
 #include <vector>
 
@@ -47,7 +48,7 @@ struct CompareShape {
   static constexpr int kTogether = kPasses * kVectors <= 4 ? kPasses : 4 / kVectors;
 };
 
-// The new tensor's elements stay in the caches: those that changed are read again, when their number is known.
+// The new tensor's elements stay in the caches: those that changed are read again, when their order is known.
 template <typename Word>
 __device__ __forceinline__ void compare_full_block(const Word* old_words, const Word* new_words,
                                                    typename CompareShape<Word>::Bits* changed) {
@@ -111,49 +112,11 @@ struct ChangedBits {
   }
 };
 
-// What a block has told the later ones, in one word that is written at once: the number of its own changes, or of all
-// changes up to its last. 0 is nothing yet.
-constexpr uint64_t kOwn = uint64_t{1} << 62, kRunning = uint64_t{2} << 62, kCount = kOwn - 1;
-
-// The number of changes before `block`. Called by one whole warp; every lane gets it.
-__device__ __forceinline__ uint64_t changes_before(const volatile uint64_t* progress, int64_t block) {
-  const int lane = threadIdx.x % 32;
-  uint64_t before = 0;
-  for (int64_t nearest = block - 1;; nearest -= 32) {
-    const int64_t looked_at = nearest - lane;
-    uint64_t found = looked_at < 0 ? kRunning : 0;
-    do {
-      if (found == 0) found = progress[looked_at];
-    } while (__any_sync(0xffffffffu, found == 0));
-    const uint32_t running = __ballot_sync(0xffffffffu, (found & kRunning) != 0);
-    const int last = running == 0 ? 31 : __ffs(static_cast<int>(running)) - 1;
-    uint64_t count = lane <= last ? found & kCount : 0;
-    for (int offset = 16; offset > 0; offset /= 2) count += __shfl_xor_sync(0xffffffffu, count, offset);
-    before += count;
-    if (running != 0) return before;
-  }
-}
-
-constexpr int kHeld = 4;  // changes of one thread whose values are on their way while the block waits for its turn
-
-template <typename Word, typename Index, int Capacity>
-__global__ void __launch_bounds__(kThreads) delta_encode_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                                const __grid_constant__ DeltaArguments args) {
-  static_assert(kThreads * 32 == kDeltaBlock, "one word of the bitmap for each thread");
-  __shared__ ChangedBits changed;
-  __shared__ uint16_t positions[kDeltaBlock];
+// Exclusive sum of `count` over the block's threads, and the total. Called by the whole block.
+__device__ __forceinline__ int block_rank(int count, int& total) {
   __shared__ int warp_counts[kWarps];
-  __shared__ uint64_t shared_before;
-  const BlockRange range = block_range(table, kDeltaBlock);
-  const int64_t block = table.block_offset + blockIdx.x;
-  const Word* new_words = static_cast<const Word*>(table.dense[range.segment]) + range.begin;
-  changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin, new_words,
-                  static_cast<int>(range.end - range.begin));
-
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t bits = changed.words[threadIdx.x];
-  const int count = __popc(bits);
-  int rank = count;  // inclusive over the warp, then exclusive over the block
+  int rank = count;
   for (int offset = 1; offset < 32; offset *= 2) {
     const int below = __shfl_up_sync(0xffffffffu, rank, offset);
     if (lane >= offset) rank += below;
@@ -161,52 +124,120 @@ __global__ void __launch_bounds__(kThreads) delta_encode_kernel(const __grid_con
   if (lane == 31) warp_counts[warp] = rank;
   __syncthreads();
   rank -= count;
-  int total = 0;
+  total = 0;
 #pragma unroll
   for (int other = 0; other < kWarps; ++other) {
     rank += other < warp ? warp_counts[other] : 0;
     total += warp_counts[other];
   }
-  volatile uint64_t* progress = args.progress;
-  if (threadIdx.x == 0) progress[block] = (block == 0 ? kRunning : kOwn) | static_cast<uint64_t>(total);
+  return rank;
+}
+
+template <typename Word, int Capacity>
+__global__ void __launch_bounds__(kThreads) delta_find_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                              const __grid_constant__ DeltaArguments args) {
+  static_assert(kThreads * 32 == kDeltaBlock, "one word of the bitmap for each thread");
+  __shared__ ChangedBits changed;
+  __shared__ uint16_t positions[kDeltaBlockRoom];
+  const BlockRange range = block_range(table, kDeltaBlock);
+  const int64_t block = table.block_offset + blockIdx.x;
+  const Word* new_words = static_cast<const Word*>(table.dense[range.segment]) + range.begin;
+  changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin, new_words,
+                  static_cast<int>(range.end - range.begin));
+
+  uint32_t bits = changed.words[threadIdx.x];
+  int total;
+  int rank = block_rank(__popc(bits), total);
+  if (threadIdx.x == 0) args.block_counts[block] = total;
+  uint16_t* found_positions = args.found_positions + block * kDeltaBlockRoom;
+  if (total > kDeltaBlockRoom) {
+    reinterpret_cast<uint32_t*>(found_positions)[threadIdx.x] = bits;
+    return;
+  }
   for (; bits != 0; bits &= bits - 1) {
     positions[rank++] = static_cast<uint16_t>(threadIdx.x * 32 + __ffs(static_cast<int>(bits)) - 1);
   }
   __syncthreads();
-
-  Word held[kHeld];
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int k = j * kThreads + static_cast<int>(threadIdx.x);
-    if (k < total) held[j] = new_words[positions[k]];
+  Word* found_values = static_cast<Word*>(args.found_values) + block * kDeltaBlockRoom;
+  for (int k = threadIdx.x; k < total; k += kThreads) {
+    __stcs(found_positions + k, positions[k]);
+    __stcs(found_values + k, new_words[positions[k]]);
   }
-  if (warp == 0) {
-    const uint64_t before = block == 0 ? 0 : changes_before(progress, block);
-    if (lane == 0) {
-      const uint64_t until = before + static_cast<uint64_t>(total);
-      if (block != 0) progress[block] = kRunning | until;
-      if (static_cast<int>(blockIdx.x) + 1 == table.first_block[range.segment + 1]) {
-        args.bounds[table.segment_offset + range.segment] = static_cast<int64_t>(until);
+}
+
+// The changes of a block by its bits. Called by one warp.
+template <typename Word, typename Index>
+__device__ __forceinline__ void pack_by_bits(const uint32_t* changed, const Word* new_words, int size, int64_t begin,
+                                             Index* indices, Word* values) {
+  constexpr int kTogether = 8;
+  const int lane = threadIdx.x % 32;
+  int rank = 0;
+  for (int first = 0; first < size; first += 32 * kTogether) {
+    uint32_t bits[kTogether];
+    Word value[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int k = first + 32 * j + lane;
+      bits[j] = changed[first / 32 + j];
+      if (k < size) value[j] = new_words[k];
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int at = rank + __popc(bits[j] & ((1u << lane) - 1));
+      if ((bits[j] >> lane & 1) != 0) {
+        indices[at] = static_cast<Index>(begin + first + 32 * j + lane);
+        values[at] = value[j];
       }
-      shared_before = before;
+      rank += __popc(bits[j]);
     }
   }
-  __syncthreads();
-  const auto before = static_cast<int64_t>(shared_before);
-  if (before + total > args.room) return;  // the caller sees the sum of all, and calls again
+}
+
+// One warp for each block of delta_find.
+template <typename Word, typename Index, int Capacity>
+__global__ void __launch_bounds__(kThreads) delta_pack_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                              const __grid_constant__ DeltaArguments args) {
+  constexpr int kTogether = 4;
+  const int lane = threadIdx.x % 32;
+  const auto local_block = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  if (local_block >= table.first_block[table.count]) return;
+  const int64_t block = table.block_offset + local_block;
+  const int total = args.block_counts[block];
+  const int64_t until = args.running_sums[block], before = until - total;
+  const BlockRange range = block_range(table, kDeltaBlock, local_block);
+  if (lane == 0 && local_block + 1 == table.first_block[range.segment + 1]) {
+    args.bounds[table.segment_offset + range.segment] = until;
+  }
+  if (total == 0 || until > args.room) return;  // the caller sees the sum of all, and calls again
 
   Index* indices = static_cast<Index*>(args.indices) + before;
   Word* values = static_cast<Word*>(args.values) + before;
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int k = j * kThreads + static_cast<int>(threadIdx.x);
-    if (k >= total) continue;
-    __stcs(indices + k, static_cast<Index>(range.begin + positions[k]));
-    __stcs(values + k, held[j]);
+  const uint16_t* found_positions = args.found_positions + block * kDeltaBlockRoom;
+  if (total > kDeltaBlockRoom) {
+    pack_by_bits(reinterpret_cast<const uint32_t*>(found_positions),
+                 static_cast<const Word*>(table.dense[range.segment]) + range.begin,
+                 static_cast<int>(range.end - range.begin), range.begin, indices, values);
+    return;
   }
-  for (int k = kHeld * kThreads + static_cast<int>(threadIdx.x); k < total; k += kThreads) {
-    __stcs(indices + k, static_cast<Index>(range.begin + positions[k]));
-    __stcs(values + k, new_words[positions[k]]);
+  const Word* found_values = static_cast<const Word*>(args.found_values) + block * kDeltaBlockRoom;
+  // From a multiple of 32 of the results on, so that a warp's stores fill sectors.
+  for (int first = lane - static_cast<int>(before % 32); first < total; first += 32 * kTogether) {
+    uint16_t position[kTogether];
+    Word value[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int k = first + 32 * j;
+      if (k < 0 || k >= total) continue;
+      position[j] = found_positions[k];
+      value[j] = found_values[k];
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int k = first + 32 * j;
+      if (k < 0 || k >= total) continue;
+      indices[k] = static_cast<Index>(range.begin + position[j]);
+      values[k] = value[j];
+    }
   }
 }
 
@@ -219,13 +250,13 @@ __global__ void __launch_bounds__(kThreads) delta_sample_kernel(const __grid_con
   changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin,
                   static_cast<const Word*>(table.dense[range.segment]) + range.begin,
                   static_cast<int>(range.end - range.begin));
-  const int count = __reduce_add_sync(0xffffffffu, __popc(changed.words[threadIdx.x]));
+  const unsigned count = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(__popc(changed.words[threadIdx.x])));
   if (threadIdx.x % 32 == 0 && count != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(args.sampled), static_cast<unsigned long long>(count));
   }
 }
 
-// A tensor is one segment from its first element to its last.
+// A tensor is one segment from its first element to its last. launch(table, its number of blocks)
 template <typename Launch>
 void for_each_delta_table(const DeltaArguments& args, Launch launch) {
   const std::vector<int64_t> starts(args.count, 0);
@@ -234,7 +265,12 @@ void for_each_delta_table(const DeltaArguments& args, Launch launch) {
   whole.dense = args.new_tensors;
   whole.starts = starts.data();
   whole.ends = args.numels;
-  for_each_table(whole, args.old_tensors, kDeltaBlock, launch);
+  for_each_table(whole, args.old_tensors, kDeltaBlock,
+                 [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                   if (blocks == 0) return;
+                   launch(table, blocks);
+                   check_launch("delta_encode");
+                 });
 }
 
 }  // namespace
@@ -242,21 +278,25 @@ void for_each_delta_table(const DeltaArguments& args, Launch launch) {
 void delta_sample(const DeltaArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      if (blocks == 0) return;
       const auto sampled = static_cast<unsigned>((blocks + args.sample_stride - 1) / args.sample_stride);
       delta_sample_kernel<Word><<<sampled, kThreads, 0, stream>>>(table, args);
-      check_launch("delta_encode");
     });
   });
 }
 
-void delta_encode(const DeltaArguments& args, cudaStream_t stream) {
+void delta_find(const DeltaArguments& args, cudaStream_t stream) {
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+      delta_find_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
+    });
+  });
+}
+
+void delta_pack(const DeltaArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     dispatch_index(args.wide_indices, [&]<typename Index>() {
       for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        if (blocks == 0) return;
-        delta_encode_kernel<Word, Index><<<blocks, kThreads, 0, stream>>>(table, args);
-        check_launch("delta_encode");
+        delta_pack_kernel<Word, Index><<<(blocks + kWarps - 1) / kWarps, kThreads, 0, stream>>>(table, args);
       });
     });
   });

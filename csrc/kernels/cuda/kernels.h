@@ -18,8 +18,9 @@ void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaSt
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 // Adds to *args.sampled (set to 0 before) the changes in every args.sample_stride-th block.
 void delta_sample(const DeltaArguments& args, cudaStream_t stream);
-// Writes args.bounds, of tensors that hold an element; and, if args.room is not less than the last of them, all changes.
-void delta_encode(const DeltaArguments& args, cudaStream_t stream);
+void delta_find(const DeltaArguments& args, cudaStream_t stream);
+// Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
+void delta_pack(const DeltaArguments& args, cudaStream_t stream);
 void delta_apply(const MoveArguments& args, cudaStream_t stream);
 
 }  // namespace sparse_opt::cuda
