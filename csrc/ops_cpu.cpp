@@ -1,7 +1,6 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <functional>
 #include <numeric>
 
 #include "kernels/cpu/kernels.h"
@@ -49,13 +48,13 @@ struct Cpu {
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     std::vector<uint8_t> changed(call.blocks() * kDeltaBlockBytes);
-    std::vector<int32_t> block_counts(call.blocks());
+    std::vector<int64_t> block_counts(call.blocks());
     call.args.changed = changed.data();
     call.args.block_counts = block_counts.data();
     cpu::delta_mark(call.args, parallel_for);
 
     std::vector<int64_t> running_sums(call.blocks());
-    std::partial_sum(block_counts.begin(), block_counts.end(), running_sums.begin(), std::plus<int64_t>());
+    std::partial_sum(block_counts.begin(), block_counts.end(), running_sums.begin());
     call.args.running_sums = running_sums.data();
     const auto [indices, values] = call.allocate(running_sums.empty() ? 0 : running_sums.back());
     cpu::delta_collect(call.args, parallel_for);

@@ -38,12 +38,12 @@ struct Cuda {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
     const int64_t change_bytes = args.element_size + (args.wide_indices ? 8 : 4);
-    at::Tensor block_counts = at::empty({call.blocks()}, call.options(at::kInt));
+    const at::Tensor block_counts = at::empty({call.blocks()}, call.options(at::kLong));
     at::Tensor running_sums = at::empty({call.blocks()}, call.options(at::kLong));
-    at::Tensor found_positions = at::empty({call.blocks() * kDeltaBlockRoom}, call.options(at::kShort));
-    at::Tensor found_values = at::empty({call.blocks() * kDeltaBlockRoom}, call.values_options);
-    at::Tensor bounds = at::empty({args.count}, call.options(at::kLong));
-    args.block_counts = block_counts.mutable_data_ptr<int32_t>();
+    const at::Tensor found_positions = at::empty({call.blocks() * kDeltaBlockRoom}, call.options(at::kShort));
+    const at::Tensor found_values = at::empty({call.blocks() * kDeltaBlockRoom}, call.values_options);
+    const at::Tensor bounds = host_memory(args.count, at::kLong);
+    args.block_counts = block_counts.mutable_data_ptr<int64_t>();
     args.running_sums = running_sums.const_data_ptr<int64_t>();
     args.found_positions = static_cast<uint16_t*>(found_positions.data_ptr());
     args.found_values = found_values.data_ptr();
@@ -52,19 +52,20 @@ struct Cuda {
     const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
     cuda::delta_find(args, stream());
     auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
-    at::cumsum_out(running_sums, block_counts, 0, at::kLong);
+    at::cumsum_out(running_sums, block_counts, 0);
     cuda::delta_pack(args, stream());
-    at::Tensor counts = bounds.cpu();  // waits
-    int64_t* count = counts.mutable_data_ptr<int64_t>();
+    c10::cuda::getCurrentCUDAStream().synchronize();
+    at::Tensor counts = at::zeros({args.count}, at::kLong);
     int64_t total = 0;
     for (int64_t i = 0; i < args.count; ++i) {
-      const int64_t before = total;
-      if (call.numels[i] > 0) total = count[i];  // no block of an empty tensor wrote it
-      count[i] = total - before;
+      if (call.numels[i] == 0) continue;  // no block wrote its bound
+      counts.mutable_data_ptr<int64_t>()[i] = args.bounds[i] - total;
+      total = args.bounds[i];
     }
     if (total > args.room) {
       std::tie(indices, values) = call.allocate(total);
       cuda::delta_pack(args, stream());
+      c10::cuda::getCurrentCUDAStream().synchronize();  // it writes `bounds` again
     }
     const bool spacious = total < args.room - args.room / 4;  // what is kept should not hold much other memory
     indices = indices.slice(0, 0, total);
@@ -75,26 +76,32 @@ struct Cuda {
  private:
   static constexpr int64_t kSmallRoom = int64_t{64} << 20;  // bytes
 
+  static at::Tensor host_memory(int64_t n, at::ScalarType dtype) {
+    return at::empty({n}, at::TensorOptions().dtype(dtype).pinned_memory(true));
+  }
+
   // The changes in some of the blocks, on their way to the host.
   struct Sample {
-    static constexpr int64_t kStride = 256;
-    at::Tensor count, host_count;
+    static constexpr int64_t kStride = 512;
+    at::Tensor counts;
     at::cuda::CUDAEvent arrived;
 
-    explicit Sample(DeltaCall& call)
-        : count(at::zeros({1}, call.options(at::kLong))),
-          host_count(at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true))) {
+    explicit Sample(DeltaCall& call) {
+      const int64_t n = call.blocks() / kStride + call.args.count + 1;
+      counts = host_memory(n, at::kInt);
+      int* count = counts.mutable_data_ptr<int>();
+      std::fill(count, count + n, 0);
       call.args.sample_stride = kStride;
-      call.args.sampled = count.mutable_data_ptr<int64_t>();
+      call.args.sampled = count;
       cuda::delta_sample(call.args, stream());
-      host_count.copy_(count, /*non_blocking=*/true);
       arrived.record();
     }
 
     // Six per cent and eight standard deviations more than the sample makes likely, were the changes independent.
     int64_t expected_changes() const {
       arrived.synchronize();
-      const auto found = static_cast<double>(*host_count.const_data_ptr<int64_t>());
+      const int* count = counts.const_data_ptr<int>();
+      const auto found = static_cast<double>(std::accumulate(count, count + counts.numel(), int64_t{0}));
       return static_cast<int64_t>(kStride * (1.0625 * found + 8.0 * std::sqrt(found) + 1024.0));
     }
   };

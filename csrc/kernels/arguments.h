@@ -84,7 +84,7 @@ struct DeltaArguments {
   const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
   int element_size = 0;                  // 1, 2, 4 or 8
   bool wide_indices = false;
-  int32_t* block_counts = nullptr;        // [blocks]
+  int64_t* block_counts = nullptr;        // [blocks]
   const int64_t* running_sums = nullptr;  // [blocks], of block_counts, inclusive
   int64_t room = 0;                       // changes that indices and values have room for
   void* indices = nullptr;                // [room] int32, or int64 if wide_indices
@@ -97,9 +97,10 @@ struct DeltaArguments {
   // What a GPU keeps: the changes of each block that has no more than kDeltaBlockRoom, in order.
   uint16_t* found_positions = nullptr;  // [blocks * kDeltaBlockRoom], within the block
   void* found_values = nullptr;         // [blocks * kDeltaBlockRoom]
-  int64_t* bounds = nullptr;            // [count], the running sum at each tensor's end
+  // In memory of the host that the GPU writes to, so that no copy stands between kernels.
+  int64_t* bounds = nullptr;  // [count], the running sum at each tensor's end
   int64_t sample_stride = 1;
-  int64_t* sampled = nullptr;  // [1]
+  int* sampled = nullptr;  // [blocks / sample_stride + tables], the changes in every sample_stride-th block of a table
 };
 
 }  // namespace sparse_opt

@@ -16,7 +16,7 @@ int64_t gather_blocks(const Segments& segments);
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
-// Adds to *args.sampled (set to 0 before) the changes in every args.sample_stride-th block.
+// Fills args.sampled.
 void delta_sample(const DeltaArguments& args, cudaStream_t stream);
 void delta_find(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
