@@ -10,10 +10,15 @@ INSTALL = PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --disable-pip-versio
 # Nothing in the suite may reach for the network.
 PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: help quickstart test lint format bench gpu-check clean
+# What `make bench-compare` holds a run against, and the growth of the fastest call that fails it: docs/performance.md
+# says how far runs of one commit lie apart.
+BASELINE ?= $(lastword $(sort $(wildcard bench/results/pytest/*/*_cpu.json)))
+BENCH_THRESHOLD ?= min:75%
+
+.PHONY: help quickstart test lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 quickstart: $(VENV)/.train ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
 	$(BIN)/sparse-opt quickstart
@@ -40,7 +45,16 @@ format: $(VENV)/.lint ## rewrite the sources as `make lint` wants them
 	$(BIN)/clang-format -i $(NATIVE)
 
 bench: $(VENV)/.test ## the benchmark suites on this machine
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only
+
+bench-compare: $(VENV)/.test ## the benchmark suites beside the committed run; fails where one has become slower
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-compare=$(BASELINE) --benchmark-compare-fail=$(BENCH_THRESHOLD)
+
+bench-baseline: $(VENV)/.test ## keep a new run for bench-compare
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-storage=file://./bench/results/pytest --benchmark-save=cpu
+
+performance-tables: $(VENV)/.test ## write the tables of docs/performance.md from bench/results
+	$(BIN)/python -m sparse_opt.bench.report_tables
 
 # Uses the torch that PYTHON has and installs nothing: the package is laid out under build/gpu. PYTHONSAFEPATH keeps the
 # checkout's own sparse_opt folder, which has no extension for this torch, from standing in front of it.

@@ -3,7 +3,12 @@
 | module | what it measures |
 |---|---|
 | `cpu_step` | the optimizer step on a CPU, beside `torch.optim.AdamW(fused=True)` |
-| `gpu_check` | everything on a GPU: tests, `compute-sanitizer`, and every op on the weight shapes of a 3B model |
-| `dpo_step` | DPO end to end, dense beside sparse: step time and peak memory |
+| `kernels` | every op and optimizer on the weight shapes of a 3B model, beside floors, peers and targets |
+| `gpu_check` | everything on a GPU: tests, `compute-sanitizer`, and the table of `kernels` |
+| `dram_bytes` | the bytes that the ops really move, counted by Nsight Compute, beside their floors |
+| `roofline` | a figure of the rows that `kernels` or `gpu_check` wrote |
+| `report_tables` | the tables of docs/performance.md, from the JSON of measured runs |
+| `spread` | how far runs of one state lie apart, from files of `pytest bench` |
+| `baseline` | training end to end, sparse beside dense and LoRA: the time of each part of a step, and peak memory |
 | `test_bench_ops` | every op on every backend, for `pytest bench` (pytest-benchmark) |
 """

@@ -1,4 +1,4 @@
-"""Options and fixtures of `pytest bench`."""
+"""Options of `pytest bench`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from .environment import environment
 
-# Small enough for a minute on two cores; past the caches of most CPUs, and rotated past the L2 of a GPU.
+# Small enough for a minute or two on two cores; past the caches of most CPUs, and rotated past the L2 of a GPU.
 DEFAULT_NUMEL = 1 << 20
+DEFAULT_ROUNDS = 100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,23 +19,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     group.addoption("--bench_device", default=default, help=f"where the ops are timed ({default})")
     group.addoption("--bench_numel", type=int, default=DEFAULT_NUMEL, help=f"elements of all tensors ({DEFAULT_NUMEL})")
-    group.addoption("--bench_rounds", type=int, default=10, help="timed calls of each case (10)")
+    # Threads that meet at a barrier wait for a core that anything else on the machine holds.
+    group.addoption("--bench_threads", type=int, default=1, help="CPU threads (1: the steadiest)")
+    group.addoption(
+        "--bench_rounds", type=int, default=DEFAULT_ROUNDS, help=f"timed calls of each case ({DEFAULT_ROUNDS})"
+    )
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    # A committed file names no host, and the list of a CPU's flags is longer than a result.
+    machine_info.pop("node", None)
+    machine_info.get("cpu", {}).pop("flags", None)
     machine_info["sparse_opt"] = environment(config.getoption("--bench_device"))
-
-
-@pytest.fixture(scope="session")
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.config.getoption("--bench_device"))
-
-
-@pytest.fixture(scope="session")
-def numel(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--bench_numel")
-
-
-@pytest.fixture(scope="session")
-def n_rounds(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--bench_rounds")

@@ -1,7 +1,7 @@
 """What has to hold on a machine with a GPU: the build, the tests, the memory checker, and the kernels' speed.
 
-Prints each part as it ends, one table last, and writes all of it as JSON. Ends with 1 if anything was wrong; what is
-slow is shown, not judged.
+Prints each part as it ends, the kernels' table with its targets last, and writes all of it as JSON. Ends with 1 if
+anything was wrong; what is too slow is shown and counted.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ import torch
 
 from sparse_opt import backends
 
+from . import kernels
 from .environment import environment
-from .kernels import KernelBench, Row
-from .report import table, why_unwritable, write_json
-from .shapes import LLAMA_3_2_3B, Shapes, scaled
+from .report import why_unwritable, write_json
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
 GPU_TESTS = ("ops", "optim", "delta", "bench")
 # Seconds that a part may take before it counts as failed.
 TESTS_LIMIT_S, SANITIZER_LIMIT_S = 300, 200
-# --quick: 1/16 of the elements, still past the L2 of an H200.
-QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures += _tests(report, args, device)
         if not args.skip_sanitizer:
             failures += _sanitizer(report, device)
-        failures += _kernels(report, args, device)
+        _title("kernels")
+        failures += kernels.run_table(report, args, device)
         report["completed"] = True
     finally:  # what was found before an error is worth keeping
         report["failures"] = failures
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(f"FAILED: {failure}")
     print("gpu-check: FAILED" if failures else "gpu-check: all checks passed")
-    return 1 if failures else 0
+    return 1 if failures or (args.strict and kernels.missed(report["kernels"])) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,12 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pytest_options", default="", help="more words for pytest: --pytest_options='-n 8'")
     parser.add_argument("--skip_tests", action="store_true", help="leave the tests out")
     parser.add_argument("--skip_sanitizer", action="store_true", help="leave compute-sanitizer out")
-    parser.add_argument("--quick", action="store_true", help="time smaller tensors, fewer times")
     parser.add_argument("--device", default="cuda", help="a CPU runs the same code, to try it out (%(default)s)")
-    parser.add_argument("--numel", type=int, help="elements of all weight matrices (default: the 3.21 B of a 3B model)")
-    parser.add_argument("--delta_numel", type=int, help="elements of the tensor that is encoded (default: 2^30)")
-    parser.add_argument("--n_rounds", type=int, help="timed calls of each row (default: 20)")
-    parser.add_argument("--seed", type=int, default=0)
+    kernels.add_options(parser)
     return parser
 
 
@@ -146,56 +140,6 @@ def _sanitizer(report: dict[str, Any], device: torch.device) -> list[str]:
         if code != 0:
             failures.append(f"{SANITIZER} {tool}: exit code {code}")
     return failures
-
-
-def _kernels(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
-    _title("kernels")
-    numel = args.numel or (QUICK_NUMEL if args.quick else None)
-    shapes: Shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
-    bench = KernelBench(
-        shapes,
-        device,
-        [name for name in backends.available(device.type) if name != "reference"],
-        delta_numel=args.delta_numel or (QUICK_DELTA_NUMEL if args.quick else 2**30),
-        n_rounds=args.n_rounds or (QUICK_ROUNDS if args.quick else 20),
-        seed=args.seed,
-        on_row=lambda row: print("  ".join(_cells(row)), flush=True),
-        on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
-    )
-    try:
-        bench.run()
-    finally:
-        report["kernels"] = bench.as_dict()
-    print()
-    print(_text(report, bench))
-    return bench.failures
-
-
-def _text(report: dict[str, Any], bench: KernelBench) -> str:
-    found, machine = report["kernels"], report["environment"]["machine"]
-    headers = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms", "of floor")
-    return "\n".join(
-        [
-            f"{found['n_matrices']} bf16 matrices of {found['numel'] / 1e9:.2f} B elements; deltas of "
-            f"{found['delta_numel'] / 1e6:.0f} M; {machine.get('gpu', {}).get('name', machine['cpu'])}; "
-            f"copy {found['copy_gb_per_s']:.0f} GB/s",
-            table(headers, [_cells(row) for row in bench.rows], n_words=2),
-        ]
-    )
-
-
-def _cells(row: Row) -> list[str]:
-    share = row.share_of_floor
-    return [
-        row.work,
-        row.backend,
-        "" if row.density is None else f"{row.density:.1%}",
-        f"{row.timing.ms:.3f}",
-        f"{row.timing.p20_ms:.3f} - {row.timing.p80_ms:.3f}",
-        f"{row.timing.host_ms:.3f}",
-        "" if row.floor_ms is None else f"{row.floor_ms:.3f}",
-        "" if share is None else f"{share:.0%}",
-    ]
 
 
 def _run(command: list[str], limit_s: float, variables: dict[str, str] | None = None) -> tuple[int | None, float]:

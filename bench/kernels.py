@@ -1,232 +1,147 @@
-"""Every op on the weights of a 3B model: checked, timed, and set beside its floor and torch's time for the same work.
+"""The kernels' table: every op and optimizer on the 197 matrices of a Llama-3.2-3B in bf16, beside its floor, its peers
+and its target.
 
-The floor of a row is the bytes of `floors` over the copy rate, which is measured first in the same run. The tensors are
-gigabytes, so nothing of a call is left in a cache for the next one.
+Each row is checked against the reference before it is timed. A missed target is shown and counted; only --strict ends
+with 1 for it. A wrong result is never timed, and always ends with 1.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparse_opt import backends
-from sparse_opt.ops.reference import as_bits
 
-from . import floors, inputs
-from .cases import Active, Case, DeltaApplyCase, WrongResult, check
-from .optimizers import (
-    Gradients,
-    check_first_step,
-    check_norm,
-    mask_of,
-    parameters,
-    sparse_adamw,
-    torch_adamw,
-)
-from .shapes import Shapes, total_numel
-from .timing import Timing, measure
+from . import targets
+from .environment import environment
+from .kernel_bench import KernelBench
+from .report import table, why_unwritable, write_json
+from .rows import Row
+from .shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, scaled
 
-TORCH = "torch"
-# So large that the coefficient is 1: a timed clip does all its work and leaves the gradients as they are.
-NO_CLIP = 1e30
+# --quick: 1/16 of the elements, still past the L2 of an H200.
+QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
+# On a CPU, where the table is for trying it out: seconds, and past most caches.
+CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
+FULL_DELTA_NUMEL, FULL_ROUNDS = 2**30, 20
+
+HEADERS = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms", "x floor", "verdict", "target")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    work: str
-    backend: str
-    density: float | None  # None where the work does not depend on it
-    timing: Timing
-    nbytes: float | None  # the fewest that the work needs to move
-    floor_ms: float | None
-
-    @property
-    def share_of_floor(self) -> float | None:
-        """Floor over time: 1 is as fast as memory allows."""
-        return None if self.floor_ms is None else self.floor_ms / self.timing.ms
-
-    def as_dict(self) -> dict[str, Any]:
-        timing = self.timing.as_dict()
-        found = {"work": self.work, "backend": self.backend, "density": self.density, **timing}
-        return {**found, "bytes": self.nbytes, "floor_ms": self.floor_ms, "share_of_floor": self.share_of_floor}
-
-
-class Work(NamedTuple):
-    """What is timed, and its row's description."""
-
-    name: str
-    backend: str
-    density: float | None
-    call: Callable[[], object]
-    nbytes: float | None
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 0 if every result was right (and with --strict every target met), else 1."""
+    parser = argparse.ArgumentParser(prog="sparse-opt bench kernels", description=__doc__, allow_abbrev=False)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="(%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    add_options(parser)
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")
+    if args.json is not None and (problem := why_unwritable(args.json)):
+        parser.error(problem)
+    report: dict[str, Any] = {"benchmark": "kernels", "environment": environment(device), "completed": False}
+    try:
+        failures = run_table(report, args, device)
+        report["completed"] = True
+    finally:  # what was found before an error is worth keeping
+        if args.json is not None:
+            write_json(args.json, report)
+    for failure in failures:
+        print(f"WRONG RESULT: {failure}", file=sys.stderr)
+    return 1 if failures or (args.strict and missed(report["kernels"])) else 0
 
 
-@dataclass
-class KernelBench:
-    """Fills the table.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the table can be told, here and in gpu_check."""
+    parser.add_argument("--quick", action="store_true", help="time smaller tensors, fewer times")
+    parser.add_argument("--numel", type=int, help=f"elements of all matrices (3.21 B; on a CPU {CPU_NUMEL})")
+    parser.add_argument("--delta_numel", type=int, help=f"elements that are encoded (2^30; on a CPU {CPU_DELTA_NUMEL})")
+    parser.add_argument("--n_rounds", type=int, help=f"timed calls of each row ({FULL_ROUNDS}; on a CPU {CPU_ROUNDS})")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no_peers", action="store_true", help="leave out the optimizers of other packages")
+    parser.add_argument("--no_backward", action="store_true", help="leave out the backward pass (always so on a CPU)")
+    parser.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
 
-    Args:
-        shapes: the weight matrices; parameters and gradients are bf16.
-        device: where everything runs.
-        backends: those to time.
-        densities: of the masks over the weights.
-        delta_numel: elements of the bf16 tensor that is encoded, and of the copy.
-        delta_densities: shares of changed elements.
-        n_rounds: timed calls of each row.
-        on_row: called with each row as it comes.
-        on_failure: called with each failed check; what failed is not timed.
-    """
 
-    shapes: Shapes
-    device: torch.device
-    backends: Sequence[str]
-    densities: Sequence[float] = (0.025, 0.1)
-    delta_numel: int = 2**30
-    delta_densities: Sequence[float] = (0.01, 0.025, 0.1)
-    n_rounds: int = 20
-    seed: int = 0
-    on_row: Callable[[Row], None] = lambda row: None
-    on_failure: Callable[[str], None] = lambda failure: None
-    rows: list[Row] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    copy_rate: float = 0.0  # bytes a second, those read and those written together
+def run_table(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
+    """Fill ``report["kernels"]`` and print the table; returns what was wrong."""
+    cpu = device.type == "cpu"
+    numel = args.numel or (QUICK_NUMEL if args.quick else CPU_NUMEL if cpu else None)
+    delta_numel = QUICK_DELTA_NUMEL if args.quick else CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL
+    n_rounds = QUICK_ROUNDS if args.quick else CPU_ROUNDS if cpu else FULL_ROUNDS
+    bench = KernelBench(
+        LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel),
+        device,
+        [name for name in backends.available(device.type) if name != "reference"],
+        delta_numel=args.delta_numel or delta_numel,
+        n_rounds=args.n_rounds or n_rounds,
+        seed=args.seed,
+        with_peers=not args.no_peers,
+        backward_sizes=None if args.no_backward or cpu else LLAMA_3_2_3B_SIZES,
+        on_row=_print_row,
+        on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
+    )
+    try:
+        bench.run()
+    finally:
+        report["kernels"] = bench.as_dict()
+    print(f"\n{text(report)}")
+    return bench.failures
 
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
-    def run(self) -> None:
-        """Time everything. What a check refuses is in `failures`; other errors pass through."""
-        self._copy()
-        self._weights()
-        for density in self.delta_densities:
-            self._delta(density)
+def missed(kernels: Mapping[str, Any]) -> list[targets.Verdict]:
+    """The targets that the rows of a report miss."""
+    return [verdict for verdict in targets.judge(kernels["rows"]) if not verdict.met]
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "n_matrices": len(self.shapes),
-            "numel": total_numel(self.shapes),
-            "delta_numel": self.delta_numel,
-            "copy_gb_per_s": self.copy_rate / 1e9,
-            "rows": [row.as_dict() for row in self.rows],
-        }
 
-    def _copy(self) -> None:
-        source = torch.randn(self.delta_numel, dtype=torch.bfloat16, device=self.device, generator=self.generator)
-        copy = functools.partial(torch.empty_like(source).copy_, source)
-        timing = measure({"copy": copy}, device=self.device, n_rounds=self.n_rounds)["copy"]
-        nbytes = 2 * source.nbytes
-        self.copy_rate = nbytes / (1e-3 * timing.ms)
-        self._add(Row("copy", TORCH, None, timing, nbytes, timing.ms))
-
-    def _weights(self) -> None:
-        params = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=0.02)
-        grads = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=1e-3)
-        for i, density in enumerate(self.densities):
-            active = inputs.random_active(params, density, self.generator)
-            self._steps(params, grads, active, density, peer=i == 0)
-            self._gather_and_swap(params, grads, active, density, peer=i == 0)
-            self._optimizer(params, grads, active, density)
-
-    def _steps(self, params: list[Tensor], grads: list[Tensor], active: Active, density: float, *, peer: bool) -> None:
-        for kind in ("dense", "compact"):
-            case = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
-            peers = []
-            if peer and kind == "dense":
-                step = torch_adamw(parameters(self._named(params)), self._named(grads)).step
-                nbytes = floors.dense_adamw_bytes(total_numel(self.shapes), param_itemsize=2)
-                peers = [Work("torch.optim.AdamW(fused=True).step", TORCH, None, step, nbytes)]
-            self._case(f"indexed_adamw_, {kind} gradients", case, density, peers)
-
-    def _gather_and_swap(
-        self, params: list[Tensor], grads: list[Tensor], active: Active, density: float, *, peer: bool
-    ) -> None:
-        peers = []
-        if peer:
-            named = parameters(self._named(params))
-            for param, grad in zip(named.values(), grads, strict=True):
-                param.grad = grad
-            clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-            nbytes = floors.dense_clip_bytes(total_numel(self.shapes), grad_itemsize=2)
-            peers = [Work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, nbytes)]
-        self._case("masked_grad_gather_", inputs.gather_case(grads, active), density, peers)
-        self._case("indexed_swap_", inputs.swap_case(params, active, self.generator), density)
-
-    def _optimizer(self, params: list[Tensor], grads: list[Tensor], active: Active, density: float) -> None:
-        """SparseAdamW as it is used, on the backend that is taken where none is named."""
-        backend = backends.choose("indexed_adamw_", self.device.type)
-        named_grads = self._named(grads)
-        mask = mask_of(self._named(params), active)
-        kinds: tuple[Gradients, ...] = ("dense", "compact")
-        for kind in kinds:
-            named = parameters(self._named(params))
-            optimizer = sparse_adamw(named, named_grads, mask, kind)
-            nbytes = floors.adamw_bytes(
-                mask.numel,
-                mask.nnz,
-                param_itemsize=2,
-                grad_itemsize=2 if kind == "dense" else 4,
-                dense_grads=kind == "dense",
-            )
-            name = f"SparseAdamW.step, {kind} gradients"
-            if self._sound(name, functools.partial(check_first_step, optimizer, named, named_grads, active)):
-                self._time([Work(name, backend, density, optimizer.step, nbytes)])
-            if kind == "compact":
-                name = "SparseAdamW.clip_grad_norm_"
-                if self._sound(name, functools.partial(check_norm, optimizer, named_grads, active)):
-                    clip = functools.partial(optimizer.clip_grad_norm_, NO_CLIP)
-                    self._time([Work(name, backend, density, clip, None)])
-
-    def _delta(self, density: float) -> None:
-        old = inputs.random_tensors({"weight": (self.delta_numel,)}, torch.bfloat16, self.generator)
-        case = inputs.delta_encode_case(old, density, self.generator)
-        peer = functools.partial(torch_encode, old[0], case.new[0])
-        self._case("delta_encode", case, density, [Work("ne, nonzero, index", TORCH, density, peer, case.floor_bytes)])
-
-        indices, values, _ = torch.ops.sparse_opt.delta_encode(old, case.new, backend="reference")
-        active = Active(indices, [0], [len(indices)])
-        self._case("delta_apply_", DeltaApplyCase(dense=old, active=active, values=values), density)
-
-    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self.shapes, tensors, strict=True))
-
-    def _case(self, name: str, case: Case, density: float, peers: Sequence[Work] = ()) -> None:
-        """Check the case on each backend; time those that are right, and the peers, in turns."""
-        works = [
-            Work(name, backend, density, functools.partial(case.run, backend), case.floor_bytes)
-            for backend in self.backends
-            if self._sound(name, functools.partial(check, case, backend))
+def text(report: Mapping[str, Any]) -> str:
+    """The table, what was left out, what was missed, and the count of both."""
+    found, machine = report["kernels"], report["environment"]["machine"]
+    verdicts = targets.judge(found["rows"])
+    missing = missed(found)
+    return "\n".join(
+        [
+            f"{found['n_matrices']} bf16 matrices of {found['numel'] / 1e9:.3g} B elements; deltas of "
+            f"{found['delta_numel'] / 1e6:.4g} M; {machine.get('gpu', {}).get('name', machine['cpu'])}; "
+            f"copy {found['copy_gb_per_s']:.0f} GB/s",
+            table(HEADERS, [cells(row, verdicts) for row in found["rows"]], n_words=2, n_last_words=2),
+            *(f"not timed: {work}: {why}" for work, why in found["left_out"].items()),
+            *(f"missed: {verdict.text}" for verdict in missing),
+            f"{len(verdicts)} targets, set for an H200 and all 3.21 B elements: "
+            f"{len(verdicts) - len(missing)} met, {len(missing)} missed",
         ]
-        self._time([*works, *peers])
-
-    def _sound(self, name: str, run_check: Callable[[], None]) -> bool:
-        try:
-            run_check()
-        except WrongResult as error:
-            self.failures.append(f"{name}: {error}")
-            self.on_failure(self.failures[-1])
-            return False
-        return True
-
-    def _time(self, works: Sequence[Work]) -> None:
-        calls = {str(i): work.call for i, work in enumerate(works)}
-        timings = measure(calls, device=self.device, n_rounds=self.n_rounds)
-        for work, timing in zip(works, timings.values(), strict=True):
-            floor_ms = None if work.nbytes is None else 1e3 * work.nbytes / self.copy_rate
-            self._add(Row(work.name, work.backend, work.density, timing, work.nbytes, floor_ms))
-
-    def _add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.on_row(row)
+    )
 
 
-def torch_encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """What torch has for delta_encode."""
-    where = (as_bits(old) != as_bits(new)).nonzero().view(-1)
-    return where, new.view(-1)[where]
+def cells(row: Mapping[str, Any], verdicts: Sequence[targets.Verdict]) -> list[str]:
+    """One line of the table, in the order of HEADERS."""
+    ratio = targets.x_floor(row)
+    own = targets.of_row(row, verdicts)
+    return [
+        row["work"],
+        row["backend"],
+        "" if row["density"] is None else f"{row['density']:.1%}",
+        f"{row['ms']:.3f}",
+        f"{row['p20_ms']:.3f} - {row['p80_ms']:.3f}",
+        f"{row['host_ms']:.3f}",
+        "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if not own else "met" if all(verdict.met for verdict in own) else "missed",
+        "; ".join(verdict.target for verdict in own),
+    ]
+
+
+def _print_row(row: Row) -> None:
+    # Targets compare rows with each other and wait for the table.
+    print("  ".join(cell for cell in cells(row.as_dict(), ()) if cell), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,15 +32,21 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
         aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1) -> str:
-    """Aligned columns: the first ``n_words`` flush left, the others, figures, flush right."""
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1, n_last_words: int = 0) -> str:
+    """Aligned columns: the first ``n_words`` and last ``n_last_words`` flush left, the others, figures, flush right."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < n_words else cell.rjust(width)
+            cell.rjust(width) if n_words <= i < len(headers) - n_last_words else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1) -> str:
+    """The same as a Markdown table; the first ``n_words`` columns flush left, the others flush right."""
+    rule = ["---" if i < n_words else "---:" for i in range(len(headers))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(headers), rule, *map(list, rows)])

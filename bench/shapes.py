@@ -32,9 +32,16 @@ def llama_matrices(
 
 
 # 197 matrices, 3.21 B elements. https://huggingface.co/meta-llama/Llama-3.2-3B/blob/main/config.json
-LLAMA_3_2_3B = llama_matrices(
-    hidden=3072, intermediate=8192, n_layers=28, n_heads=24, n_kv_heads=8, head_dim=128, vocab=128256
-)
+LLAMA_3_2_3B_SIZES = {
+    "hidden": 3072,
+    "intermediate": 8192,
+    "n_layers": 28,
+    "n_heads": 24,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 128256,
+}
+LLAMA_3_2_3B = llama_matrices(**LLAMA_3_2_3B_SIZES)
 
 # 85 matrices, 64 M elements: a small language model's proportions.
 LLAMA_64M = llama_matrices(

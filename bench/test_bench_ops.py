@@ -1,12 +1,17 @@
-"""Every op on every backend of a device, over densities and dtypes: `pytest bench`.
+"""Every op, and SparseAdamW's step, on every backend of a device, over densities and dtypes: `pytest bench`.
 
-Each case is checked against the reference before it is timed. `extra_info` carries the bytes that the work has to move
-(see `floors`) and the rate that follows from the median; on a GPU the device's own time, without launches, beside it.
+Each case is checked against the reference before it is timed. The backends of a case are timed in turns (see `timing`)
+when the first of them is asked for, warmed up and, on a GPU, rotated past its L2 and by the device's own clock;
+pytest-benchmark gets those times. `extra_info` carries the bytes that the work has to move (see `floors`), the rate
+that follows from the median, and its share of the rate at which the device copies.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,12 +19,66 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sparse_opt import backends
 
+from . import floors
 from .cases import Case, check
-from .inputs import random_case
+from .inputs import random_active, random_case, random_tensors
+from .optimizers import Gradients, check_first_step, mask_of, parameters, sparse_adamw
 from .shapes import LLAMA_64M, scaled
-from .timing import measure, n_buffer_sets
+from .timing import n_buffer_sets, samples
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DENSITIES = [0.025, 0.1]
+
+
+class Ticker:
+    """A clock for pytest-benchmark that moves by the times that were measured."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+TICKER = Ticker()
+pytestmark = pytest.mark.benchmark(timer=TICKER)
+
+
+class Measured(NamedTuple):
+    """What one backend took."""
+
+    seconds: list[float]
+    host_seconds: list[float]
+    nbytes: float
+
+
+class Session:
+    """What the tests share: the device, the copy rate, and the times of the cases that were measured."""
+
+    def __init__(self, config: pytest.Config, wanted: dict[tuple[object, ...], list[str]]) -> None:
+        self.device = torch.device(config.getoption("--bench_device"))
+        self.numel: int = config.getoption("--bench_numel")
+        self.n_rounds: int = config.getoption("--bench_rounds")
+        self.wanted = wanted  # test and its parameters without the backend -> the backends that were selected
+        self.found: dict[tuple[object, ...], dict[str, Measured]] = {}
+
+    @functools.cached_property
+    def copy_rate(self) -> float:
+        """Bytes a second, those read and those written together, between buffers far past every cache."""
+        source = torch.ones(1 << 29 if self.device.type == "cuda" else 1 << 25, device=self.device)
+        copy = functools.partial(torch.empty_like(source).copy_, source)
+        times = samples({"copy": copy}, device=self.device, n_rounds=10)["copy"]
+        return 2 * source.nbytes / (1e-3 * statistics.median(ms for ms, _, _ in times))
+
+    def measure(
+        self, calls: Mapping[str, Sequence[Callable[[], object]]], nbytes: Mapping[str, float]
+    ) -> dict[str, Measured]:
+        """Time the backends in turns; name -> what each took."""
+        times = samples(calls, device=self.device, n_rounds=self.n_rounds)
+        return {
+            name: Measured([1e-3 * ms for ms, _, _ in found], [1e-3 * host for _, host, _ in found], nbytes[name])
+            for name, found in times.items()
+        }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,43 +87,123 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("backend", names)
 
 
+@pytest.fixture(scope="session")
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    wanted: dict[tuple[object, ...], list[str]] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "backend" in item.callspec.params:
+            wanted.setdefault(_key(item), []).append(str(item.callspec.params["backend"]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.config.getoption("--bench_threads"))
+    yield Session(request.config, wanted)
+    torch.set_num_threads(threads)
+
+
+def _key(item: pytest.Function) -> tuple[object, ...]:
+    others = sorted((name, value) for name, value in item.callspec.params.items() if name != "backend")
+    return item.originalname, *others
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("density", [0.025, 0.1])
+@pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("op", backends.OPS)
 def test_op(
     benchmark: BenchmarkFixture,
+    request: pytest.FixtureRequest,
+    session: Session,
     op: str,
     density: float,
     dtype: str,
     backend: str,
-    device: torch.device,
-    numel: int,
-    n_rounds: int,
 ) -> None:
-    make = functools.partial(_case, op, density, dtype, device, numel)
-    first = make(seed=0)
-    check(first, backend)
-
-    n_sets = n_buffer_sets(int(first.floor_bytes), device)
-    cases = [first, *(make(seed=seed) for seed in range(1, n_sets))]
-    calls = [functools.partial(case.run, backend) for case in cases]
-    benchmark.group = f"{op} {dtype} {density:.1%} on {device.type}"
-    benchmark.extra_info |= {"bytes": first.floor_bytes, "numel": numel, "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        timing = measure({backend: calls}, device=device, n_rounds=n_rounds)[backend]
-        benchmark.extra_info |= {"gpu": timing.as_dict(), "gb_per_s": first.floor_bytes / (1e6 * timing.ms)}
-    turns = iter(calls * (-(-(n_rounds + 1) // n_sets)))
-
-    def run() -> None:
-        next(turns)()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    benchmark.pedantic(run, rounds=n_rounds, warmup_rounds=1)
-    if device.type == "cpu" and benchmark.stats is not None:  # None under --benchmark-disable
-        benchmark.extra_info["gb_per_s"] = first.floor_bytes / (1e9 * benchmark.stats.stats.median)
+    benchmark.group = f"{op} {dtype} {density:.1%} on {session.device.type}"
+    key = _key(request.node)
+    if key not in session.found:
+        session.found[key] = _measured_op(session, op, density, dtype, session.wanted[key])
+    _report(benchmark, session, session.found[key][backend])
 
 
-def _case(op: str, density: float, dtype: str, device: torch.device, numel: int, *, seed: int) -> Case:
-    generator = torch.Generator(device).manual_seed(seed)
-    return random_case(op, scaled(LLAMA_64M, numel), DTYPES[dtype], density, generator)
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_sparse_adamw_step(
+    benchmark: BenchmarkFixture,
+    request: pytest.FixtureRequest,
+    session: Session,
+    density: float,
+    dtype: str,
+    grads: Gradients,
+    backend: str,
+) -> None:
+    benchmark.group = f"SparseAdamW.step, {grads} gradients, {dtype} {density:.1%} on {session.device.type}"
+    key = _key(request.node)
+    if key not in session.found:
+        session.found[key] = _measured_step(session, density, dtype, grads, session.wanted[key])
+    _report(benchmark, session, session.found[key][backend])
+
+
+def _measured_op(session: Session, op: str, density: float, dtype: str, names: Sequence[str]) -> dict[str, Measured]:
+    def make(seed: int) -> Case:
+        generator = torch.Generator(session.device).manual_seed(seed)
+        return random_case(op, scaled(LLAMA_64M, session.numel), DTYPES[dtype], density, generator)
+
+    first = make(0)
+    for name in names:
+        check(first, name)
+    n_sets = n_buffer_sets(int(first.floor_bytes), session.device)
+    cases = [first, *(make(seed) for seed in range(1, n_sets))]
+    calls = {name: [functools.partial(case.run, name) for case in cases] for name in names}
+    return session.measure(calls, dict.fromkeys(names, first.floor_bytes))
+
+
+def _measured_step(
+    session: Session, density: float, dtype: str, grads: Gradients, names: Sequence[str]
+) -> dict[str, Measured]:
+    shapes = scaled(LLAMA_64M, session.numel)
+    calls: dict[str, list[Callable[[], object]]] = {name: [] for name in names}
+    nbytes, n_sets, seed = 0.0, 1, 0
+    while seed < n_sets:
+        generator = torch.Generator(session.device).manual_seed(seed)
+        weights, gradients = (
+            dict(zip(shapes, random_tensors(shapes, DTYPES[dtype], generator, scale), strict=True))
+            for scale in (0.02, 1e-3)
+        )
+        active = random_active(list(weights.values()), density, generator)
+        mask = mask_of(weights, active)
+        for name in names:
+            named = parameters({key: weight.clone() for key, weight in weights.items()})
+            optimizer = sparse_adamw(named, gradients, mask, grads, name)
+            check_first_step(optimizer, named, gradients, active)
+            calls[name].append(optimizer.step)
+        if seed == 0:
+            size = DTYPES[dtype].itemsize
+            nbytes = floors.adamw_bytes(
+                mask.numel,
+                mask.nnz,
+                param_itemsize=size,
+                grad_itemsize=size if grads == "dense" else 4,
+                dense_grads=grads == "dense",
+            )
+            n_sets = n_buffer_sets(int(nbytes), session.device)
+        seed += 1
+    return session.measure(calls, dict.fromkeys(names, nbytes))
+
+
+def _report(benchmark: BenchmarkFixture, session: Session, found: Measured) -> None:
+    """Hand the measured times to pytest-benchmark, and what they mean beside them."""
+    times = iter(found.seconds)
+
+    def pass_time() -> None:
+        TICKER.now += next(times)
+
+    benchmark.pedantic(pass_time, rounds=len(found.seconds))
+    median = statistics.median(found.seconds)
+    benchmark.extra_info |= {
+        "bytes": found.nbytes,
+        "gb_per_s": found.nbytes / (1e9 * median),
+        "copy_gb_per_s": session.copy_rate / 1e9,
+        "share_of_floor": found.nbytes / session.copy_rate / median,
+        "host_ms": 1e3 * statistics.median(found.host_seconds),
+        "numel": session.numel,
+        "threads": torch.get_num_threads(),
+    }

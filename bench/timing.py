@@ -5,7 +5,7 @@ neighbour meets all of them. Reported are medians with the 20th and 80th percent
 
 On a GPU two times are kept. The device's is read with events; the device spins before the first of them while the host
 enqueues the work, so that the time to launch stays out of it. The host's is the time until the call returned, with the
-device idle before it.
+device idle before it; the wall's, until the device had done the work too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,21 @@ from typing import Any, Protocol
 
 import torch
 
+# Longer than the launches of any variant that is worth timing, and shorter than anybody's patience.
+_LONGEST_SPIN_MS = 200.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that something has to precede each time, which is not timed: a forward pass before a backward pass."""
+
+    before: Callable[[], object]
+    call: Callable[[], object]
+
+    def __call__(self) -> object:
+        return self.call()
+
+
 Variant = Callable[[], object] | Sequence[Callable[[], object]]
 
 
@@ -31,6 +46,7 @@ class Timing:
     p20_ms: float
     p80_ms: float
     host_ms: float  # median time until the call returned; without a GPU the same as ms
+    wall_ms: float  # median time until the work was done, launches and all; without a GPU the same as ms
     n_rounds: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -38,8 +54,11 @@ class Timing:
 
 
 class Clock(Protocol):
-    def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Run ``call`` and return its milliseconds on the device and on the host."""
+    def __call__(self, call: Callable[[], object]) -> tuple[float, float, float]:
+        """Run ``call`` and return its milliseconds on the device, on the host and by the wall.
+
+        What a `Prepared` call wants before it is run each time, outside of the time.
+        """
 
 
 def measure(
@@ -55,7 +74,7 @@ def measure(
 
     Args:
         variants: name -> a callable without arguments; or several that do the same work on different buffers, taken in
-            rotation, which keeps small buffers from staying in a cache (see ``n_buffer_sets``).
+            rotation, which keeps small buffers from staying in a cache (see ``n_buffer_sets``). Each may be `Prepared`.
         device: where the work runs; a GPU is timed with events.
         n_warmup: untimed calls of each variant.
         n_rounds: timed calls of each variant.
@@ -65,21 +84,41 @@ def measure(
     Returns:
         name -> Timing, in the order of ``variants``.
     """
+    return {
+        name: _timing(found)
+        for name, found in samples(
+            variants, device=device, n_warmup=n_warmup, n_rounds=n_rounds, budget_s=budget_s, clock=clock
+        ).items()
+    }
+
+
+def samples(
+    variants: Mapping[str, Variant],
+    *,
+    device: torch.device | str = "cpu",
+    n_warmup: int = 3,
+    n_rounds: int = 20,
+    budget_s: float | None = None,
+    clock: Clock | None = None,
+) -> dict[str, list[tuple[float, float, float]]]:
+    """As `measure`, but name -> what the clock said of every timed call."""
     rotations = {name: _Rotation(variant) for name, variant in variants.items()}
     for rotation in rotations.values():
         for _ in range(n_warmup):
-            rotation()
+            call = rotation.next()
+            _prepare(call)
+            call()
     clock = clock or _clock(torch.device(device))
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     names = list(variants)
     began = time.perf_counter()
     for i in range(n_rounds if variants else 0):
         first = i % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(clock(rotations[name]))
+            times[name].append(clock(rotations[name].next()))
         if budget_s is not None and time.perf_counter() - began > budget_s:
             break
-    return {name: _timing(found) for name, found in times.items()}
+    return times
 
 
 def n_buffer_sets(nbytes: int, device: torch.device | str) -> int:
@@ -100,10 +139,15 @@ class _Rotation:
         self.calls = [variant] if callable(variant) else list(variant)
         self.turn = 0
 
-    def __call__(self) -> None:
+    def next(self) -> Callable[[], object]:
         call = self.calls[self.turn]
         self.turn = (self.turn + 1) % len(self.calls)
-        call()
+        return call
+
+
+def _prepare(call: Callable[[], object]) -> None:
+    if isinstance(call, Prepared):
+        call.before()
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -114,40 +158,45 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     return p20, statistics.median(values), p80
 
 
-def _timing(found: list[tuple[float, float]]) -> Timing:
-    device, host = zip(*found, strict=True)
+def _timing(found: list[tuple[float, float, float]]) -> Timing:
+    device, host, wall = zip(*found, strict=True)
     p20, median, p80 = percentiles(device)
-    return Timing(median, p20, p80, statistics.median(host), len(found))
+    return Timing(median, p20, p80, statistics.median(host), statistics.median(wall), len(found))
 
 
 def _clock(device: torch.device) -> Clock:
     return _cpu_clock if device.type == "cpu" else functools.partial(_cuda_clock, device)
 
 
-def _cpu_clock(call: Callable[[], object]) -> tuple[float, float]:
+def _cpu_clock(call: Callable[[], object]) -> tuple[float, float, float]:
+    _prepare(call)
     began = time.perf_counter()
     call()
     ms = 1e3 * (time.perf_counter() - began)
-    return ms, ms
+    return ms, ms, ms
 
 
-def _cuda_clock(device: torch.device, call: Callable[[], object]) -> tuple[float, float]:
+def _cuda_clock(device: torch.device, call: Callable[[], object]) -> tuple[float, float, float]:
     with torch.cuda.device(device):
+        _prepare(call)
         torch.cuda.synchronize()
         began = time.perf_counter()
         call()
         host_ms = 1e3 * (time.perf_counter() - began)
         torch.cuda.synchronize()
+        wall_ms = 1e3 * (time.perf_counter() - began)
 
+        _prepare(call)
+        torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Twice the host's time, so that all launches are queued before the device comes to them; a call that waits for
         # the device takes as long as its work, and needs no more than this.
-        torch.cuda._sleep(int(_spin_cycles_per_ms(device) * min(2.0 * host_ms + 0.1, 20.0)))
+        torch.cuda._sleep(int(_spin_cycles_per_ms(device) * min(2.0 * host_ms + 0.1, _LONGEST_SPIN_MS)))
         start.record()
         call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end), host_ms
+        return start.elapsed_time(end), host_ms, wall_ms
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from sparse_opt.errors import ConfigError, DataError
 from .options import TrainingOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# torch's attention, under a name that transformers makes no mask for.
+_UNMASKED = "sparse_opt_unmasked_sdpa"
+# Their layers attend to all tokens before, unless a window is set.
+_CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -70,6 +76,7 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
         )
     disable_dropout(model)
     model.to(device).train()
+    skip_padding_masks(model)
     if config.gradient_checkpointing:
         # transformers 5.23 renamed the method and warns under the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -97,6 +104,57 @@ def _sizes(source: str) -> dict[str, int | None]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
     return {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+
+
+def skip_padding_masks(model: Any) -> bool:
+    """Let a causal model attend without a mask, which is exact where padding stands on the right; True if it can be.
+
+    No token sees what follows it, so nothing sees the padding. transformers makes a mask all the same, and waits for
+    the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest kernels.
+    Models other than those of `_CAUSAL_MODELS` without a window, and attention other than torch's, stay as they are.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    config = model.config
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if config.model_type not in _CAUSAL_MODELS or windowed or kinds != {"full_attention"}:
+        return False
+    if config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+    model.set_attn_implementation(_UNMASKED)
+    return True
+
+
+@contextmanager
+def padding_masks(model: Any) -> Iterator[None]:
+    """Inside, a model of `skip_padding_masks` makes its masks, as left padding needs."""
+    if model.config._attn_implementation != _UNMASKED:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(_UNMASKED)
+
+
+def add_lora(model: Any, rank: int) -> Any:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
+
+    They are put into `model` itself and have its dtype; alpha is twice the rank, and they start as no change.
+
+    Returns:
+        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -9,13 +9,15 @@ from .parser import CommandParser
 
 # Module of sparse_opt.bench -> what its main(argv) measures.
 BENCHMARKS = {
+    "baseline": "a step of DPO or GRPO end to end, dense, sparse and LoRA: time by section, and peak memory",
     "cpu_step": "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)",
-    "dpo_step": "a step of DPO, dense beside sparse, on a Llama-3.2-3B-shaped model: time and peak memory",
-    "gpu_check": "what has to hold on a GPU: the tests, the memory checker, ops and steps beside their floors",
+    "gpu_check": "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
+    "kernels": "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",
 }
 
 _EPILOG = """examples:
-  sparse-opt bench cpu_step
+  sparse-opt bench baseline dpo
+  sparse-opt bench kernels --numel 200000000
   sparse-opt bench cpu_step --help
 """
 

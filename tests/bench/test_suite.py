@@ -15,10 +15,27 @@ from sparse_opt import backends
 CHECKOUT = Path(__file__).parents[2]
 
 
-def run_suite(*arguments: str) -> subprocess.CompletedProcess[str]:
+# One case of half a second or less; slower by some hundred times, no burst of a neighbour's work explains it.
+ONE_CASE = ["-k", "test_op and cpu and indexed_swap_ and bf16 and 0.1", "--bench_numel", "20000", "--bench_rounds", "5"]
+SPOILED = """
+import time
+from sparse_opt import ops
+
+true_op = ops.indexed_swap_
+
+def {kind}(dense, *others, backend):
+    if backend != "reference":
+        {action}
+    true_op(dense, *others, backend=backend)
+
+ops.indexed_swap_ = {kind}
+"""
+
+
+def run_suite(*arguments: str, plugins: Path | None = None) -> subprocess.CompletedProcess[str]:
     # PYTHONSAFEPATH: the installed package is what is benched, not the folder of its name in the checkout.
     command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", "--bench_device", "cpu"]
-    variables = {**os.environ, "PYTHONSAFEPATH": "1"}
+    variables = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": "" if plugins is None else str(plugins)}
     return subprocess.run(
         [*command, *arguments], cwd=CHECKOUT, env=variables, capture_output=True, text=True, check=False
     )
@@ -35,7 +52,8 @@ def test_every_op_is_collected_on_every_backend_but_an_interpreted_one():
     for op in backends.OPS:
         for backend in set(backends.available("cpu")) - {"triton"}:
             assert done.stdout.count(f"test_op[{backend}-{op}-") == 2 * 3, (op, backend)
-    assert "test_op[triton" not in done.stdout
+            assert done.stdout.count(f"test_sparse_adamw_step[{backend}-") == 2 * 3 * 2, backend
+    assert "[triton" not in done.stdout
 
 
 def test_results_carry_bytes_rates_and_the_machine(tmp_path):
@@ -44,8 +62,47 @@ def test_results_carry_bytes_rates_and_the_machine(tmp_path):
     done = run_suite("-k", "reference and bf16 and 0.1", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
-    assert len(report["benchmarks"]) == len(backends.OPS)
+    assert len(report["benchmarks"]) == len(backends.OPS) + 2  # SparseAdamW.step from dense and compact gradients
     assert "commit" in report["machine_info"]["sparse_opt"]
     for found in report["benchmarks"]:
         info = found["extra_info"]
         assert info["gb_per_s"] == pytest.approx(info["bytes"] / (1e9 * found["stats"]["median"]))
+        assert info["share_of_floor"] == pytest.approx(info["gb_per_s"] / info["copy_gb_per_s"])
+        assert found["stats"]["rounds"] == 2
+
+
+@pytest.fixture
+def needs_extension():
+    if "cpu" not in backends.available("cpu"):
+        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
+
+
+def test_a_wrong_result_is_not_timed(tmp_path, needs_extension):
+    (tmp_path / "spoiled.py").write_text(SPOILED.format(kind="wrong", action="dense[0].zero_()"))
+    path = tmp_path / "bench.json"
+    options = ["-p", "spoiled", *ONE_CASE, "--benchmark-json", str(path)]
+    done = run_suite(*options, plugins=tmp_path)
+    assert done.returncode == 1
+    assert "WrongResult: indexed_swap_ on backend cpu" in done.stdout
+    assert not path.is_file() or json.loads(path.read_text() or '{"benchmarks": []}')["benchmarks"] == []
+
+
+def test_a_slower_op_fails_the_comparison(tmp_path, needs_extension):
+    (tmp_path / "spoiled.py").write_text(SPOILED.format(kind="slow", action="time.sleep(0.1)"))
+    path = tmp_path / "baseline.json"
+    assert run_suite(*ONE_CASE, "--benchmark-json", str(path)).returncode == 0
+    # A hundred times the median: far above what a busy machine does to it, far below the sleep.
+    compared = [*ONE_CASE, f"--benchmark-compare={path}", "--benchmark-compare-fail=median:10000%"]
+    same = run_suite(*compared)
+    assert same.returncode == 0, same.stdout
+    assert "Comparing against benchmarks from:" in same.stdout + same.stderr
+    slow = run_suite("-p", "spoiled", *compared, plugins=tmp_path)
+    assert slow.returncode != 0
+    assert "Performance has regressed" in slow.stdout + slow.stderr
+
+
+def test_the_committed_run_has_every_case_of_a_cpu(needs_extension):
+    done = run_suite("--collect-only")
+    collected = {line for line in done.stdout.splitlines() if line.startswith("bench/")}
+    (path,) = sorted((CHECKOUT / "bench" / "results" / "pytest").glob("*/*_cpu.json"))[-1:]
+    assert {bench["fullname"] for bench in json.loads(path.read_text())["benchmarks"]} == collected

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sparse_opt.bench.timing import measure, n_buffer_sets, percentiles
+from sparse_opt.bench.timing import Prepared, measure, n_buffer_sets, percentiles, samples
 
 
 class Ticks:
@@ -17,14 +17,23 @@ class Ticks:
         self.ms = iter(ms)
 
     def __call__(self, call):
+        if isinstance(call, Prepared):
+            call.before()
         call()
         ms = next(self.ms)
-        return ms, ms / 2
+        return ms, ms / 2, 2 * ms
 
 
 def test_medians_and_percentiles_of_device_and_host():
     found = measure({"a": lambda: None}, n_warmup=0, n_rounds=5, clock=Ticks(5, 1, 2, 4, 3))["a"]
-    assert (found.ms, found.p20_ms, found.p80_ms, found.host_ms, found.n_rounds) == (3, 1.8, 4.2, 1.5, 5)
+    assert (found.ms, found.p20_ms, found.p80_ms, found.host_ms, found.wall_ms, found.n_rounds) == (
+        3,
+        1.8,
+        4.2,
+        1.5,
+        6,
+        5,
+    )
 
 
 def test_variants_take_turns_and_the_order_turns_too():
@@ -51,7 +60,19 @@ def test_the_budget_ends_after_a_whole_round():
 def test_a_cpu_is_timed_by_the_wall():
     found = measure({"a": lambda: time.sleep(0.02)}, n_warmup=0, n_rounds=1)["a"]
     assert found.ms >= 20
-    assert found.host_ms == found.ms
+    assert found.host_ms == found.wall_ms == found.ms
+
+
+def test_what_a_call_needs_first_is_run_each_time_and_not_timed():
+    order: list[str] = []
+    call = Prepared(lambda: (order.append("before"), time.sleep(0.02)), lambda: order.append("call"))
+    found = measure({"a": call}, n_warmup=1, n_rounds=2)["a"]
+    assert order == ["before", "call"] * 3
+    assert found.ms < 10
+
+
+def test_every_sample_is_there():
+    assert samples({"a": lambda: None}, n_warmup=0, n_rounds=2, clock=Ticks(5, 1)) == {"a": [(5, 2.5, 10), (1, 0.5, 2)]}
 
 
 def test_no_variants_no_times():
@@ -76,6 +97,7 @@ def test_a_gpu_is_timed_by_its_own_clock():
     assert found["once"].ms > 0.05
     assert found["thrice"].ms > 2 * found["once"].ms
     assert found["once"].host_ms < found["once"].ms
+    assert found["once"].wall_ms > found["once"].host_ms
     assert n_buffer_sets(1 << 20, "cuda") >= 3
 
 

@@ -1,0 +1,362 @@
+"""Every op and optimizer on the weights of a 3B model: checked, timed, and set beside its floor and its peers.
+
+The floor of a row is the bytes of `floors` over the copy rate, which is measured first in the same run. The tensors are
+gigabytes, so nothing of a call is left in a cache for the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt.ops.reference import as_bits
+
+from . import backward, floors, inputs, peers, targets
+from .cases import Active, Case, DeltaApplyCase, WrongResult, check
+from .optimizers import (
+    LR,
+    SMALL_LR,
+    BaseWeightsSwap,
+    Gradients,
+    active_of,
+    changed_share,
+    check_base_weights,
+    check_first_step,
+    check_no_sync,
+    check_norm,
+    mask_of,
+    parameters,
+    sparse_adamw,
+)
+from .rows import TORCH, Row, Work, row_of
+from .shapes import LLAMA_3_2_3B_SIZES, Shapes, total_numel
+from .timing import Prepared, measure
+
+# So large that the coefficient is 1: a timed clip does all its work and leaves the gradients as they are.
+NO_CLIP = 1e30
+STEP_NAMES: dict[Gradients, str] = {"dense": targets.STEP_DENSE, "compact": targets.STEP_COMPACT}
+
+
+@dataclass
+class KernelBench:
+    """Fills the table.
+
+    Args:
+        shapes: the weight matrices; parameters and gradients are bf16.
+        device: where everything runs.
+        backends: those to time.
+        densities: of the masks over the weights.
+        patterns: of the masks that take whole runs or tiles, at `pattern_density`.
+        delta_numel: elements of the bf16 tensor that is encoded, and of the copy.
+        delta_densities: shares of changed elements.
+        n_rounds: timed calls of each row.
+        with_peers: time other packages' optimizers too.
+        backward_sizes: of the model whose backward pass is timed (see `backward.llama`); None leaves it out.
+        on_row: called with each row as it comes.
+        on_failure: called with each failed check; what failed is not timed.
+    """
+
+    shapes: Shapes
+    device: torch.device
+    backends: Sequence[str]
+    densities: Sequence[float] = (0.025, 0.1)
+    patterns: Sequence[str] = ("run16", "run32", "tile64")
+    pattern_density: float = 0.025
+    delta_numel: int = 2**30
+    delta_densities: Sequence[float] = (0.01, 0.025, 0.1)
+    n_rounds: int = 20
+    seed: int = 0
+    with_peers: bool = True
+    backward_sizes: Mapping[str, int] | None = field(default_factory=lambda: LLAMA_3_2_3B_SIZES)
+    on_row: Callable[[Row], None] = lambda row: None
+    on_failure: Callable[[str], None] = lambda failure: None
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # what was not timed -> why
+    peer_versions: dict[str, str] = field(default_factory=dict)
+    copy_rate: float = 0.0  # bytes a second, those read and those written together
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    def run(self) -> None:
+        """Time everything. What a check refuses is in `failures`; other errors pass through, peers' excepted."""
+        self._copy()
+        self._weights()
+        self._backward()
+        for density in self.delta_densities:
+            self._delta(density)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [row.as_dict() for row in self.rows]
+        return {
+            "n_matrices": len(self.shapes),
+            "numel": total_numel(self.shapes),
+            "delta_numel": self.delta_numel,
+            "copy_gb_per_s": self.copy_rate / 1e9,
+            "floor_counting": floors.COUNTING,
+            "rows": rows,
+            "targets": [verdict.as_dict() for verdict in targets.judge(rows)],
+            "left_out": self.left_out,
+            "peer_versions": self.peer_versions,
+        }
+
+    def _copy(self) -> None:
+        source = torch.randn(self.delta_numel, dtype=torch.bfloat16, device=self.device, generator=self.generator)
+        copy = functools.partial(torch.empty_like(source).copy_, source)
+        timing = measure({"copy": copy}, device=self.device, n_rounds=self.n_rounds)["copy"]
+        nbytes = 2 * source.nbytes
+        self.copy_rate = nbytes / (1e-3 * timing.ms)
+        self._add(Row("copy", TORCH, None, timing, nbytes, timing.ms))
+
+    # On the weights
+
+    def _weights(self) -> None:
+        params = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=0.02)
+        grads = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=1e-3)
+        for i, density in enumerate(self.densities):
+            active = inputs.random_active(params, density, self.generator)
+            self._op_steps(params, grads, active, density)
+            self._gather_and_swap(params, grads, active, density, peer=i == 0)
+            mask = mask_of(self._named(params), active)
+            self._optimizers(params, grads, mask, active, density, self._fused_step(params, grads) if i == 0 else [])
+            if i == 0:
+                self._time(self._other_dense_steps(params, grads, mask))
+            self._base_weights(params, grads, mask, density)
+        for pattern in self.patterns:
+            self._pattern(params, grads, pattern)
+        if self.with_peers:
+            for peer in peers.PEERS:
+                self._peer(peer, params, grads)
+
+    def _op_steps(self, params: list[Tensor], grads: list[Tensor], active: Active, density: float) -> None:
+        for kind in STEP_NAMES:
+            case = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
+            self._case(f"indexed_adamw_, {kind} gradients", case, density)
+
+    def _gather_and_swap(
+        self, params: list[Tensor], grads: list[Tensor], active: Active, density: float, *, peer: bool
+    ) -> None:
+        others = []
+        if peer:
+            named = parameters(self._named(params))
+            for param, grad in zip(named.values(), grads, strict=True):
+                param.grad = grad
+            clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
+            nbytes = floors.dense_clip_bytes(total_numel(self.shapes), grad_itemsize=2)
+            others = [Work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, nbytes)]
+        self._case(targets.GATHER, inputs.gather_case(grads, active), density, others)
+        self._case(targets.SWAP, inputs.swap_case(params, active, self.generator), density)
+
+    def _fused_step(self, params: list[Tensor], grads: list[Tensor]) -> list[Work]:
+        step = peers.torch_adamw_step(parameters(self._named(params)), grads, fused=True)
+        nbytes = floors.dense_adamw_bytes(total_numel(self.shapes), param_itemsize=2)
+        return [Work(peers.FUSED, TORCH, None, step, nbytes)]
+
+    def _other_dense_steps(self, params: list[Tensor], grads: list[Tensor], mask: MaskSet) -> list[Work]:
+        """torch's other step over all elements, and what a mask costs without sparse kernels.
+
+        Their states and copies are as large as the model several times over: they come when the others' are gone.
+        """
+        numel = total_numel(self.shapes)
+        nbytes = floors.dense_adamw_bytes(numel, param_itemsize=2)
+        foreach, masked = (parameters(self._named(params)) for _ in range(2))
+        bools = [mask.bool(name).to(self.device) for name in mask.names]
+        copies = [grad.clone() for grad in grads]
+        return [
+            Work(peers.FOREACH, TORCH, None, peers.torch_adamw_step(foreach, grads, fused=False), nbytes),
+            Work(
+                peers.MASKED,
+                TORCH,
+                None,
+                peers.masked_adamw_step(masked, copies, bools),
+                floors.dense_adamw_bytes(numel, param_itemsize=2, mask_itemsize=1),
+            ),
+        ]
+
+    def _optimizers(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        mask: MaskSet,
+        active: Active,
+        density: float,
+        others: Sequence[Work],
+    ) -> None:
+        """SparseAdamW as it is used, on the backend that is taken where none is named."""
+        works = []
+        for kind, name in STEP_NAMES.items():
+            for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, targets.BF16)):
+                step = self._step(name + suffix, params, grads, mask, active, density, kind=kind, state_dtype=dtype)
+                works += step
+            works += self._step(name + targets.SMALL, params, grads, mask, active, density, kind=kind, lr=SMALL_LR)
+        self._time([*works, *others])
+
+        named, named_grads = parameters(self._named(params)), self._named(grads)
+        optimizer = sparse_adamw(named, named_grads, mask, "compact")
+        clip = functools.partial(optimizer.clip_grad_norm_, NO_CLIP)
+        if self._sound(targets.CLIP, functools.partial(check_norm, optimizer, named_grads, active)) and self._sound(
+            targets.CLIP, functools.partial(check_no_sync, targets.CLIP, clip, self.device)
+        ):
+            self._time([Work(targets.CLIP, self._auto("indexed_adamw_"), density, clip, None, is_auto=True)])
+
+    def _step(
+        self,
+        name: str,
+        params: list[Tensor],
+        grads: list[Tensor],
+        mask: MaskSet,
+        active: Active,
+        density: float,
+        *,
+        kind: Gradients,
+        state_dtype: torch.dtype = torch.float32,
+        backend: str | None = None,
+        lr: float = LR,
+    ) -> list[Work]:
+        """The step of one SparseAdamW, if its first is right."""
+        named, named_grads = parameters(self._named(params)), self._named(grads)
+        optimizer = sparse_adamw(named, named_grads, mask, kind, backend, state_dtype=state_dtype, lr=lr)
+        if not self._sound(name, functools.partial(check_first_step, optimizer, named, named_grads, active)):
+            return []
+        held, changed = optimizer.nbytes(), changed_share(optimizer, named, mask.nnz)
+        nbytes = floors.adamw_bytes(
+            mask.numel,
+            mask.nnz,
+            param_itemsize=2,
+            grad_itemsize=2 if kind == "dense" else 4,
+            dense_grads=kind == "dense",
+            moment_itemsize=state_dtype.itemsize,
+            index_itemsize=index_itemsize(optimizer),
+            pattern=mask.pattern,
+            changed=changed,
+        )
+        auto = self._auto("indexed_adamw_")
+        per_active = (held["indices"] + held["state"]) / mask.nnz
+        taken = backend or auto
+        return [Work(name, taken, density, optimizer.step, nbytes, taken == auto, per_active, changed)]
+
+    def _base_weights(self, params: list[Tensor], grads: list[Tensor], mask: MaskSet, density: float) -> None:
+        named = parameters(self._named(params))
+        swap = BaseWeightsSwap(sparse_adamw(named, self._named(grads), mask, "dense", keep_base_weights=True))
+        if not self._sound("SparseAdamW.base_weights", functools.partial(check_base_weights, swap, named)):
+            return
+        size = index_itemsize(swap.optimizer)
+        nbytes = floors.swap_bytes(mask.numel, mask.nnz, itemsize=2, index_itemsize=size)
+        backend = self._auto("indexed_swap_")
+        enter, leave = Prepared(swap.be_outside, swap.enter), Prepared(swap.be_inside, swap.leave)
+        self._time(
+            [
+                Work(targets.BASE_IN, backend, density, enter, nbytes, is_auto=True),
+                Work(targets.BASE_OUT, backend, density, leave, nbytes, is_auto=True),
+            ]
+        )
+        swap.be_outside()
+
+    def _pattern(self, params: list[Tensor], grads: list[Tensor], pattern: str) -> None:
+        mask = MaskSet.random(self.shapes, density=self.pattern_density, pattern=pattern, seed=self.seed)
+        name = f"{targets.STEP_DENSE}, {pattern}"
+        if not mask.nnz:
+            self.left_out[name] = f"{self.pattern_density:.1%} of matrices this small is no {pattern} unit"
+            return
+        active = active_of(mask, self.device)
+        density = self.pattern_density
+        works = []
+        for backend in self.backends:
+            works += self._step(name, params, grads, mask, active, density, kind="dense", backend=backend)
+        self._time(works)
+
+    def _peer(self, peer: peers.Peer, params: list[Tensor], grads: list[Tensor]) -> None:
+        if why := peer.why_absent(self.device):
+            self.left_out[peer.name] = why
+            return
+        self.peer_versions[peer.name] = peer.version()
+        try:
+            step = peers.peer_step(peer, parameters(self._named(params)), grads)
+            self._time([Work(peer.name, TORCH, None, step, peer.nbytes(total_numel(self.shapes)))])
+        except Exception as error:  # another package's, which may be of any kind: the report shows it, and goes on
+            first_line = str(error).strip().partition("\n")[0]
+            self.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
+
+    # A backward pass and deltas
+
+    def _backward(self) -> None:
+        if self.backward_sizes is None:
+            return
+        if why := backward.why_absent():
+            self.left_out[targets.BACKWARD_HOOKS] = why
+            return
+        works: list[Work] = []
+
+        def make() -> None:
+            assert self.backward_sizes is not None
+            works.extend(backward.backward_works(self.backward_sizes, self.device, self.densities[0], self.seed))
+
+        if self._sound(targets.BACKWARD_HOOKS, make):
+            self._time(works)
+
+    def _delta(self, density: float) -> None:
+        old = inputs.random_tensors({"weight": (self.delta_numel,)}, torch.bfloat16, self.generator)
+        case = inputs.delta_encode_case(old, density, self.generator)
+        peer = functools.partial(torch_encode, old[0], case.new[0])
+        others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.floor_bytes)]
+        self._case(targets.ENCODE, case, density, others)
+
+        indices, values, _ = torch.ops.sparse_opt.delta_encode(old, case.new, backend="reference")
+        active = Active(indices, [0], [len(indices)])
+        self._case(targets.APPLY, DeltaApplyCase(dense=old, active=active, values=values), density)
+
+    # What all share
+
+    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.shapes, tensors, strict=True))
+
+    def _auto(self, op: str) -> str:
+        return backends.choose(op, self.device.type)
+
+    def _case(self, name: str, case: Case, density: float, others: Sequence[Work] = ()) -> None:
+        """Check the case on each backend; time those that are right, and the others, in turns."""
+        auto = self._auto(case.op)
+        works = [
+            Work(name, backend, density, functools.partial(case.run, backend), case.floor_bytes, backend == auto)
+            for backend in self.backends
+            if self._sound(name, functools.partial(check, case, backend))
+        ]
+        self._time([*works, *others])
+
+    def _sound(self, name: str, run_check: Callable[[], None]) -> bool:
+        try:
+            run_check()
+        except WrongResult as error:
+            self.failures.append(f"{name}: {error}")
+            self.on_failure(self.failures[-1])
+            return False
+        return True
+
+    def _time(self, works: Sequence[Work]) -> None:
+        calls = {str(i): work.call for i, work in enumerate(works)}
+        timings = measure(calls, device=self.device, n_rounds=self.n_rounds)
+        for work, timing in zip(works, timings.values(), strict=True):
+            self._add(row_of(work, timing, self.copy_rate))
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.on_row(row)
+
+
+def index_itemsize(optimizer: SparseAdamW) -> int:
+    """Bytes that the optimizer keeps of each index of a mask of single elements, and of each unit's of a pattern: 4."""
+    mask = optimizer.mask
+    return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
+
+
+def torch_encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """What torch has for delta_encode."""
+    where = (as_bits(old) != as_bits(new)).nonzero().view(-1)
+    return where, new.view(-1)[where]

@@ -1,0 +1,161 @@
+"""The tables of docs/performance.md, made from the JSON of measured runs.
+
+A table stands between a line `<!-- table: NAME -->` and a line `<!-- end -->`; everything between them is replaced.
+`--check` changes nothing and ends with 1 where a table is not what the results give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import dram_bytes, floors, kernels, spread, targets
+from .report import markdown_table
+
+DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
+SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+# pytest-benchmark's files of a machine, as `make bench-baseline` names them.
+PYTEST_BASELINE = "pytest/*/*_cpu.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the tables into the document; 0 if that was done, or with --check if there was nothing to do."""
+    parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.report_tables", description=__doc__)
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="(%(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    args = parser.parse_args(argv)
+    if not args.document.is_file():
+        parser.error(f"document {args.document}: no such file; run from the repository's root, or name it")
+    text = args.document.read_text(encoding="utf-8")
+    try:
+        wanted = filled(text, args.results)
+    except (OSError, ValueError) as error:
+        print(f"{args.document}: {error}", file=sys.stderr)
+        return 1
+    if args.check:
+        if wanted != text:
+            print(f"{args.document} is not what {args.results} gives: run {parser.prog}", file=sys.stderr)
+        return int(wanted != text)
+    args.document.write_text(wanted, encoding="utf-8")
+    print(f"{args.document}: {len(SPAN.findall(text))} tables")
+    return 0
+
+
+def filled(text: str, results: Path) -> str:
+    """The document with its tables made anew.
+
+    Raises:
+        ValueError: it names a table that there is not, or none.
+        OSError: a results file cannot be read.
+    """
+    unknown = {name for name, _ in SPAN.findall(text)} - set(TABLES)
+    if unknown or not SPAN.search(text):
+        raise ValueError(f"tables {sorted(unknown) or 'missing'}, wanted of {', '.join(TABLES)}")
+    return SPAN.sub(lambda span: f"{span[1]}{span[2]}\n{TABLES[span[1]](results)}\n\n", text)
+
+
+def machine_line(environment: Mapping[str, Any]) -> str:
+    """Where and when a run was made."""
+    machine, versions = environment["machine"], environment["versions"]
+    gpu = machine.get("gpu")
+    name = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['logical_cpus']} cores"
+    triton = f", triton {versions['triton']}" if gpu else ""
+    commit, dirty, _ = (environment["commit"] or "unknown").partition("-dirty")
+    return f"{name}, torch {versions['torch']}{triton}, {environment['date'][:10]}, commit {commit[:9]}{dirty}"
+
+
+def kernel_table(results: Path) -> str:
+    """The kernels' table of the last full run on a GPU, its verdicts where its floors were counted as they are now."""
+    report = _load(results / "gpu_check.json")
+    found = report["kernels"]
+    judged = found.get("floor_counting") == floors.COUNTING
+    verdicts = targets.judge(found["rows"]) if judged else []
+    missing = [verdict for verdict in verdicts if not verdict.met]
+    rows = [kernels.cells(row, verdicts) for row in found["rows"]]
+    columns = len(kernels.HEADERS) if judged else len(kernels.HEADERS) - 2
+    lines = [
+        f"{machine_line(report['environment'])}. {found['numel'] / 1e9:.2f} B bf16 weights in {found['n_matrices']} "
+        f"matrices, deltas of {found['delta_numel']} elements, copy {found['copy_gb_per_s']:.0f} GB/s.",
+        "",
+        markdown_table(kernels.HEADERS[:columns], [row[:columns] for row in rows], n_words=2),
+        "",
+    ]
+    if not judged:
+        lines.append(
+            "This run counted its floors in another way than `floors.py` does now: it has to be repeated before its "
+            "rows can be judged."
+        )
+        return "\n".join(lines)
+    lines.append(f"{len(verdicts)} targets: {len(verdicts) - len(missing)} met, {len(missing)} missed.")
+    lines += [f"- missed: {verdict.text}" for verdict in missing]
+    lines += [f"- not timed: {work}: {why}" for work, why in found["left_out"].items()]
+    return "\n".join(lines)
+
+
+def dram_table(results: Path) -> str:
+    """Bytes as counted beside those of the floors; without a run, how to make one."""
+    path = results / "dram_bytes.json"
+    if not path.is_file():
+        return "Not counted yet: `python -m sparse_opt.bench.dram_bytes` on a GPU whose counters can be read."
+    report = _load(path)
+    table = markdown_table(dram_bytes.HEADERS, [dram_bytes.cells(row) for row in report["rows"]], n_words=2)
+    return f"{machine_line(report['environment'])}.\n\n{table}"
+
+
+def pytest_table(results: Path) -> str:
+    """The committed pytest-benchmark run on a CPU, bf16 and fp32 at 2.5 %."""
+    files = sorted(results.glob(PYTEST_BASELINE))
+    if not files:
+        return "No run is kept yet: `make bench-baseline`."
+    report = _load(files[-1])
+    rows = []
+    for bench in sorted(report["benchmarks"], key=lambda bench: (bench["group"], bench["params"]["backend"])):
+        info, stats = bench["extra_info"], bench["stats"]
+        if bench["params"]["density"] == 0.025 and bench["params"]["dtype"] in ("bf16", "fp32"):
+            rows.append(
+                [
+                    bench["group"].partition(" on ")[0],
+                    bench["params"]["backend"],
+                    f"{1e3 * stats['median']:.3f}",
+                    f"{1e3 * stats['q1']:.3f} - {1e3 * stats['q3']:.3f}",
+                    f"{info['gb_per_s']:.2f}",
+                    f"{info['share_of_floor']:.1%}",
+                ]
+            )
+    info = report["benchmarks"][0]["extra_info"]
+    where = machine_line(report["machine_info"]["sparse_opt"])
+    headers = ("case", "backend", "median ms", "quartiles", "GB/s", "of the copy rate")
+    return (
+        f"{where}; {info['numel']} elements, {info['threads']} thread(s), copy {info['copy_gb_per_s']:.1f} GB/s.\n\n"
+        f"{markdown_table(headers, rows, n_words=2)}"
+    )
+
+
+def spread_table(results: Path) -> str:
+    """How far runs of one state lay apart."""
+    report = _load(results / "pytest_spread.json")
+    where = f"{machine_line(report['environment'])}; {report['n_runs']} runs of {report['n_cases']} cases"
+    return f"{where}.\n\n{markdown_table(spread.HEADERS, spread.rows(report))}"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "kernels": kernel_table,
+    "dram_bytes": dram_table,
+    "pytest_cpu": pytest_table,
+    "pytest_spread": spread_table,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The end-to-end benchmark: its calls, one small run of each algorithm, and what it makes of wrong results."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
+
+from sparse_opt import MaskSet
+from sparse_opt.bench import baseline
+from sparse_opt.bench.baseline_report import FIRST_LOSS_ATOL, FIRST_RATIO_ATOL
+from sparse_opt.cli.main import main
+
+SECTIONS = ["reference", "forward", "backward", "clip", "step"]
+PNG = b"\x89PNG\r\n\x1a\n"
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def bench(capfd, monkeypatch, tmp_path) -> Call:
+    """`bench("dpo", "--small")` -> exit code, stdout and stderr, as a shell sees them; JSON goes to tmp_path."""
+    monkeypatch.delenv("SPARSE_OPT_DEBUG", raising=False)
+
+    def call(algorithm: str, *words: object) -> tuple[int, str, str]:
+        output = [] if "--output" in words else ["--output", tmp_path / "baseline.json"]
+        code = main(["bench", "baseline", algorithm, *map(str, [*words, *output])])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def need_peft() -> None:
+    pytest.importorskip("peft", reason="mode lora needs peft: pip install 'sparse-opt[bench]'")
+
+
+@pytest.mark.slow
+def test_dpo_in_all_modes(tmp_path, bench):
+    need_peft()
+    code, out, err = bench(
+        "dpo", "--small", "--n_steps", 4, "--n_warmup", 1, "--sequence_length", 32, "--work_dir", tmp_path
+    )
+    assert code == 0, err
+    report = json.loads((tmp_path / "baseline.json").read_text())
+    assert set(report["environment"]) >= {"date", "commit", "machine", "versions"}
+    assert [row["mode"] for row in report["rows"]] == ["dense", "sparse", "lora"]
+    assert report["mask"]["nnz"] == pytest.approx(0.025 * report["numel"], rel=0.02)
+    for row in report["rows"]:
+        assert row["first"]["loss"] == pytest.approx(math.log(2), abs=FIRST_LOSS_ATOL)
+        assert list(row["section_s"]) == list(row["section_host_s"]) == SECTIONS
+        assert all(seconds > 0 for seconds in row["section_s"].values())
+        assert row["p20_s"] <= row["step_s"] <= row["p80_s"]
+        assert row["sections_s"] <= row["p80_s"]
+        assert (row["n_timed"], len(row["steps"])) == (3, 4)
+        assert row["peak_memory_bytes"] is None and row["kernel_s"] is None  # no GPU
+    dense, sparse, lora = report["rows"]
+    assert len({row["data_digest"] for row in report["rows"]}) == 1
+    assert (dense["n_trained"], sparse["n_trained"]) == (report["numel"], report["mask"]["nnz"])
+    assert lora["n_trained"] == lora["bytes"]["grad"] / 2
+    assert dense["bytes"]["reference"] == dense["bytes"]["weights"] == 2 * report["numel"]
+    assert "reference" not in sparse["bytes"]
+    assert sparse["bytes"]["grad"] == 2 * sparse["n_trained"]
+    assert sparse["bytes"]["state"] == 8 * sparse["n_trained"]
+    assert report["ratios"]["sparse"]["step"] == pytest.approx(sparse["step_s"] / dense["step_s"])
+    assert f"sparse/dense: step {report['ratios']['sparse']['step']:.2f}" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["baseline.json"]
+
+
+@pytest.mark.slow
+def test_grpo_with_a_picture(tmp_path, bench):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
+    sizes = ("--sequence_length", 20, "--max_new_tokens", 8, "--n_generations", 4)
+    code, out, err = bench(
+        "grpo", "--small", "--modes", "sparse,dense", "--n_steps", 2, "--n_warmup", 0, *sizes,
+        "--gradient_checkpointing", "--plot", tmp_path / "grpo.png",
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads((tmp_path / "baseline.json").read_text())
+    assert [row["mode"] for row in report["rows"]] == ["sparse", "dense"]
+    for row in report["rows"]:
+        assert list(row["section_s"]) == ["rollout", *SECTIONS]
+        assert row["first"]["ratio_error"] <= FIRST_RATIO_ATOL
+        assert row["first"]["k3"] <= FIRST_RATIO_ATOL
+    assert (tmp_path / "grpo.png").read_bytes().startswith(PNG)
+    assert f"plot: {tmp_path / 'grpo.png'}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["dpo", "--small", "--modes", "dense,fast"],
+            "--modes dense,fast: wanted some of dense, sparse, lora, each once",
+        ),
+        (["dpo", "--small", "--modes", "dense,dense"], "each once"),
+        (["dpo", "--small", "--n_steps", 5, "--n_warmup", 5], "--n_steps 5 leaves nothing after --n_warmup 5"),
+        (["dpo", "--small", "--batch_size", 0], "--batch_size is 0, wanted at least 1"),
+        (["dpo", "--small", "--sequence_length", 4], "--sequence_length is 4, wanted at least 8"),
+        (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, wanted at least 129"),
+        (["grpo", "--small", "--n_generations", 1], "--n_generations is 1, wanted at least 2"),
+        (["dpo", "--small", "--density", 0], "--density is 0.0"),
+        (["dpo", "--small", "--model_name", "x"], "--small makes a model of its own"),
+        (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl wants a model"),
+        (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
+        (["dpo", "--small", "--work_dir", "/nowhere"], "--work_dir /nowhere: no such folder"),
+        (["dpo", "--small", "--kernel_time"], "--kernel_time reads a GPU's kernels, and the device is cpu"),
+        (["dpo", "--small", "--checkpoint", "/nowhere"], "--small makes a model of its own"),
+        (["dpo", "--device", "cpu", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: wanted a folder"),
+        (["dpo", "--small", "--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
+        (["dpo", "--small", "--n_step", 3], "unknown argument '--n_step'; the nearest is '--n_steps'"),
+        (["ppo", "--small"], "invalid choice: 'ppo'"),
+    ],
+)
+def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):
+    code, out, err = bench(*words)
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert message in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+def test_without_a_gpu(bench):
+    code, _, err = bench("dpo")
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "finds no CUDA device here; --small runs on a CPU" in err
+
+
+def test_a_mask_of_another_model(tmp_path, bench):
+    mask = MaskSet.random({"model.embed_tokens.weight": (10, 4), "other": (3, 3)}, density=0.5)
+    mask.save(tmp_path / "mask.safetensors")
+    code, out, err = bench("dpo", "--small", "--mask", tmp_path / "mask.safetensors")
+    assert code == 1
+    assert out == ""  # found out before any work
+    assert len(err.splitlines()) == 1, err
+    assert str(tmp_path / "mask.safetensors") in err and "other" in err
+
+
+@pytest.mark.parametrize(("package", "words"), [("matplotlib", ["--plot", "x.png"]), ("peft", ["--modes", "lora"])])
+def test_a_package_that_is_missing(monkeypatch, bench, package, words):
+    from importlib import util
+
+    found = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest))
+    code, _, err = bench("dpo", "--small", *words)
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert f"{package}, which is not installed: pip install 'sparse-opt[" in err
+
+
+def result(mode: str, loss: float, digest: str = "d") -> dict[str, Any]:
+    step = {
+        "loss": loss,
+        "grad_norm": 1.0,
+        "step_s": 0.1,
+        "host_s": 0.1,
+        "section_s": dict.fromkeys(SECTIONS, 0.02),
+        "section_host_s": dict.fromkeys(SECTIONS, 0.02),
+    }
+    return {
+        "mode": mode,
+        "n_trained": 10,
+        "data_digest": digest,
+        "peak_memory_bytes": None,
+        "peak_reserved_bytes": None,
+        "bytes": {"weights": 20},
+        "kernel_s": None,
+        "steps": [copy.deepcopy(step) for _ in range(3)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("results", "messages"),
+    [
+        (
+            [result("dense", math.log(2)), result("sparse", 0.7)],
+            ["WRONG RESULT: mode sparse begins at a DPO loss of 0.7"],
+        ),
+        (
+            [result("dense", math.log(2)), result("sparse", math.log(2), "e")],
+            ["WRONG RESULT: the modes trained on differ"],
+        ),
+        ([result("dense", math.log(2)), None], []),  # the run itself has said why
+    ],
+    ids=["loss", "data", "a run that failed"],
+)
+def test_wrong_results_are_reported_and_end_with_1(monkeypatch, tmp_path, bench, results, messages):
+    waiting = iter(results)
+    monkeypatch.setattr(baseline, "_run", lambda *args, **kwargs: next(waiting))
+    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
+    code, out, err = bench("dpo", "--small", "--modes", "dense,sparse", "--n_steps", 3, "--n_warmup", 0)
+    assert code == 1
+    assert [line[: len(message)] for line, message in zip(err.splitlines(), messages, strict=True)] == messages
+    assert "dense" in out
+    report = json.loads((tmp_path / "baseline.json").read_text())
+    assert len(report["rows"]) == sum(item is not None for item in results)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why_in_one_line(tmp_path, bench):
+    """A dataset that cannot be read is found by each mode's own process."""
+    folder = tmp_path / "model"
+    config = baseline.llama_config(baseline.SMALL, 32)
+    baseline.make_checkpoint(folder, config, seed=0, device=torch.device("cpu"))
+    words = ("--device", "cpu", "--checkpoint", folder, "--modes", "dense", "--dataset", Path("/nowhere/pairs.jsonl"))
+    code, _, err = bench("dpo", *words)
+    assert code == 1
+    assert "sparse-opt: error: mode dense: dataset /nowhere/pairs.jsonl: no such file" in err.splitlines()
+    assert "dense: the run ended with exit code 1" in err.splitlines()

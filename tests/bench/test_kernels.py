@@ -1,0 +1,82 @@
+"""`sparse-opt bench kernels`: its own end of the table that gpu_check prints too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet, backends
+from sparse_opt.bench import kernels, optimizers
+from sparse_opt.bench.cases import WrongResult
+from sparse_opt.bench.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
+
+WORDS = ["--device", "cpu", "--numel", "2000000", "--delta_numel", "5000", "--n_rounds", "1", "--no_peers"]
+
+
+def test_the_table_is_printed_written_and_judged(tmp_path, capsys, monkeypatch):
+    if "cpu" not in backends.available("cpu"):
+        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
+    path = tmp_path / "kernels.json"
+    assert kernels.main([*WORDS, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["completed"]
+    rows = {row["work"] for row in report["kernels"]["rows"]}
+    assert "SparseAdamW.step, dense gradients, tile64" in rows
+    assert report["kernels"]["left_out"] == {}
+    narrow = [row for row in report["kernels"]["rows"] if "bf16 moments" in row["work"]]
+    # int32 indices and two bf16 moments; narrower indices would make it 6
+    assert {row["bytes_per_active"] for row in narrow} <= {8.0, 6.0}
+    out = capsys.readouterr().out
+    assert kernels.text(report) in out
+    assert "targets, set for an H200" in out
+
+
+def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--device", "cuda"])
+    assert stopped.value.code == 2
+    assert "finds no CUDA device here" in capsys.readouterr().err
+
+
+def swap_of_two_matrices() -> tuple[BaseWeightsSwap, optimizers.Named]:
+    weights = {name: torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) for name in "ab"}
+    grads = {name: torch.ones(40, 50) for name in "ab"}
+    mask = MaskSet.random(weights, density=0.1)
+    params = parameters(weights)
+    return BaseWeightsSwap(sparse_adamw(params, grads, mask, "dense", keep_base_weights=True)), params
+
+
+def test_base_weights_are_checked_inside_and_outside():
+    check_base_weights(*swap_of_two_matrices())
+    swap, params = swap_of_two_matrices()
+    swap.be_inside()
+    swap.be_inside()  # it is already
+    swap.be_outside()
+    true_leave = swap.leave
+
+    def wrong_leave() -> None:
+        true_leave()
+        params["b"].detach().view(-1)[7] += 1
+
+    swap.leave = wrong_leave  # type: ignore[method-assign]
+    with pytest.raises(WrongResult, match="base_weights: b outside again: 1 of 2000"):
+        check_base_weights(swap, params)
+
+
+def test_a_step_that_does_nothing_proves_nothing_about_base_weights(monkeypatch):
+    swap, params = swap_of_two_matrices()
+    monkeypatch.setattr(swap.optimizer, "step", lambda: None)
+    with pytest.raises(WrongResult, match="a step changed no weight"):
+        check_base_weights(swap, params)
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_device_is_found():
+    x = torch.ones(3, device="cuda")
+    optimizers.check_no_sync("adding", lambda: x.add_(1), x.device)
+    with pytest.raises(WrongResult, match="reading waits for the device"):
+        optimizers.check_no_sync("reading", x.sum().item, x.device)

@@ -1,0 +1,123 @@
+"""The document's tables are what the committed results give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparse_opt.bench import floors, report_tables, spread, targets
+
+CHECKOUT = Path(__file__).parents[2]
+DOCUMENT, RESULTS = CHECKOUT / report_tables.DOCUMENT, CHECKOUT / report_tables.RESULTS
+
+
+def test_the_tables_of_the_document_are_those_of_the_results():
+    text = DOCUMENT.read_text()
+    assert {name for name, _ in report_tables.SPAN.findall(text)} == set(report_tables.TABLES)
+    assert report_tables.filled(text, RESULTS) == text, "run `make performance-tables`"
+
+
+def words(document: Path, results: Path = RESULTS) -> list[str]:
+    return ["--document", str(document), "--results", str(results)]
+
+
+def test_a_changed_figure_is_found_and_put_right(tmp_path, capsys):
+    document = tmp_path / "performance.md"
+    text = DOCUMENT.read_text()
+    document.write_text(text.replace("| copy | torch |", "| copied | torch |", 1))
+    assert document.read_text() != text
+    assert report_tables.main([*words(document), "--check"]) == 1
+    assert "is not what" in capsys.readouterr().err
+    assert report_tables.main(words(document)) == 0
+    assert document.read_text() == text
+    assert report_tables.main([*words(document), "--check"]) == 0
+
+
+@pytest.mark.parametrize("text", ["no table", "<!-- table: kernel -->\n<!-- end -->\n"])
+def test_a_document_without_known_tables_is_an_error(text, tmp_path, capsys):
+    document = tmp_path / "performance.md"
+    document.write_text(text)
+    assert report_tables.main(words(document)) == 1
+    assert "wanted of kernels, dram_bytes, pytest_cpu, pytest_spread" in capsys.readouterr().err
+    assert document.read_text() == text
+
+
+def test_missing_results_are_named(tmp_path, capsys):
+    document = tmp_path / "performance.md"
+    document.write_text("<!-- table: kernels -->\n<!-- end -->\n")
+    assert report_tables.main(words(document, tmp_path)) == 1
+    assert "gpu_check.json" in capsys.readouterr().err
+
+
+def test_rows_are_judged_only_by_floors_that_are_counted_as_now(tmp_path):
+    report = json.loads((RESULTS / "gpu_check.json").read_text())
+    for row in report["kernels"]["rows"]:
+        row |= {"is_auto": row["backend"] == "cuda", "bytes_per_active": None}
+    report["kernels"] |= {"floor_counting": floors.COUNTING, "left_out": {"FlashAdamW.step": "not installed"}}
+    path = tmp_path / "gpu_check.json"
+    path.write_text(json.dumps(report))
+    judged = report_tables.kernel_table(tmp_path)
+    verdicts = targets.judge(report["kernels"]["rows"])
+    n_met = sum(verdict.met for verdict in verdicts)
+    assert 0 < n_met < len(verdicts)
+    assert f"{len(verdicts)} targets: {n_met} met, {len(verdicts) - n_met} missed." in judged
+    assert "- not timed: FlashAdamW.step: not installed" in judged
+    report["kernels"]["floor_counting"] = "by the page"
+    path.write_text(json.dumps(report))
+    unjudged = report_tables.kernel_table(tmp_path)
+    assert "counted its floors in another way" in unjudged
+    assert "missed" not in unjudged
+
+
+def test_counted_bytes_are_shown_once_there_are_any(tmp_path):
+    assert "Not counted yet" in report_tables.dram_table(tmp_path)
+    environment = json.loads((RESULTS / "gpu_check.json").read_text())["environment"]
+    row = {
+        "op": "indexed_swap_",
+        "backend": "cuda",
+        "density": 0.1,
+        "n_kernels": 1,
+        "bytes_read": 6e9,
+        "bytes_written": 5e9,
+        "floor_bytes": 10e9,
+        "ms": 3.0,
+    }
+    (tmp_path / "dram_bytes.json").write_text(json.dumps({"environment": environment, "rows": [row]}))
+    line = "| indexed_swap_ | cuda | 10.0% | 1 | 6.000 | 5.000 | 11.000 | 10.000 | 1.10 | 3.000 |"
+    assert line in report_tables.dram_table(tmp_path)
+
+
+def run_of(**medians: float) -> dict:
+    return {
+        "machine_info": {"sparse_opt": {"machine": {}}},
+        "benchmarks": [{"fullname": n, "stats": {"median": m, "min": m / 2}} for n, m in medians.items()],
+    }
+
+
+def test_the_spread_of_runs(tmp_path, capsys):
+    found = spread.spread([run_of(a=1.0, b=2.0), run_of(a=1.5, b=2.0)])
+    assert found["n_cases"] == 2
+    assert found["median"] == {"half": 0.5, "nine_in_ten": 0.5, "all": 0.5}
+    assert spread.rows(found)[1] == ["by their fastest calls", "50%", "50%", "50%"]
+    with pytest.raises(ValueError, match="different cases: c and 0 more"):
+        spread.spread([run_of(a=1.0), run_of(a=1.0, c=1.0)])
+
+    paths = [tmp_path / "1.json", tmp_path / "2.json"]
+    for path in paths:
+        path.write_text(json.dumps(run_of(a=1.0)))
+    output = tmp_path / "spread.json"
+    assert spread.main([*map(str, paths), "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["n_runs"] == 2
+    with pytest.raises(SystemExit):
+        spread.main([str(paths[0])])
+    assert "wanted two or more" in capsys.readouterr().err
+
+
+def test_the_threshold_of_make_stands_above_the_spread_that_was_measured():
+    makefile = (CHECKOUT / "Makefile").read_text()
+    threshold = next(line for line in makefile.splitlines() if line.startswith("BENCH_THRESHOLD"))
+    statistic, percent = threshold.partition("?=")[2].strip().rstrip("%").split(":")
+    measured = json.loads((RESULTS / "pytest_spread.json").read_text())
+    assert float(percent) / 100 > measured[statistic]["all"]
