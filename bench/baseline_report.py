@@ -88,38 +88,39 @@ def wrong_results(algorithm: str, rows: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def text(report: dict[str, Any]) -> str:
-    """The report for a terminal: times, then bytes, then what the other modes take of dense."""
-    rows, on_gpu = report["rows"], report["rows"] and report["rows"][0]["peak_memory_bytes"] is not None
-    lines = [_heading(report)]
-    if not rows:
-        return lines[0]
-    sections = list(rows[0]["section_s"])
-    cells = [
+def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(headers, a row of each mode) of the table of times and peaks. The report has rows."""
+    rows = report["rows"]
+    on_gpu, profiled = rows[0]["peak_memory_bytes"] is not None, rows[0]["kernel_s"] is not None
+    headers = [
+        f"{report['algorithm'].upper()}, ms",
+        *rows[0]["section_s"],
+        "whole step",
+        "p20 - p80",
+        *(["launched"] if on_gpu else []),
+        *(["kernels"] if profiled else []),
+        *(["peak GiB", "reserved", "limit"] if on_gpu else []),
+    ]
+    return headers, [
         [
             row["mode"],
             *(f"{1e3 * seconds:.1f}" for seconds in (*row["section_s"].values(), row["step_s"])),
             f"{1e3 * row['p20_s']:.1f} - {1e3 * row['p80_s']:.1f}",
             *([f"{1e3 * row['host_s']:.1f}"] if on_gpu else []),
-            *([f"{1e3 * row['kernel_s']:.1f}"] if row["kernel_s"] is not None else []),
+            *([f"{1e3 * row['kernel_s']:.1f}"] if profiled else []),
             *([_gib(row["peak_memory_bytes"]), _gib(row["peak_reserved_bytes"]), row["limit"]] if on_gpu else []),
         ]
         for row in rows
     ]
-    headers = [
-        f"{report['algorithm'].upper()}, ms",
-        *sections,
-        "whole step",
-        "p20 - p80",
-        *(["launched"] if on_gpu else []),
-        *(["kernels"] if rows[0]["kernel_s"] is not None else []),
-        *(["peak GiB", "reserved", "limit"] if on_gpu else []),
-    ]
-    lines += [table(headers, cells), "", *(_bytes_line(row) for row in rows)]
-    for mode, found in report["ratios"].items():
-        listed = ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items())
-        lines.append(f"{mode}/dense: {listed}")
-    if on_gpu:
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for a terminal: times, then bytes, then what the other modes take of dense."""
+    lines, rows = [heading(report)], report["rows"]
+    if not rows:
+        return lines[0]
+    lines += [table(*cells(report)), "", *(_bytes_line(row) for row in rows), *ratio_lines(report)]
+    if rows[0]["peak_memory_bytes"] is not None:
         lines.append(
             "launched: until the host had launched the step; limit: host where most of the step's time passes in "
             f"sections that take the host {HOST_BOUND:.0%} of their time to launch"
@@ -127,7 +128,16 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _heading(report: dict[str, Any]) -> str:
+def ratio_lines(report: dict[str, Any]) -> list[str]:
+    """What each other mode takes of dense, a line each."""
+    return [
+        f"{mode}/dense: " + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items())
+        for mode, found in report["ratios"].items()
+    ]
+
+
+def heading(report: dict[str, Any]) -> str:
+    """What was trained on what, in one line."""
     settings, machine = report["settings"], report["environment"]["machine"]
     if report["algorithm"] == "dpo":
         work = f"{settings['batch_size']} pair(s) of at most {settings['sequence_length']} tokens a step"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import dram_bytes, floors, kernels, spread, targets
+from . import baseline_report, dram_bytes, floors, kernels, spread, targets
 from .report import markdown_table
 
 DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
@@ -144,6 +144,17 @@ def spread_table(results: Path) -> str:
     return f"{where}.\n\n{markdown_table(spread.HEADERS, spread.rows(report))}"
 
 
+def baseline_table(results: Path) -> str:
+    """Every kept run of training end to end."""
+    parts = []
+    for path in sorted(results.glob("baseline_*.json")):
+        report = _load(path)
+        headers, rows = baseline_report.cells(report)
+        parts += [f"{machine_line(report['environment'])}. {baseline_report.heading(report)}.", ""]
+        parts += [markdown_table(headers, rows), "", *(f"- {line}" for line in baseline_report.ratio_lines(report)), ""]
+    return "\n".join(parts[:-1]) if parts else "No run is kept yet: `sparse-opt bench baseline dpo`."
+
+
 def _load(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
@@ -151,6 +162,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernel_table,
+    "baselines": baseline_table,
     "dram_bytes": dram_table,
     "pytest_cpu": pytest_table,
     "pytest_spread": spread_table,

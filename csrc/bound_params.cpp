@@ -23,8 +23,12 @@ using Gather = decltype(masked_grad_gather_<AnyDevice>);
 }  // namespace
 
 BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-                         std::vector<int64_t> ends)
-    : params_(std::move(params)), indices_(std::move(indices)), starts_(std::move(starts)), ends_(std::move(ends)) {
+                         std::vector<int64_t> ends, int64_t run_length)
+    : params_(std::move(params)),
+      indices_(std::move(indices)),
+      starts_(std::move(starts)),
+      ends_(std::move(ends)),
+      run_length_(run_length) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
 }
 
@@ -61,7 +65,7 @@ void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& o
   SPARSE_OPT_CHECK(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
                    " elements, wanted ", numels_[i]);
   op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt,
-          accumulate, sum_sq.narrow(0, i, 1), found_inf);
+          accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_);
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {
@@ -83,7 +87,7 @@ void BoundParams::indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& ex
   check_numels();
   static const auto op = native_op<AdamW>("sparse_opt_native::indexed_adamw_");
   op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, gradients_for(grad), master, beta1,
-          beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed);
+          beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_);
   bump_versions();
 }
 
@@ -95,7 +99,7 @@ void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::
   check_numels();
   static const auto op = native_op<Sgd>("sparse_opt_native::indexed_sgd_");
   op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, gradients_for(grad), master, momentum,
-          dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed);
+          dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_);
   bump_versions();
 }
 

@@ -13,7 +13,7 @@ namespace sparse_opt {
 class BoundParams {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-              std::vector<int64_t> ends);
+              std::vector<int64_t> ends, int64_t run_length);
 
   // Whether any parameter has a gradient.
   bool has_grads() const;
@@ -45,8 +45,9 @@ class BoundParams {
   void bump_versions() const;
 
   std::vector<at::Tensor> params_, grads_;
-  at::Tensor indices_;  // [nnz]
+  at::Tensor indices_;  // [nnz / run_length]
   std::vector<int64_t> starts_, ends_, numels_;
+  int64_t run_length_;
 };
 
 }  // namespace sparse_opt

@@ -78,18 +78,30 @@ inline int movable_size(const char* name, const at::Tensor& tensor) {
   return size;
 }
 
+constexpr int64_t kLongestRun = int64_t{1} << 30;
+
+// The number of slots that indices cover, of which each takes run_length.
+inline int64_t checked_slots(const at::Tensor& indices, int64_t run_length) {
+  SPARSE_OPT_CHECK(run_length >= 1 && run_length <= kLongestRun && (run_length & (run_length - 1)) == 0,
+                   "run_length is ", run_length, ", wanted a power of two from 1 to ", kLongestRun);
+  return indices.numel() * run_length;
+}
+
 // `pointers` are those of the dense tensors, and must outlive the result.
 inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
-                                 const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends) {
-  const int64_t nnz = indices.numel();
+                                 const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
+                                 int64_t run_length = 1) {
+  const int64_t nnz = checked_slots(indices, run_length);
   SPARSE_OPT_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
                    indices.scalar_type(), ", wanted int32 or int64");
-  check_flat("indices", indices, nnz, indices.device());
+  check_flat("indices", indices, indices.numel(), indices.device());
   SPARSE_OPT_CHECK(starts.size() == dense.size() && ends.size() == dense.size(), "starts holds ", starts.size(),
                    " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
   for (size_t i = 0; i < dense.size(); ++i) {
     SPARSE_OPT_CHECK(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i], ", ",
                      ends[i], "), wanted within [0, ", nnz, ")");
+    SPARSE_OPT_CHECK((starts[i] | ends[i]) % run_length == 0, "segment ", i, " is [", starts[i], ", ", ends[i],
+                     "), wanted multiples of run_length ", run_length);
     SPARSE_OPT_CHECK(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
                      " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
   }
@@ -100,6 +112,7 @@ inline Segments checked_segments(const char* name, at::TensorList dense, const s
   segments.ends = ends.data();
   segments.indices = indices.data_ptr();
   segments.wide_indices = indices.scalar_type() == at::kLong;
+  segments.run_length = static_cast<int>(run_length);
   return segments;
 }
 

@@ -32,8 +32,8 @@ struct Cuda {
   static void run_swap(const MoveArguments& args) { cuda::indexed_swap(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 
-  // Memory for the changes is needed before their number is known, or the device would wait for the host: as much as there
-  // can be if that is little, else what a sample lets expect, which arrives while delta_find runs.
+  // Memory for the changes is needed before their number is known, or the device would wait for the host: as much as
+  // there can be if that is little, else what a sample lets expect, which arrives while delta_find runs.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});

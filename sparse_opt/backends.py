@@ -138,7 +138,14 @@ def functions(device: torch.device, backend: str | None = None) -> SimpleNamespa
 
 
 def bind(
-    op: str, params: list[Any], indices: Tensor, starts: list[int], ends: list[int], backend: str | None = None
+    op: str,
+    params: list[Any],
+    indices: Tensor,
+    starts: list[int],
+    ends: list[int],
+    *,
+    run_length: int = 1,
+    backend: str | None = None,
 ) -> Any:
     """Parameters and segments converted to C++ once, which spares a step most of its host time.
 
@@ -149,4 +156,4 @@ def bind(
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None
     # choose() has made sure that the module is there.
-    return native_module()[0].BoundParams(params, indices, starts, ends)  # type: ignore[union-attr]
+    return native_module()[0].BoundParams(params, indices, starts, ends, run_length)  # type: ignore[union-attr]

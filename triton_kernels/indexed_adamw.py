@@ -13,7 +13,7 @@ from torch import Tensor
 from .gradient import load_gradient, scale_gradient
 from .launch import SLOT_OPTIONS, SLOTS, element_dtype
 from .rounding import differs, random_words, round_nearest, round_stochastic, widen
-from .segments import address_of, addresses, block_of, segments
+from .segments import address_of, addresses, block_of, positions_of, segments
 
 
 @triton.jit
@@ -35,7 +35,8 @@ def _powers(a, b, n):
 #   read    i + g + 2 s, and the 64-byte granules of the parameters (of the gradients too where they are dense)
 #   written 2 s, and the granules of the parameters again, those whose bits change; with fp32 masters 4 more of each
 # int32 indices, fp32 gradients and moments, bf16 parameters at density d: 24 + 4 hit(d) / d, where
-# hit(d) = 1 - (1 - d)^32 is the share of granules touched. The floor is that times nnz over the copy rate.
+# hit(d) = 1 - (1 - d)^32 is the share of granules touched. The floor is that times nnz over the copy rate. With runs, i
+# is an index's bytes over RUN; aligned ones of 32 bf16 and more are whole granules: 24 + 4 / RUN.
 @triton.jit(
     do_not_specialize=[
         "param_table",
@@ -56,7 +57,7 @@ def _indexed_adamw_kernel(
     param_table,  # [n] int64 addresses, or the tensor where there is one
     grad_table,  # likewise, or None
     blocks,  # [programs, 2] int64, or None where there is one tensor
-    indices,  # [nnz]
+    indices,  # [nnz / RUN]
     exp_avg,  # [nnz]
     exp_avg_sq,  # [nnz]
     grad,  # [nnz] or None
@@ -80,11 +81,12 @@ def _indexed_adamw_kernel(
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
     if found_inf is not None:
         mask = mask & (tl.zeros([BLOCK], tl.float32) == tl.load(found_inf))
-    positions = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    positions = positions_of(indices, slots, mask, RUN)
     param_at = address_of(param_table, blocks, tensor, PARAM) + positions
     g = load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
     m = widen(tl.load(exp_avg + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
@@ -157,6 +159,7 @@ def indexed_adamw_(
     found_inf: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    run_length: int = 1,
 ) -> None:
     """`sparse_opt.ops.indexed_adamw_` in one launch."""
     if not params:
@@ -194,5 +197,6 @@ def indexed_adamw_(
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,
             BLOCK=SLOTS,
+            RUN=run_length,
             **SLOT_OPTIONS,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from .gradient import load_gradient, scale_gradient
 from .launch import SLOT_OPTIONS, SLOTS, element_dtype
 from .rounding import differs, random_words, round_nearest, round_stochastic, widen
-from .segments import address_of, addresses, block_of, segments
+from .segments import address_of, addresses, block_of, positions_of, segments
 
 
 # Bytes per active element, with i, g and s those of an index, a gradient and a momentum: read i + g + s and the
@@ -35,7 +35,7 @@ def _indexed_sgd_kernel(
     param_table,  # [n] int64 addresses, or the tensor where there is one
     grad_table,  # likewise, or None
     blocks,  # [programs, 2] int64, or None where there is one tensor
-    indices,  # [nnz]
+    indices,  # [nnz / RUN]
     momentum_buffer,  # [nnz] or None
     grad,  # [nnz] or None
     master,  # [nnz] or None
@@ -55,11 +55,12 @@ def _indexed_sgd_kernel(
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
     if found_inf is not None:
         mask = mask & (tl.zeros([BLOCK], tl.float32) == tl.load(found_inf))
-    positions = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    positions = positions_of(indices, slots, mask, RUN)
     param_at = address_of(param_table, blocks, tensor, PARAM) + positions
     g = load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
     step = tl.load(steps + tensor).to(tl.int64)
@@ -120,6 +121,7 @@ def indexed_sgd_(
     found_inf: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    run_length: int = 1,
 ) -> None:
     """`sparse_opt.ops.indexed_sgd_` in one launch."""
     if not params:
@@ -153,5 +155,6 @@ def indexed_sgd_(
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,
             BLOCK=SLOTS,
+            RUN=run_length,
             **SLOT_OPTIONS,
         )

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import SLOT_OPTIONS, SLOTS, TRITON_BITS_DTYPE
-from .segments import address_of, bits, bits_addresses, block_of, segments
+from .segments import address_of, bits, bits_addresses, block_of, positions_of, segments
 
 
 # Bytes per active element, with i and b those of an index and an element: read i + b and the 64-byte granules of the
@@ -20,15 +20,16 @@ from .segments import address_of, bits, bits_addresses, block_of, segments
 def _indexed_swap_kernel(
     dense_table,  # [n] int64 addresses, or the tensor's bits where there is one
     blocks,  # [programs, 2] int64, or None where there is one tensor
-    indices,  # [nnz]
+    indices,  # [nnz / RUN]
     compact,  # [nnz] bits
     start: tl.int64,
     end: tl.int64,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
-    positions = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    positions = positions_of(indices, slots, mask, RUN)
     dense_at = address_of(dense_table, blocks, tensor, BITS) + positions
     outside = tl.load(compact + slots, mask=mask, other=0)
     held = tl.load(dense_at, mask=mask, other=0)
@@ -39,7 +40,13 @@ def _indexed_swap_kernel(
 
 
 def indexed_swap_(
-    dense: Sequence[Tensor], compact: Tensor, indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+    dense: Sequence[Tensor],
+    compact: Tensor,
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    run_length: int = 1,
 ) -> None:
     """`sparse_opt.ops.indexed_swap_` in one launch."""
     if not dense:
@@ -58,5 +65,6 @@ def indexed_swap_(
             plan.end,
             BITS=TRITON_BITS_DTYPE[compact.element_size()],
             BLOCK=SLOTS,
+            RUN=run_length,
             **SLOT_OPTIONS,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .launch import SLOT_OPTIONS, SLOTS, element_dtype
 from .rounding import round_nearest, widen
-from .segments import address_of, addresses, block_of, segments
+from .segments import address_of, addresses, block_of, positions_of, segments
 
 
 # Bytes per active element, with i, o and p those of an index, a slot of `out` and a dense element: read i and the
@@ -21,7 +21,7 @@ from .segments import address_of, addresses, block_of, segments
 def _masked_grad_gather_kernel(
     dense_table,  # [n] int64 addresses, or the tensor where there is one
     blocks,  # [programs, 2] int64, or None where there is one tensor
-    indices,  # [nnz]
+    indices,  # [nnz / RUN]
     out,  # [nnz]
     scale,  # [1] or None
     partials,  # [programs] fp32 or None
@@ -31,9 +31,10 @@ def _masked_grad_gather_kernel(
     ACCUMULATE: tl.constexpr,
     DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
-    positions = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    positions = positions_of(indices, slots, mask, RUN)
     g = widen(tl.load(address_of(dense_table, blocks, tensor, DENSE) + positions, mask=mask, other=0.0))
     if scale is not None:
         g = g * tl.load(scale)
@@ -86,6 +87,7 @@ def masked_grad_gather_(
     accumulate: bool = False,
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
+    run_length: int = 1,
 ) -> None:
     """`sparse_opt.ops.masked_grad_gather_` in one launch, and a second one over its partial sums for `sum_sq`."""
     if not dense:
@@ -113,6 +115,7 @@ def masked_grad_gather_(
             ACCUMULATE=accumulate,
             DENSE=element_dtype(dense),
             BLOCK=SLOTS,
+            RUN=run_length,
             **SLOT_OPTIONS,
         )
         if sum_sq is not None:

@@ -81,6 +81,16 @@ def block_of(blocks, start, end, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = Fa
 
 
 @triton.jit
+def positions_of(indices, slots, mask, RUN: tl.constexpr):
+    """[BLOCK] int64: where the slots lie in their dense tensor. Each index stands for RUN consecutive elements."""
+    if RUN == 1:
+        return tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+    else:
+        first = tl.load(indices + slots // RUN, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
+        return first + slots % RUN
+
+
+@triton.jit
 def address_of(table, blocks, tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
     """The address of a dense tensor: out of the pointer table, or `table` itself where there is one tensor.
 

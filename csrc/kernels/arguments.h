@@ -11,15 +11,17 @@ inline int element_size(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it.
-// The pointers to lists are to host memory.
+// Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it: slot s
+// lies at indices[s / run_length] + s % run_length, and starts and ends are multiples of run_length, a power of two.
+// Nothing is known of the alignment of positions. The pointers to lists are to host memory.
 struct Segments {
   int64_t count = 0;
   void* const* dense = nullptr;     // [count]
   const int64_t* starts = nullptr;  // [count]
   const int64_t* ends = nullptr;    // [count]
-  const void* indices = nullptr;    // [nnz] int32, or int64 if wide_indices
+  const void* indices = nullptr;    // [nnz / run_length] int32, or int64 if wide_indices
   bool wide_indices = false;
+  int run_length = 1;
 };
 
 // The part that AdamW and SGD share. Exactly one of grad and dense_grads is given; null is "not given" for the rest.
@@ -90,8 +92,8 @@ struct DeltaArguments {
   void* indices = nullptr;                // [room] int32, or int64 if wide_indices
   void* values = nullptr;                 // [room]
 
-  // What a CPU keeps: one bit for each element, element k of a block at bit k % 8 of byte k / 8. Elements past a tensor's
-  // end are unchanged.
+  // What a CPU keeps: one bit for each element, element k of a block at bit k % 8 of byte k / 8. Elements past a
+  // tensor's end are unchanged.
   uint8_t* changed = nullptr;  // [blocks * kDeltaBlockBytes]
 
   // What a GPU keeps: the changes of each block that has no more than kDeltaBlockRoom, in order.

@@ -5,6 +5,13 @@ Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i, an
 flattened tensor, sorted and unique within the segment. A segment may be empty; slots outside all segments are left
 alone, which is how a tensor without a gradient sits out a step. Elements outside the mask keep their bits.
 
+A mask that takes its elements in runs, r consecutive ones at a time, needs one index for each run: with `run_length` r,
+a power of two, `indices` holds the first position of every run, nnz / r of them, and slot s of the compact buffers has
+the position indices[s // r] + s % r. Buffers, starts and ends count slots as ever; starts and ends are multiples of r.
+A run may begin anywhere in its tensor and go on from one row into the next. To swap the 64 elements 8-39 and 96-127:
+
+    indexed_swap_([weight], held, torch.tensor([8, 96]), [0], [64], run_length=32)
+
 The tensors of a list share one device and one dtype and are contiguous; a tensor in error is named in a ValueError.
 Positions are trusted: comparing them with the tensors' sizes would read them back from the device, and `MaskSet` has
 done it. `backend` is one of reference, cpu, triton, cuda or auto; see `sparse_opt.backends`.
@@ -54,6 +61,7 @@ def indexed_adamw_(
     found_inf: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    run_length: int = 1,
     backend: str | None = None,
 ) -> None:
     """AdamW on the active elements: updates `params`, `exp_avg`, `exp_avg_sq` and `master` in place.
@@ -64,7 +72,7 @@ def indexed_adamw_(
 
     Args:
         params: n tensors, bf16, fp16 or fp32, any shapes.
-        indices: [nnz] int32 or int64.
+        indices: [nnz / run_length] int32 or int64.
         starts, ends: n host integers each.
         exp_avg, exp_avg_sq: [nnz] fp32 or bf16, both the same.
         lr: one fp32 element on the device.
@@ -79,6 +87,8 @@ def indexed_adamw_(
         stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random, from
             Philox4x32-10 with key `seed` and counter (compact slot, step): a repeated step repeats its bits.
         seed: 0 <= seed < 2**63.
+        run_length: consecutive elements that each index stands for, a power of two; 1 where a mask takes elements one
+            by one. With a mask of pattern `run32` (see `MaskSet`) 32: fewer indices, and neighbours moved together.
 
     Raises:
         ValueError: an argument of the wrong dtype, device, shape, length or layout.
@@ -105,6 +115,7 @@ def indexed_adamw_(
         found_inf=found_inf,
         stochastic_rounding=stochastic_rounding,
         seed=seed,
+        run_length=run_length,
         backend=backend,
     )
 
@@ -131,6 +142,7 @@ def indexed_sgd_(
     found_inf: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    run_length: int = 1,
     backend: str | None = None,
 ) -> None:
     """SGD on the active elements, as `torch.optim.SGD`: updates `params`, `momentum_buffer` and `master` in place.
@@ -163,6 +175,7 @@ def indexed_sgd_(
         found_inf=found_inf,
         stochastic_rounding=stochastic_rounding,
         seed=seed,
+        run_length=run_length,
         backend=backend,
     )
 
@@ -179,6 +192,7 @@ def masked_grad_gather_(
     accumulate: bool = False,
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
+    run_length: int = 1,
     backend: str | None = None,
 ) -> None:
     """out (+)= scale * dense[indices], with the sum of squares and a non-finite flag from the same pass.
@@ -186,7 +200,7 @@ def masked_grad_gather_(
     Args:
         out: [nnz] bf16, fp16 or fp32, written at the slots of the segments. The sum is made in fp32.
         dense: n tensors, bf16, fp16 or fp32.
-        indices, starts, ends: as in `indexed_adamw_`.
+        indices, starts, ends, run_length: as in `indexed_adamw_`.
         scale: one fp32 element on the device.
         accumulate: add to `out` instead of overwriting it.
         sum_sq: [n] fp32, set to the sum of squares of each segment as stored in `out`; the same bits on every run
@@ -206,6 +220,7 @@ def masked_grad_gather_(
         accumulate=accumulate,
         sum_sq=sum_sq,
         found_inf=found_inf,
+        run_length=run_length,
         backend=backend,
     )
 
@@ -218,6 +233,7 @@ def indexed_swap_(
     starts: Sequence[int],
     ends: Sequence[int],
     *,
+    run_length: int = 1,
     backend: str | None = None,
 ) -> None:
     """Exchange dense[indices] with `compact`, bit for bit; twice is the identity.
@@ -225,12 +241,12 @@ def indexed_swap_(
     Args:
         dense: n tensors of one dtype with elements of 1, 2, 4 or 8 bytes.
         compact: [nnz] of the same dtype.
-        indices, starts, ends: as in `indexed_adamw_`.
+        indices, starts, ends, run_length: as in `indexed_adamw_`.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    torch.ops.sparse_opt.indexed_swap_(dense, compact, indices, starts, ends, backend=backend)
+    torch.ops.sparse_opt.indexed_swap_(dense, compact, indices, starts, ends, run_length=run_length, backend=backend)
 
 
 @torch.no_grad()

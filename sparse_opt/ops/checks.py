@@ -16,6 +16,7 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+LONGEST_RUN = 2**30  # the native kernels hold it in 32 bits
 
 
 def _fail(op: str, text: str) -> None:
@@ -61,6 +62,16 @@ def _flat(
         _fail(op, f"{name} has stride {t.stride(0)}, wanted contiguous")
 
 
+def _compact(
+    op: str, name: str, t: Tensor, dtypes: Sequence[torch.dtype], indices: Tensor, run_length: int = 1
+) -> None:
+    _flat(op, name, t, indices.device, dtypes)
+    nnz = indices.numel() * run_length
+    if t.numel() != nnz:
+        runs = f" for {indices.numel()} indices of run_length {run_length}" if run_length > 1 else ""
+        _fail(op, f"{name} has {t.numel()} elements, wanted {nnz}{runs}")
+
+
 def _scalar(op: str, name: str, t: Tensor | None, device: torch.device) -> None:
     if t is None:
         return
@@ -71,15 +82,26 @@ def _scalar(op: str, name: str, t: Tensor | None, device: torch.device) -> None:
 
 
 def _segments(
-    op: str, name: str, dense: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+    op: str,
+    name: str,
+    dense: Sequence[Tensor],
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    run_length: int = 1,
 ) -> None:
+    if not 1 <= run_length <= LONGEST_RUN or run_length & (run_length - 1):
+        _fail(op, f"run_length is {run_length}, wanted a power of two from 1 to {LONGEST_RUN}")
     _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
     if len(starts) != len(dense) or len(ends) != len(dense):
         _fail(op, f"starts holds {len(starts)} and ends {len(ends)} numbers, {name} holds {len(dense)} tensors")
-    nnz = indices.numel()
+    nnz = indices.numel() * run_length
+    runs = f", the slots of {indices.numel()} indices of run_length {run_length}" if run_length > 1 else ""
     for i, (t, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
         if not 0 <= start <= end <= nnz:
-            _fail(op, f"segment {i} is [{start}, {end}), wanted within [0, {nnz})")
+            _fail(op, f"segment {i} is [{start}, {end}), wanted within [0, {nnz}){runs}")
+        if (start | end) % run_length:
+            _fail(op, f"segment {i} is [{start}, {end}), wanted multiples of run_length {run_length}")
         if end - start > t.numel():
             _fail(op, f"segment {i} has {end - start} slots, but {name}[{i}] has {t.numel()} elements")
         if indices.dtype == torch.int32 and t.numel() > 2**31:
@@ -93,29 +115,29 @@ def _segments(
 def _gradient(
     op: str,
     params: Sequence[Tensor],
-    nnz: int,
-    device: torch.device,
+    indices: Tensor,
+    run_length: int,
     grad: Tensor | None,
     dense_grads: Sequence[Tensor] | None,
 ) -> None:
     if (grad is None) == (dense_grads is None):
         _fail(op, f"{'neither' if grad is None else 'both'} of grad and dense_grads given, wanted exactly one")
     if grad is not None:
-        _flat(op, "grad", grad, device, FLOAT_DTYPES, nnz)
+        _compact(op, "grad", grad, FLOAT_DTYPES, indices, run_length)
     if dense_grads is not None:
         _same_shapes(op, "dense_grads", dense_grads, "params", params)
-        _dense(op, "dense_grads", dense_grads, device, FLOAT_DTYPES)
+        _dense(op, "dense_grads", dense_grads, indices.device, FLOAT_DTYPES)
 
 
 def _step_arguments(
     op: str, params: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int], kw: dict[str, Any]
 ) -> None:
-    device, nnz = indices.device, indices.numel()
-    _segments(op, "params", params, indices, starts, ends)
+    device, run_length = indices.device, kw["run_length"]
+    _segments(op, "params", params, indices, starts, ends, run_length)
     _dense(op, "params", params, device, FLOAT_DTYPES)
-    _gradient(op, params, nnz, device, kw["grad"], kw["dense_grads"])
+    _gradient(op, params, indices, run_length, kw["grad"], kw["dense_grads"])
     if kw["master"] is not None:
-        _flat(op, "master", kw["master"], device, (torch.float32,), nnz)
+        _compact(op, "master", kw["master"], (torch.float32,), indices, run_length)
     for name in ("clip_coef", "grad_scale", "found_inf"):
         _scalar(op, name, kw[name], device)
     if not 0 <= kw["seed"] < 2**63:
@@ -126,10 +148,10 @@ def _step_arguments(
 
 
 def indexed_adamw_(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]
-    op, device, nnz = "indexed_adamw_", indices.device, indices.numel()
+    op, device = "indexed_adamw_", indices.device
     _step_arguments(op, params, indices, starts, ends, kw)
-    _flat(op, "exp_avg", exp_avg, device, MOMENT_DTYPES, nnz)
-    _flat(op, "exp_avg_sq", exp_avg_sq, device, (exp_avg.dtype,), nnz)
+    _compact(op, "exp_avg", exp_avg, MOMENT_DTYPES, indices, kw["run_length"])
+    _compact(op, "exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), indices, kw["run_length"])
     _scalar(op, "lr", lr, device)
     _flat(op, "steps", steps, device, (torch.float32,), len(params))
     for name in ("beta1", "beta2"):
@@ -141,7 +163,7 @@ def indexed_sgd_(params, indices, starts, ends, momentum_buffer, lr, steps, **kw
     op, device = "indexed_sgd_", indices.device
     _step_arguments(op, params, indices, starts, ends, kw)
     if momentum_buffer is not None:
-        _flat(op, "momentum_buffer", momentum_buffer, device, MOMENT_DTYPES, indices.numel())
+        _compact(op, "momentum_buffer", momentum_buffer, MOMENT_DTYPES, indices, kw["run_length"])
     elif kw["momentum"] != 0.0:
         _fail(op, f"momentum is {kw['momentum']} but momentum_buffer is None")
     if kw["nesterov"] and (kw["momentum"] <= 0.0 or kw["dampening"] != 0.0):
@@ -152,9 +174,9 @@ def indexed_sgd_(params, indices, starts, ends, momentum_buffer, lr, steps, **kw
 
 def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
     op, device = "masked_grad_gather_", indices.device
-    _segments(op, "dense", dense, indices, starts, ends)
+    _segments(op, "dense", dense, indices, starts, ends, kw["run_length"])
     _dense(op, "dense", dense, device, FLOAT_DTYPES)
-    _flat(op, "out", out, device, FLOAT_DTYPES, indices.numel())
+    _compact(op, "out", out, FLOAT_DTYPES, indices, kw["run_length"])
     _scalar(op, "scale", kw["scale"], device)
     _scalar(op, "found_inf", kw["found_inf"], device)
     if kw["sum_sq"] is not None:
@@ -168,16 +190,16 @@ def _movable(op: str, name: str, tensors: Sequence[Tensor], device: torch.device
     _dense(op, name, tensors, device, tuple({t.dtype for t in tensors}))
 
 
-def _like_dense(op: str, name: str, t: Tensor, dense: Sequence[Tensor], indices: Tensor) -> None:
+def _like_dense(op: str, name: str, t: Tensor, dense: Sequence[Tensor], indices: Tensor, run_length: int = 1) -> None:
     dtype = dense[0].dtype if dense else t.dtype
-    _flat(op, name, t, indices.device, (dtype,), indices.numel())
+    _compact(op, name, t, (dtype,), indices, run_length)
 
 
-def indexed_swap_(dense, compact, indices, starts, ends) -> None:  # type: ignore[no-untyped-def]
+def indexed_swap_(dense, compact, indices, starts, ends, *, run_length) -> None:  # type: ignore[no-untyped-def]
     op = "indexed_swap_"
-    _segments(op, "dense", dense, indices, starts, ends)
+    _segments(op, "dense", dense, indices, starts, ends, run_length)
     _movable(op, "dense", dense, indices.device)
-    _like_dense(op, "compact", compact, dense, indices)
+    _like_dense(op, "compact", compact, dense, indices, run_length)
 
 
 def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]

@@ -1,8 +1,9 @@
 """Every op in plain torch: the definition, and the oracle of the tests.
 
 A call names n dense tensors and flat compact buffers over all of them. Segment i, the compact slots
-[starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened. Arithmetic is
-fp32 whatever the storage, and each operation is rounded on its own, so that every backend can give the same bits.
+[starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened, each the first of
+`run_length` consecutive ones. Arithmetic is fp32 whatever the storage, and each operation is rounded on its own, so
+that every backend can give the same bits.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def _segments(
-    dense: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+    dense: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int], run_length: int = 1
 ) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     """(i, compact slice, flat dense tensor, int64 positions in it) of each segment that is not empty."""
+    within_run = torch.arange(run_length, device=indices.device)
     for i, (tensor, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
         if end > start:
-            yield i, slice(start, end), tensor.view(-1), indices[start:end].long()
+            runs = indices[start // run_length : end // run_length].long()
+            yield i, slice(start, end), tensor.view(-1), (runs[:, None] + within_run).view(-1)
 
 
 def _gradient(
@@ -83,11 +86,12 @@ def indexed_adamw_(
     found_inf: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    run_length: int = 1,
 ) -> None:
     if found_inf is not None and found_inf.item() != 0:
         return
     decay = 1.0 - lr.float() * weight_decay
-    for i, where, param, positions in _segments(params, indices, starts, ends):
+    for i, where, param, positions in _segments(params, indices, starts, ends, run_length):
         t = int(steps[i].item())
         # lr / (1 - beta1^t) and sqrt(1 - beta2^t) in fp64: 1 - beta^t loses its digits in fp32 at small t.
         step_size = (lr.double() / (1.0 - beta1**t)).float()
@@ -132,10 +136,11 @@ def indexed_sgd_(
     found_inf: Tensor | None = None,
     stochastic_rounding: bool = False,
     seed: int = 0,
+    run_length: int = 1,
 ) -> None:
     if found_inf is not None and found_inf.item() != 0:
         return
-    for i, where, param, positions in _segments(params, indices, starts, ends):
+    for i, where, param, positions in _segments(params, indices, starts, ends, run_length):
         t = int(steps[i].item())
         g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
         r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 4
@@ -164,10 +169,11 @@ def masked_grad_gather_(
     accumulate: bool = False,
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
+    run_length: int = 1,
 ) -> None:
     if sum_sq is not None:
         sum_sq.zero_()
-    for i, where, tensor, positions in _segments(dense, indices, starts, ends):
+    for i, where, tensor, positions in _segments(dense, indices, starts, ends, run_length):
         g = tensor[positions].float()
         if scale is not None:
             g = g * scale
@@ -182,9 +188,15 @@ def masked_grad_gather_(
 
 
 def indexed_swap_(
-    dense: Sequence[Tensor], compact: Tensor, indices: Tensor, starts: Sequence[int], ends: Sequence[int]
+    dense: Sequence[Tensor],
+    compact: Tensor,
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    run_length: int = 1,
 ) -> None:
-    for _, where, tensor, positions in _segments(dense, indices, starts, ends):
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends, run_length):
         bits, compact_bits = as_bits(tensor), as_bits(compact)
         held = bits[positions]
         bits[positions] = compact_bits[where]

@@ -18,27 +18,28 @@ _SEGMENTS = "Tensor indices, int[] starts, int[] ends"
 _STEP = "Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None"
 _SCALARS = "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None"
 _ROUNDING = "bool stochastic_rounding=False, int seed=0"
+_RUNS = "int run_length=1"
 
 # Without the argument `backend`, which the public ops add and the native ones do not have.
 SCHEMAS = {
     "indexed_adamw_": (
         f"(Tensor(a!)[] params, {_SEGMENTS}, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, "
         f"{_STEP}, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
-        f"{_SCALARS}, {_ROUNDING}",
+        f"{_SCALARS}, {_ROUNDING}, {_RUNS}",
         "()",
     ),
     "indexed_sgd_": (
         f"(Tensor(a!)[] params, {_SEGMENTS}, Tensor(b!)? momentum_buffer, Tensor lr, Tensor steps, *, "
         f"{_STEP}, float momentum=0.0, float dampening=0.0, bool nesterov=False, float weight_decay=0.0, "
-        f"{_SCALARS}, {_ROUNDING}",
+        f"{_SCALARS}, {_ROUNDING}, {_RUNS}",
         "()",
     ),
     "masked_grad_gather_": (
         f"(Tensor(a!) out, Tensor[] dense, {_SEGMENTS}, *, Tensor? scale=None, bool accumulate=False, "
-        "Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None",
+        f"Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None, {_RUNS}",
         "()",
     ),
-    "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *", "()"),
+    "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *, {_RUNS}", "()"),
     "delta_encode": ("(Tensor[] old, Tensor[] new, *", "(Tensor indices, Tensor values, Tensor counts)"),
     "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends, *", "()"),
 }

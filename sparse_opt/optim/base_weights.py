@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
-from .buckets import Bucket, compact, index_dtype
+from .buckets import Bucket, compact
+from .segments import Segments, index_dtype, longest_run
 
 # While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
 # may not run backward outside, nor the other way round. Outside again the bits and so the version are the old ones.
@@ -21,14 +22,10 @@ _ELSEWHERE = itertools.count(2**30)
 
 
 @dataclass(eq=False)
-class BaseWeights:
+class BaseWeights(Segments):
     """W0 at every element that was ever active, for parameters that one op call can take."""
 
-    params: list[Parameter]
-    indices: Tensor  # [ever active]
-    starts: list[int]
-    ends: list[int]
-    values: Tensor  # [ever active], the parameters' dtype
+    values: Tensor  # [nnz], the parameters' dtype
     ops: Any
 
     def __post_init__(self) -> None:
@@ -36,48 +33,59 @@ class BaseWeights:
 
     @classmethod
     def of(cls, bucket: Bucket) -> BaseWeights:
-        return cls(bucket.params, bucket.indices, bucket.starts, bucket.ends, compact(bucket), bucket.ops)
+        return cls(
+            bucket.params,
+            bucket.indices,
+            bucket.starts,
+            bucket.ends,
+            bucket.run_length,
+            compact(bucket),
+            bucket.ops,
+        )
 
     def swap_(self) -> None:
         """Exchange the model's weights with the base, bit for bit."""
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
-        self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends)
+        self.ops.indexed_swap_(
+            self.params, self.values, self.indices, self.starts, self.ends, run_length=self.run_length
+        )
 
     def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
-        """(parameter, (indices, values)) of each."""
-        for param, start, end in zip(self.params, self.starts, self.ends, strict=True):
-            yield param, (self.indices[start:end], self.values[start:end])
+        """(parameter, (positions, values)) of each."""
+        for i, param in enumerate(self.params):
+            yield param, (self.positions(i), self.values[self.segment(i)])
 
 
 def rebuild(
     buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]], backend: str | None
 ) -> list[BaseWeights]:
-    """Base weights of the active elements and of those in `held`, parameter -> (indices, values).
+    """Base weights of the active elements and of those in `held`, parameter -> (positions, values).
 
     An element not held has never changed, so its base is the weight as it is. Parameters may be held that no bucket
     has any more: their elements left the mask.
     """
-    active = {p: b.indices[b.segment(i)] for b in buckets for i, p in enumerate(b.params)}
-    split: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Parameter]] = {}
+    active = {p: (b, i) for b in buckets for i, p in enumerate(b.params)}
+    longest = max(b.run_length for b in buckets)
+    split: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[tuple[Parameter, Tensor, Tensor]]] = {}
     for param in dict.fromkeys([*active, *held]):
-        split.setdefault((param.device, param.dtype, index_dtype(param)), []).append(param)
+        flat = param.detach().view(-1)
+        nothing = torch.empty(0, dtype=index_dtype(param), device=param.device)
+        held_positions, held_values = held.get(param, (nothing, flat[:0]))
+        bucket, i = active.get(param, (None, 0))
+        union = torch.cat([held_positions, nothing if bucket is None else bucket.positions(i)]).unique(sorted=True)
+        base = flat[union.long()]
+        base[torch.searchsorted(union, held_positions)] = held_values
+        run_length = longest_run(union, longest)
+        key = (param.device, param.dtype, union.dtype, run_length)
+        split.setdefault(key, []).append((param, union[::run_length], base))
     bases = []
-    for (device, _, dtype), params in split.items():
-        indices, values = [], []
-        for param in params:
-            flat = param.detach().view(-1)
-            nothing = torch.empty(0, dtype=dtype, device=device)
-            held_indices, held_values = held.get(param, (nothing, flat[:0]))
-            union = torch.cat([held_indices, active.get(param, nothing)]).unique(sorted=True)
-            base = flat[union.long()]
-            base[torch.searchsorted(union, held_indices)] = held_values
-            indices.append(union)
-            values.append(base)
-        ends = list(itertools.accumulate(part.numel() for part in indices))
-        starts = [end - part.numel() for end, part in zip(ends, indices, strict=True)]
+    for (device, _, _, run_length), parts in split.items():
+        params, indices, values = (list(column) for column in zip(*parts, strict=True))
+        ends = list(itertools.accumulate(part.numel() for part in values))
+        starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
         ops = backends.functions(device, backend)
-        bases.append(BaseWeights(params, torch.cat(indices), starts, ends, torch.cat(values), ops))
+        bases.append(BaseWeights(params, torch.cat(indices), starts, ends, run_length, torch.cat(values), ops))
     return bases
 
 

@@ -47,10 +47,10 @@ def active_parameters(
 
 
 def build_buckets(
-    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], op: str, backend: str | None
+    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str, op: str, backend: str | None
 ) -> list[Bucket]:
-    """The buckets of all groups, in the groups' order, without state and gradients."""
+    """The buckets of all groups, in the groups' order, without state and gradients. `pattern` is the mask's."""
     return [
-        build_bucket(group, names, params, active, ordinal=ordinal, op=op, backend=backend)
-        for ordinal, (group, names, params) in enumerate(bucket_keys(groups, active))
+        build_bucket(group, names, params, active, run_length=run_length, ordinal=ordinal, op=op, backend=backend)
+        for ordinal, (group, names, params, run_length) in enumerate(bucket_keys(groups, active, pattern))
     ]

@@ -11,21 +11,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
+from .segments import Segments, index_dtype, run_length_of
 
 
 @dataclass(eq=False)
-class Bucket:
-    """The active parameters of one group, device, dtype and index width, and their compact buffers.
-
-    Segment i, the slots [starts[i], ends[i]) of every [nnz] buffer, belongs to params[i].
-    """
+class Bucket(Segments):
+    """The active parameters of one group, device, dtype, index width and run length, and their compact buffers."""
 
     group: dict[str, Any]
     names: list[str]
-    params: list[Parameter]
-    indices: Tensor  # [nnz] int32 or int64, positions in the flattened parameter
-    starts: list[int]
-    ends: list[int]
     ordinal: int  # among the buckets; keeps their random streams apart
     ops: Any  # an attribute an op, on the backend that was chosen
     native: Any  # `backends.bind` of the lists, or None
@@ -41,15 +35,8 @@ class Bucket:
         self.received = [False] * len(self.params)
 
     @property
-    def nnz(self) -> int:
-        return self.indices.numel()
-
-    @property
     def device(self) -> torch.device:
         return self.indices.device
-
-    def segment(self, i: int) -> slice:
-        return slice(self.starts[i], self.ends[i])
 
     def has_dense_grads(self) -> bool:
         if self.native is not None:
@@ -73,27 +60,27 @@ class Bucket:
     def parameter_state(self, i: int) -> dict[str, Tensor]:
         """Views of parameter i's part of the flat buffers, under the names torch's optimizers use."""
         views = {name: flat[self.segment(i)] for name, flat in self.state.items()}
-        return {"step": self.steps[i], "indices": self.indices[self.segment(i)], **views}
-
-
-def index_dtype(param: Tensor) -> torch.dtype:
-    return torch.int64 if param.numel() >= 2**31 else torch.int32
+        return {"step": self.steps[i], **views}
 
 
 def bucket_keys(
-    groups: list[dict[str, Any]], active: dict[Parameter, Tensor]
-) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter]]]:
-    """Split each group's active parameters by what one op call can take: a device, a dtype, an index width."""
+    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str
+) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter], int]]:
+    """Split each group's active parameters by what one op call can take: device, dtype, index width, run length.
+
+    A mask's pattern has one run length, and 1 for parameters whose rows do not hold whole runs.
+    """
     for group in groups:
-        split: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[str], list[Parameter]]] = {}
+        split: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[list[str], list[Parameter]]] = {}
         # A gradient carrier may stand behind the parameters; it has no name.
         for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
-                names, params = split.setdefault((param.device, param.dtype, index_dtype(param)), ([], []))
+                key = (param.device, param.dtype, index_dtype(param), run_length_of(param.shape, pattern))
+                names, params = split.setdefault(key, ([], []))
                 names.append(name)
                 params.append(param)
-        for names, params in split.values():
-            yield group, names, params
+        for (_, _, _, run_length), (names, params) in split.items():
+            yield group, names, params, run_length
 
 
 def build_bucket(
@@ -102,6 +89,7 @@ def build_bucket(
     params: list[Parameter],
     active: dict[Parameter, Tensor],
     *,
+    run_length: int,
     ordinal: int,
     op: str,
     backend: str | None,
@@ -111,17 +99,18 @@ def build_bucket(
     counts = [active[p].numel() for p in params]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     starts = [end - count for end, count in zip(ends, counts, strict=True)]
-    indices = torch.cat([active[p].to(index_dtype(p)) for p in params]).to(device)
+    indices = torch.cat([active[p][::run_length].to(index_dtype(p)) for p in params]).to(device)
     return Bucket(
-        group=group,
-        names=names,
         params=params,
         indices=indices,
         starts=starts,
         ends=ends,
+        run_length=run_length,
+        group=group,
+        names=names,
         ordinal=ordinal,
         ops=backends.functions(device, backend),
-        native=backends.bind(op, params, indices, starts, ends, backend),
+        native=backends.bind(op, params, indices, starts, ends, run_length=run_length, backend=backend),
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),
         sum_sq=torch.zeros(len(params), device=device),
@@ -130,5 +119,5 @@ def build_bucket(
 
 def compact(bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
     """[nnz] the parameters' own values at the active elements, in `dtype` or theirs."""
-    parts = [p.detach().view(-1)[bucket.indices[bucket.segment(i)].long()] for i, p in enumerate(bucket.params)]
+    parts = [p.detach().view(-1)[bucket.positions(i).long()] for i, p in enumerate(bucket.params)]
     return torch.cat(parts).to(dtype or bucket.params[0].dtype)

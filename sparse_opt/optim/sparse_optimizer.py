@@ -76,7 +76,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._groups_fixed = True
         self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
-        buckets = self._build(active)
+        buckets = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
         self._adopt(buckets, bases, active)
 
@@ -101,8 +101,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=False)
 
-    def _build(self, active: dict[Parameter, Tensor]) -> list[Bucket]:
-        buckets = build_buckets(self.param_groups, active, self._op, self.backend)
+    def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
+        buckets = build_buckets(self.param_groups, active, pattern, self._op, self.backend)
         for bucket in buckets:
             self._allocate(bucket)
         return buckets
@@ -135,8 +135,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             for i, param in enumerate(bucket.params):
                 self.state[param] = bucket.parameter_state(i)
         for base in self._bases:
-            for param, (indices, values) in base.parts():
-                self.state[param].update(base_indices=indices, base=values)
+            for i, param in enumerate(base.params):
+                self.state[param]["base"] = base.values[base.segment(i)]
 
     def _freeze(self, inactive: Iterable[Parameter]) -> None:
         self._unfreeze()
@@ -184,7 +184,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if not self._stepped and any(any(b.received) for b in self._buckets):
             raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
         mask, active = active_parameters(dict(self._named()), mask, self._frozen)
-        buckets = self._build(active)
+        buckets = self._build(active, mask.pattern)
         state_io.carry(self._buckets, buckets)
         held = dict(part for base in self._bases for part in base.parts())
         bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
@@ -362,7 +362,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             steps = bucket.steps[where]
         dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
         target = (params, bucket.indices, starts, ends)
-        self._update(bucket, getattr(bucket.ops, self._op), target, steps=steps, dense_grads=dense_grads, **arguments)
+        arguments |= {"steps": steps, "dense_grads": dense_grads, "run_length": bucket.run_length}
+        self._update(bucket, getattr(bucket.ops, self._op), target, **arguments)
         torch.autograd.graph.increment_version(params)
 
     def _scalars(
@@ -404,15 +405,19 @@ class SparseOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout; each active parameter's state holds its indices and base weights beside the moments."""
+        """torch's layout; each active parameter's state holds its indices and base weights beside the moments.
+
+        The indices are those of every active element, whatever pattern the mask has.
+        """
         self._refuse("state_dict")
         shown = [carrier for carrier in self._carriers.values() if carrier.shown]
-        params = self.param_groups[0]["params"]
+        params, state = self.param_groups[0]["params"], self.state
         self.param_groups[0]["params"] = params[: len(params) - len(shown)]
+        self.state = state_io.with_indices(state, self._buckets, self._bases)
         try:
             return super().state_dict()
         finally:
-            self.param_groups[0]["params"] = params
+            self.param_groups[0]["params"], self.state = params, state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

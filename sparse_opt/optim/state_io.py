@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .base_weights import BaseWeights, rebuild
-from .buckets import Bucket, index_dtype
+from .buckets import Bucket
+from .segments import Segments, expanded, index_dtype
 
 _BASE = ("base_indices", "base")
 
@@ -24,11 +27,26 @@ def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
                 continue
             source, j = old[param]
             bucket.steps[i] = source.steps[j]
-            before, after = source.indices[source.segment(j)], bucket.indices[bucket.segment(i)]
+            before, after = source.positions(j), bucket.positions(i)
             slot = torch.searchsorted(before, after).clamp_(max=before.numel() - 1)
             kept = before[slot] == after
             for name, flat in bucket.state.items():
                 flat[bucket.segment(i)][kept] = source.state[name][source.segment(j)][slot[kept]]
+
+
+def with_indices(
+    state: Mapping[Tensor, dict[str, Any]], buckets: list[Bucket], bases: list[BaseWeights]
+) -> defaultdict[Tensor, Any]:
+    """The optimizer's state as it is saved: with the position of each element, also where the mask takes runs."""
+    shown: defaultdict[Tensor, Any] = defaultdict(dict, {param: dict(values) for param, values in state.items()})
+    made: dict[int, Tensor] = {}  # base weights may share their bucket's indices, and a file then holds them once
+    holders: list[tuple[str, Segments]] = [("indices", b) for b in buckets] + [("base_indices", b) for b in bases]
+    for key, holder in holders:
+        if id(holder.indices) not in made:
+            made[id(holder.indices)] = expanded(holder.indices, holder.run_length)
+        for i, param in enumerate(holder.params):
+            shown[param][key] = made[id(holder.indices)][holder.segment(i)]
+    return shown
 
 
 def _check(
@@ -51,14 +69,15 @@ def _check(
             if key in state_dict["state"]:
                 saved[param] = state_dict["state"][key]
 
-    active = {param: bucket.parameter_state(i) for bucket in buckets for i, param in enumerate(bucket.params)}
+    active = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
     for param, name in names.items():
         has, had = param in active, "indices" in saved.get(param, {})
         if has != had:
             raise ValueError(
                 f"{name!r} is {'' if has else 'not '}active here, but {'' if had else 'not '}in the saved state"
             )
-    for param, here in active.items():
+    for param, (bucket, i) in active.items():
+        here = {"indices": bucket.positions(i), **bucket.parameter_state(i)}
         there = {k: v for k, v in saved[param].items() if k not in _BASE}
         if there.keys() != here.keys():
             raise ValueError(f"{names[param]!r} was saved with {sorted(there)}, wanted {sorted(here)}")

@@ -9,23 +9,31 @@ from torch import Tensor
 
 SHAPES = [(7, 33), (1,), (129,), (4, 5, 6), (64, 64), (3, 1030)]
 MASKS = ("random", "empty", "full", "single", "ragged", "some-empty")
+RUN_LENGTHS = (1, 16, 64)
 
 
-def positions_of(kind: str, numel: int, i: int, generator: torch.Generator) -> Tensor:
-    if kind == "empty" or (kind == "some-empty" and i % 2):
+def runs_of(kind: str, count: int, i: int, generator: torch.Generator) -> Tensor:
+    """Which of `count` runs are active; with runs of one element, which elements."""
+    if count == 0 or kind == "empty" or (kind == "some-empty" and i % 2):
         return torch.empty(0, dtype=torch.int64)
     if kind == "full":
-        return torch.arange(numel)
+        return torch.arange(count)
     if kind == "single":
-        return torch.tensor([numel - 1])
-    if kind == "ragged":  # the first, the last, and a run that ends inside a vector
-        return torch.unique(torch.cat([torch.arange(min(numel, 5)), torch.arange(max(0, numel - 3), numel)]))
-    return (torch.rand(numel, generator=generator) < 0.2).nonzero().view(-1)
+        return torch.tensor([count - 1])
+    if kind == "ragged":  # the first, the last, and a stretch that ends inside a vector
+        return torch.unique(torch.cat([torch.arange(min(count, 5)), torch.arange(max(0, count - 3), count)]))
+    return (torch.rand(count, generator=generator) < 0.2).nonzero().view(-1)
+
+
+def first_positions(kind: str, numel: int, i: int, generator: torch.Generator, run_length: int) -> Tensor:
+    """Where the active runs begin. In every other tensor the last run ends with the tensor, and none is aligned."""
+    shift = 0 if i % 2 else numel % run_length
+    return runs_of(kind, numel // run_length, i, generator) * run_length + shift
 
 
 @dataclass
 class Case:
-    """One call's dense tensors and compact buffers. The first and last slot belong to no segment."""
+    """One call's dense tensors and compact buffers. The first and last run of slots belong to no segment."""
 
     params: list[Tensor]
     dense_grads: list[Tensor]
@@ -38,7 +46,17 @@ class Case:
     master: Tensor
     lr: Tensor
     steps: Tensor
+    run_length: int = 1
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nnz(self) -> int:
+        return self.indices.numel() * self.run_length
+
+    def positions(self, i: int) -> Tensor:
+        """The active elements of tensor i, one by one."""
+        runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length].long()
+        return torch.cat([torch.arange(n, n + self.run_length) for n in [0, *runs.tolist()]])[self.run_length :]
 
     def clone(self) -> Case:
         def copy(value):
@@ -59,7 +77,7 @@ class Case:
                 found[f.name] = value
             elif isinstance(value, dict):
                 found.update(value)
-            elif value and isinstance(value[0], Tensor):
+            elif isinstance(value, list) and value and isinstance(value[0], Tensor):
                 found.update({f"{f.name}[{i}]": t for i, t in enumerate(value)})
         return found
 
@@ -75,6 +93,7 @@ def make(
     step: int = 3,
     shapes: list[tuple[int, ...]] | None = None,
     seed: int = 0,
+    run_length: int = 1,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     shapes = SHAPES if shapes is None else shapes
@@ -83,13 +102,13 @@ def make(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    picked = [positions_of(mask, torch.Size(s).numel(), i, generator) for i, s in enumerate(shapes)]
-    counts = [p.numel() for p in picked]
-    ends = [1 + sum(counts[: i + 1]) for i in range(len(counts))]
+    picked = [first_positions(mask, torch.Size(s).numel(), i, generator, run_length) for i, s in enumerate(shapes)]
+    counts = [p.numel() * run_length for p in picked]
+    ends = [run_length + sum(counts[: i + 1]) for i in range(len(counts))]
     starts = [e - c for e, c in zip(ends, counts, strict=True)]
     outside = torch.zeros(1, dtype=torch.int64)
     indices = torch.cat([outside, *picked, outside])
-    nnz = indices.numel()
+    nnz = indices.numel() * run_length
     params = [randn(*s).mul_(0.02).to(dtype) for s in shapes]
     return Case(
         params=[p.to(device) for p in params],
@@ -103,6 +122,7 @@ def make(
         master=randn(nnz).mul_(0.02).to(device),
         lr=torch.tensor([1e-2], device=device),
         steps=torch.tensor([float(step + 5 * i) for i in range(len(shapes))], device=device),
+        run_length=run_length,
     )
 
 

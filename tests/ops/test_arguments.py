@@ -78,6 +78,28 @@ BAD = {
     "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, wanted 6"),
     "beta": (lambda c: {"beta1": 1.0}, "beta1 is 1.0, wanted 0 <= beta1 < 1"),
     "seed": (lambda c: {"seed": -1}, "seed is -1, wanted 0 <= seed"),
+    "run length": (
+        lambda c: {"run_length": 12},
+        "run_length is 12, wanted a power of two from 1 to 1073741824",
+    ),
+    "run length of nothing": (lambda c: {"run_length": 0}, "run_length is 0, wanted a power of two"),
+    "run length past what kernels hold": (lambda c: {"run_length": 2**31}, "run_length is 2147483648, wanted a power"),
+    "start inside a run": (
+        lambda c: {"run_length": 16},
+        r"segment 0 is \[\d+, \d+\), wanted multiples of run_length 16",
+    ),
+    "end inside a run": (
+        lambda c: {"run_length": 2, "starts": [0] * 6, "ends": [2, 3, 0, 0, 0, 0]},
+        r"segment 1 is \[0, 3\), wanted multiples of run_length 2",
+    ),
+    "too few indices of runs": (
+        lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [12, 0, 0, 0, 0, 0]},
+        r"segment 0 is \[0, 12\), wanted within \[0, 8\), the slots of 2 indices of run_length 4",
+    ),
+    "buffers for other runs": (
+        lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [8, 0, 0, 0, 0, 0]},
+        r"grad has \d+ elements, wanted 8 for 2 indices of run_length 4",
+    ),
     "clip_coef": (lambda c: {"clip_coef": torch.ones(1).double()}, "clip_coef is torch.float64"),
 }
 
@@ -111,8 +133,36 @@ def test_other_ops():
         ops.delta_encode([], [])
     with pytest.raises(ValueError, match=r"delta_apply_: values has 4 elements"):
         ops.delta_apply_(c.params, c.indices, c.grad[:4], c.starts, c.ends)
+    with pytest.raises(ValueError, match=r"indexed_swap_: run_length is 6, wanted a power of two"):
+        ops.indexed_swap_(c.params, c.grad, *segments, run_length=6)
+    with pytest.raises(
+        ValueError, match=r"masked_grad_gather_: segment 0 is \[\d+, \d+\), wanted multiples of run_length 64"
+    ):
+        ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, run_length=64)
     with pytest.raises(ValueError, match="momentum is 0.9 but momentum_buffer is None"):
         ops.indexed_sgd_(c.params, *segments, None, c.lr, c.steps, grad=c.grad, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("run_length", "ends", "message"),
+    [
+        (12, [32], "run_length is 12, wanted a power of two from 1 to 1073741824"),
+        (-16, [32], "run_length is -16, wanted a power of two"),
+        (2**31, [32], "run_length is 2147483648, wanted a power of two"),
+        (16, [24], r"segment 0 is \[0, 24\), wanted multiples of run_length 16"),
+        (16, [48], r"segment 0 is \[0, 48\), wanted within \[0, 32\)"),
+        (8, [16], "compact has 32 elements, wanted 16"),
+    ],
+)
+def test_runs_are_checked_also_past_the_python_layer(run_length, ends, message):
+    if backends.native_module()[0] is None:
+        pytest.skip("needs the extension: " + backends.native_module()[1])
+    dense, compact, indices = torch.zeros(64), torch.ones(32), torch.tensor([0, 40])
+    with pytest.raises(ValueError, match=message):
+        torch.ops.sparse_opt_native.indexed_swap_([dense], compact, indices, [0], ends, run_length=run_length)
+    assert not dense.any()
+    torch.ops.sparse_opt_native.indexed_swap_([dense], compact, indices, [0], [32], run_length=16)
+    assert dense.nonzero().view(-1).tolist() == [*range(16), *range(40, 56)]
 
 
 def test_an_explicit_backend_runs_or_raises(monkeypatch):

@@ -19,7 +19,7 @@ def large(place):
         pytest.skip("needs a CUDA device with 40 GB free")
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip(f"needs 40 GB free on the CUDA device, {torch.cuda.mem_get_info()[0] / 2**30:.0f} are")
-    positions = torch.cat([torch.arange(n, n + 5) for n in NEAR]).to(device)
+    positions = torch.cat([torch.arange(n, n + 4) for n in NEAR]).to(device)
     tensor = torch.zeros(NUMEL, dtype=torch.bfloat16, device=device)
     values = torch.randn(positions.numel(), device=device).bfloat16()
     tensor[positions] = values
@@ -29,19 +29,21 @@ def large(place):
 
 
 @pytest.mark.gpu
-def test_step_gather_and_swap(large):
+@pytest.mark.parametrize("run_length", [1, 4])
+def test_step_gather_and_swap(large, run_length):
     backend, tensor, positions, values = large
     n, device = positions.numel(), tensor.device
     small, inner = values.clone(), torch.arange(n, device=device)
     results = []
-    for params, indices, name in (([tensor], positions, backend), ([small], inner, "reference")):
+    for params, elements, name in (([tensor], positions, backend), ([small], inner, "reference")):
+        indices, how = elements[::run_length].contiguous(), {"run_length": run_length, "backend": name}
         moments = [torch.zeros(n, device=device) for _ in range(2)]
         gathered, compact = torch.empty(n, device=device), torch.ones(n, dtype=torch.bfloat16, device=device)
         one = torch.ones(1, device=device)
-        ops.masked_grad_gather_(gathered, params, indices, [0], [n], backend=name)
-        ops.indexed_adamw_(params, indices, [0], [n], *moments, 0.01 * one, one, dense_grads=params, backend=name)
-        ops.indexed_sgd_(params, indices, [0], [n], None, 0.01 * one, one, grad=gathered, backend=name)
-        ops.indexed_swap_(params, compact, indices, [0], [n], backend=name)
+        ops.masked_grad_gather_(gathered, params, indices, [0], [n], **how)
+        ops.indexed_adamw_(params, indices, [0], [n], *moments, 0.01 * one, one, dense_grads=params, **how)
+        ops.indexed_sgd_(params, indices, [0], [n], None, 0.01 * one, one, grad=gathered, **how)
+        ops.indexed_swap_(params, compact, indices, [0], [n], **how)
         results.append([gathered, *moments, compact])
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)

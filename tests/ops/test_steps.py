@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import MASKS, assert_same_bits, make
+from cases import MASKS, RUN_LENGTHS, assert_same_bits, make
 
 from sparse_opt import ops
 
@@ -33,6 +33,7 @@ def run_adamw(case, backend, *, compact=True, master=False, **options):
         grad=case.grad if compact else None,
         dense_grads=None if compact else case.dense_grads,
         master=case.master if master else None,
+        run_length=case.run_length,
         backend=backend,
         **{**ADAMW, **case.extra, **options},
     )
@@ -50,6 +51,7 @@ def run_sgd(case, backend, *, compact=True, master=False, buffer=True, **options
         grad=case.grad if compact else None,
         dense_grads=None if compact else case.dense_grads,
         master=case.master if master else None,
+        run_length=case.run_length,
         backend=backend,
         **{**(SGD if buffer else {"weight_decay": 0.1}), **case.extra, **options},
     )
@@ -72,14 +74,15 @@ def check(run, case, place, rounds=2, **options):
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("run_length", RUN_LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", RUNS)
-def test_masks(op, dtype, mask, place):
-    case = make(torch.device(place[0]), dtype=dtype, mask=mask)
+def test_masks(op, dtype, run_length, mask, place):
+    case = make(torch.device(place[0]), dtype=dtype, mask=mask, run_length=run_length)
     got = check(RUNS[op], case, place)
     for i, (before, after) in enumerate(zip(case.params, got.params, strict=True)):
         inactive = torch.ones(before.numel(), dtype=torch.bool, device=before.device)
-        inactive[case.indices[case.starts[i] : case.ends[i]].long()] = False
+        inactive[case.positions(i)] = False
         assert torch.equal(before.view(-1)[inactive], after.view(-1)[inactive])
     for slot in (0, -1):  # belongs to no segment
         assert got.exp_avg[slot] == case.exp_avg[slot]
@@ -90,20 +93,58 @@ def test_masks(op, dtype, mask, place):
 @pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("master", [False, True], ids=["", "master"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("run_length", RUN_LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", RUNS)
-def test_storage(op, dtype, moments, master, rounding, compact, place):
-    case = make(torch.device(place[0]), dtype=dtype, moment_dtype=moments, shapes=[(5, 33), (70,)])
+def test_storage(op, dtype, run_length, moments, master, rounding, compact, place):
+    case = make(
+        torch.device(place[0]),
+        dtype=dtype,
+        moment_dtype=moments,
+        mask="ragged" if run_length > 1 else "random",
+        shapes=[(5, 33), (70,)],
+        run_length=run_length,
+    )
     check(RUNS[op], case, place, compact=compact, master=master, stochastic_rounding=rounding, seed=2**40 + 17)
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("run_length", RUN_LENGTHS)
 @pytest.mark.parametrize("op", RUNS)
-def test_gradient_and_index_dtypes(op, compact, index_dtype, grad_dtype, place):
-    case = make(torch.device(place[0]), dtype=torch.bfloat16, grad_dtype=grad_dtype, index_dtype=index_dtype)
+def test_gradient_and_index_dtypes(op, run_length, compact, index_dtype, grad_dtype, place):
+    case = make(
+        torch.device(place[0]),
+        dtype=torch.bfloat16,
+        grad_dtype=grad_dtype,
+        index_dtype=index_dtype,
+        run_length=run_length,
+    )
     check(RUNS[op], case, place, rounds=1, compact=compact)
+
+
+@pytest.mark.parametrize("run_length", [2, 8, 128, 2048])
+@pytest.mark.parametrize("op", RUNS)
+def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, run_length, place):
+    shapes = [(5, 1031), (2047,), (3, 2100)]
+    case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="ragged", shapes=shapes, run_length=run_length)
+    check(RUNS[op], case, place, compact=False, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("op", RUNS)
+def test_runs_are_their_elements(op, any_place):
+    """One index for a run gives the bits that one for each of its elements gives."""
+    device, backend = any_place
+    case = make(torch.device(device), dtype=torch.bfloat16, run_length=16)
+    elements = case.clone()
+    outside = torch.zeros(16, dtype=torch.int64)
+    positions = [outside, *(case.positions(i) for i in range(len(case.params))), outside]
+    elements.indices, elements.run_length = torch.cat(positions).int().to(device), 1
+    for c in (case, elements):
+        RUNS[op](c, backend, compact=False, stochastic_rounding=True)
+    case.indices = elements.indices
+    assert_same_bits(case, elements)
 
 
 @pytest.mark.parametrize("step", [1, 2, 1000, 2**24 - 20])
@@ -205,11 +246,13 @@ def test_empty_list(any_place):
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_opcheck(dtype, compact, any_place):
+@pytest.mark.parametrize("run_length", [1, 16])
+def test_opcheck(run_length, dtype, compact, any_place):
     device, backend = any_place
-    case = make(torch.device(device), dtype=dtype, shapes=[(3, 5), (4,)])
+    shapes = [(3, 5 + run_length), (4,)]
+    case = make(torch.device(device), dtype=dtype, mask="ragged", shapes=shapes, run_length=run_length)
     gradient = {"grad": case.grad} if compact else {"dense_grads": case.dense_grads}
-    common = dict(gradient, master=case.master, backend=backend)
+    common = dict(gradient, master=case.master, run_length=run_length, backend=backend)
     segments = (case.params, case.indices, case.starts, case.ends)
     torch.library.opcheck(
         torch.ops.sparse_opt.indexed_adamw_.default,

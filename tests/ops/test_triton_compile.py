@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 # Parameter -> pointer or scalar type; None: the argument is left out; the value itself for a constexpr (upper case).
 _RANGE = {"start": "i64", "end": "i64"}
-_LIST = {"blocks": "*i64", "indices": "*i32", **_RANGE, "BLOCK": 1024}
+_LIST = {"blocks": "*i64", "indices": "*i32", **_RANGE, "BLOCK": 1024, "RUN": 1}
 _STEP = {
     **_LIST,
     "param_table": "*i64",
@@ -61,9 +61,11 @@ _GATHER = {
 }
 _MOVE = {**_LIST, "dense_table": "*i64", "BITS": "int16"}
 _DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
+_DELTA_APPLY = {name: kind for name, kind in _MOVE.items() if name != "RUN"}
 
 _ONE_TENSOR = {"blocks": None}
 _DENSE_GRADS = {"grad": None, "grad_table": "*i64", "GRAD": "float16"}
+_RUNS = {"RUN": 32}
 _BARE = {"clip_coef": None, "grad_scale": None, "found_inf": None}
 _BF16_MOMENTS = {"exp_avg": "*bf16", "exp_avg_sq": "*bf16"}
 
@@ -78,11 +80,20 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("adamw-stochastic-fp16", "indexed_adamw", "indexed_adamw", {**_ADAMW, "STOCHASTIC": True, "PARAM": "float16"}),
         ("adamw-dense-grads", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_DENSE_GRADS, "PARAM": "float32"}),
         ("adamw-one", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_ONE_TENSOR, "param_table": "*bf16"}),
+        ("adamw-runs", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_RUNS}),
+        (
+            "adamw-runs-one",
+            "indexed_adamw",
+            "indexed_adamw",
+            {**_ADAMW, **_RUNS, **_ONE_TENSOR, "param_table": "*bf16"},
+        ),
         ("sgd", "indexed_sgd", "indexed_sgd", _SGD),
+        ("sgd-runs", "indexed_sgd", "indexed_sgd", {**_SGD, **_RUNS, **_DENSE_GRADS}),
         ("sgd-nesterov-stochastic", "indexed_sgd", "indexed_sgd", {**_SGD, "NESTEROV": True, "STOCHASTIC": True}),
         ("sgd-no-momentum", "indexed_sgd", "indexed_sgd", {**_SGD, "momentum_buffer": None, "master": "*fp32"}),
         ("gather", "masked_grad_gather", "masked_grad_gather", _GATHER),
         ("gather-one", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_ONE_TENSOR, "dense_table": "*fp16"}),
+        ("gather-runs", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_RUNS}),
         (
             "gather-bare",
             "masked_grad_gather",
@@ -96,6 +107,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             {"partials": "*fp32", "firsts": "*i64", "count": "i64", "sum_sq": "*fp32", "BLOCK": 1024},
         ),
         ("swap", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i16"}),
+        ("swap-runs", "indexed_swap", "indexed_swap", {**_MOVE, **_RUNS, "compact": "*i16"}),
         ("swap-8-bytes", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i64", "BITS": "int64"}),
         ("delta-count", "delta_codec", "delta_count", {**_DELTA, "counts": "*i32"}),
         (
@@ -110,7 +122,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "delta_write",
             {**_DELTA, "offsets": "*i64", "indices": "*i64", "values": "*i8", "BITS": "int8", "ALIGNED": False},
         ),
-        ("delta-apply", "delta_codec", "delta_apply", {**_MOVE, "values": "*i16"}),
+        ("delta-apply", "delta_codec", "delta_apply", {**_DELTA_APPLY, "values": "*i16"}),
     ]
 }
 ARITHMETIC = [name for name in VARIANTS if name.startswith(("adamw", "sgd", "gather"))]

@@ -26,11 +26,13 @@ def backward(model, seed=0):
     model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
+@pytest.mark.parametrize("pattern", ["element", "run32"])
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("backend", FAST)
-def test_nothing_in_a_step_synchronises(backend, grads):
+def test_nothing_in_a_step_synchronises(backend, grads, pattern):
     model = make_model()
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), grads=grads, max_grad_norm=1.0, backend=backend)
+    mask = MaskSet.random(model, density=0.1, pattern=pattern)
+    optimizer = SparseAdamW(model, mask, grads=grads, max_grad_norm=1.0, backend=backend)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s)
     for step in range(4):
         if step == 1:  # the first step may compile kernels and fill tables
@@ -54,15 +56,15 @@ def launches(work):
     return sum(e.count for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
+@pytest.mark.parametrize("pattern", ["element", "run32"])
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("backend", FAST)
-def test_launches_do_not_grow_with_the_number_of_parameters(backend, grads):
+def test_launches_do_not_grow_with_the_number_of_parameters(backend, grads, pattern):
     counts = []
     for depth in (2, 40):
         model = make_model(depth)
-        optimizer = SparseAdamW(
-            model, MaskSet.random(model, density=0.1), grads=grads, max_grad_norm=1.0, backend=backend
-        )
+        mask = MaskSet.random(model, density=0.1, pattern=pattern)
+        optimizer = SparseAdamW(model, mask, grads=grads, max_grad_norm=1.0, backend=backend)
         for _ in range(2):
             optimizer.zero_grad()
             backward(model)
@@ -73,11 +75,12 @@ def test_launches_do_not_grow_with_the_number_of_parameters(backend, grads):
     assert counts[0] == counts[1] <= 12
 
 
+@pytest.mark.parametrize("pattern", ["element", "run32"])
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("backend", FAST)
-def test_replays_equal_eager_steps(backend, grads):
+def test_replays_equal_eager_steps(backend, grads, pattern):
     models = [make_model(), make_model()]
-    mask = MaskSet.random(models[0], density=0.1)
+    mask = MaskSet.random(models[0], density=0.1, pattern=pattern)
     optimizers = [
         SparseAdamW(m, mask, lr=torch.tensor(1e-2, device="cuda"), grads=grads, max_grad_norm=1.0, backend=backend)
         for m in models

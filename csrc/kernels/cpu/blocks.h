@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "../arguments.h"
@@ -75,6 +76,7 @@ void scatter_words(Word* dense, const Index* indices, int64_t n, const Word* val
 struct BlockIndices {
   const void* indices;
   bool wide;
+  int run_length;
   int64_t begin, size;
 
   // call(pointer to the block's first index)
@@ -89,18 +91,59 @@ struct BlockIndices {
 
   template <typename Word>
   void prefetch(const void* dense) const {
+    if (run_length > 1) return prefetch_runs(static_cast<const Word*>(dense));
     with_indices([&](auto* at) { prefetch_words(static_cast<const Word*>(dense), at, size); });
   }
 
   template <typename Word>
   void gather(const void* dense, void* out) const {
+    if (run_length > 1) return gather_runs(static_cast<const Word*>(dense), static_cast<Word*>(out));
     with_indices([&](auto* at) { gather_words(static_cast<const Word*>(dense), at, size, static_cast<Word*>(out)); });
   }
 
   template <typename Word>
   void scatter(void* dense, const void* values) const {
+    if (run_length > 1) return scatter_runs(static_cast<Word*>(dense), static_cast<const Word*>(values));
     with_indices(
         [&](auto* at) { scatter_words(static_cast<Word*>(dense), at, size, static_cast<const Word*>(values)); });
+  }
+
+  // call(position in the dense tensor, place in the block, length) for each run, cut where the block is. What works by
+  // runs is not inlined: where masks take single elements, the code around it is as if there were none.
+  template <typename Call>
+  void for_each_run(Call call) const {
+    const int shift = __builtin_ctz(static_cast<unsigned>(run_length));
+    for (int64_t k = 0; k < size;) {
+      const int64_t run = (begin + k) >> shift, skip = (begin + k) & (run_length - 1);
+      const int64_t start =
+          wide ? static_cast<const int64_t*>(indices)[run] : static_cast<const int32_t*>(indices)[run];
+      const int64_t length = std::min(run_length - skip, size - k);
+      call(start + skip, k, length);
+      k += length;
+    }
+  }
+
+  template <typename Word>
+  [[gnu::noinline]] void prefetch_runs(const Word* dense) const {
+    constexpr int64_t kLine = 64 / sizeof(Word);
+    for_each_run([&](int64_t position, int64_t, int64_t length) {
+      for (int64_t k = 0; k < length; k += kLine) __builtin_prefetch(dense + position + k, 0, 2);
+    });
+    asm volatile("");  // as in prefetch_words
+  }
+
+  template <typename Word>
+  [[gnu::noinline]] void gather_runs(const Word* dense, Word* out) const {
+    for_each_run([&](int64_t position, int64_t k, int64_t length) {
+      std::memcpy(out + k, dense + position, length * sizeof(Word));
+    });
+  }
+
+  template <typename Word>
+  [[gnu::noinline]] void scatter_runs(Word* dense, const Word* values) const {
+    for_each_run([&](int64_t position, int64_t k, int64_t length) {
+      std::memcpy(dense + position, values + k, length * sizeof(Word));
+    });
   }
 };
 
@@ -110,7 +153,7 @@ template <typename Prefetch, typename Body>
 void for_each_block(const Segments& segments, const Chunk& chunk, Prefetch prefetch, Body body) {
   const int64_t segment_end = segments.ends[chunk.segment];
   const auto indices_of = [&](int64_t begin, int64_t end) {
-    return BlockIndices{segments.indices, segments.wide_indices, begin, end - begin};
+    return BlockIndices{segments.indices, segments.wide_indices, segments.run_length, begin, end - begin};
   };
   int64_t asked = std::min(chunk.begin + kPrefetchAhead, segment_end);
   prefetch(indices_of(chunk.begin, asked));

@@ -1,5 +1,5 @@
-// Bytes per active element: index 4, the compact element read and written; and 64 read and 64 written for each 64-byte
-// line of the dense tensors that the mask touches.
+// Bytes per active element: index 4 (of a run, shared), the compact element read and written; and 64 read and 64
+// written for each 64-byte line of the dense tensors that the mask touches.
 #include <cstring>
 
 #include "blocks.h"

@@ -165,100 +165,80 @@ __global__ void __launch_bounds__(kThreads) delta_find_kernel(const __grid_const
   }
 }
 
-// Moves the changes of kPacked blocks, whose place in the results is one range. A thread takes results, not changes of one
-// block, so that all are busy and stores are whole.
-constexpr int kPacked = 32;
-
-template <typename Word, typename Index, int Capacity>
-__global__ void __launch_bounds__(kThreads) delta_pack_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                              const __grid_constant__ DeltaArguments args) {
-  constexpr int kTogether = 4;
-  __shared__ Index begin[kPacked];  // of each block: its first element,
-  __shared__ int until[kPacked];    // its last result + 1, counted from the first result of all,
-  __shared__ int shift[kPacked];    // from such a result to where the change was kept
-  __shared__ int count[kPacked], segment[kPacked];
-  __shared__ int64_t shared_first;
-  const int first_block = static_cast<int>(blockIdx.x) * kPacked;
-  const int blocks = min(kPacked, table.first_block[table.count] - first_block);
-  if (threadIdx.x < 32) {
-    static_assert(kPacked == 32, "one lane for each block");
-    const int lane = static_cast<int>(threadIdx.x), i = min(lane, blocks - 1), local_block = first_block + i;
-    const BlockRange range = block_range(table, kDeltaBlock, local_block);
-    const int64_t end = args.running_sums[table.block_offset + local_block];
-    count[lane] = static_cast<int>(args.block_counts[table.block_offset + local_block]);
-    const int64_t first = __shfl_sync(0xffffffffu, end - count[lane], 0);
-    if (local_block + 1 == table.first_block[range.segment + 1]) {
-      args.bounds[table.segment_offset + range.segment] = end;
-    }
-    until[lane] = static_cast<int>(end - first);
-    shift[lane] = i * kDeltaBlockRoom - (until[lane] - count[lane]);
-    begin[lane] = static_cast<Index>(range.begin);
-    segment[lane] = range.segment;
-    if (lane == 0) shared_first = first;
-  }
-  __syncthreads();
-  const int64_t first = shared_first;
-  const int total = until[blocks - 1];
-  if (total == 0 || first + total > args.room) return;  // the caller sees the sum of all, and calls again
-  Index* indices = static_cast<Index*>(args.indices) + first;
-  Word* values = static_cast<Word*>(args.values) + first;
-  const int64_t kept = (table.block_offset + first_block) * kDeltaBlockRoom;
-  const uint16_t* found_positions = args.found_positions + kept;
-  const Word* found_values = static_cast<const Word*>(args.found_values) + kept;
-
-  // From a multiple of 32 of the results on, so that a warp's stores fill sectors.
-  for (int start = static_cast<int>(threadIdx.x) - static_cast<int>(first % 32); start < total;
-       start += kThreads * kTogether) {
-    Index index[kTogether];
+// The changes of a block by its bits. Called by one warp.
+template <typename Word, typename Index>
+__device__ __forceinline__ void pack_by_bits(const uint32_t* changed, const Word* new_words, int size, Index begin,
+                                             Index* indices, Word* values) {
+  constexpr int kTogether = 8;
+  const int lane = threadIdx.x % 32;
+  int rank = 0;
+  for (int first = 0; first < size; first += 32 * kTogether) {
+    uint32_t bits[kTogether];
     Word value[kTogether];
-    bool moved[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int k = start + kThreads * j;
-      int i = 0;  // the number of blocks that end at or before result k
-#pragma unroll
-      for (int step = kPacked / 2; step > 0; step /= 2) i += until[i + step - 1] <= k ? step : 0;
-      moved[j] = k >= 0 && k < total && count[i] <= kDeltaBlockRoom;
-      if (!moved[j]) continue;
-      index[j] = begin[i] + static_cast<Index>(__ldcs(found_positions + (shift[i] + k)));
-      value[j] = __ldcs(found_values + (shift[i] + k));
+      const int k = first + 32 * j + lane;
+      bits[j] = changed[first / 32 + j];
+      if (k < size) value[j] = new_words[k];
     }
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      if (!moved[j]) continue;
-      indices[start + kThreads * j] = index[j];
-      values[start + kThreads * j] = value[j];
+      const int at = rank + __popc(bits[j] & ((1u << lane) - 1));
+      if ((bits[j] >> lane & 1) != 0) {
+        indices[at] = begin + static_cast<Index>(first + 32 * j + lane);
+        values[at] = value[j];
+      }
+      rank += __popc(bits[j]);
     }
   }
+}
 
-  // Blocks that kept their bits.
-  __shared__ uint16_t positions[kDeltaBlock];
-  for (int i = 0; i < blocks; ++i) {
-    if (count[i] <= kDeltaBlockRoom) continue;
-    uint32_t bits = reinterpret_cast<const uint32_t*>(found_positions + i * kDeltaBlockRoom)[threadIdx.x];
-    int changes;
-    int rank = block_rank(__popc(bits), changes);
-    for (; bits != 0; bits &= bits - 1) {
-      positions[rank++] = static_cast<uint16_t>(threadIdx.x * 32 + __ffs(static_cast<int>(bits)) - 1);
-    }
-    __syncthreads();
-    const Word* new_words = static_cast<const Word*>(table.dense[segment[i]]) + begin[i];
-    const int before = until[i] - changes;
-    for (int start = threadIdx.x; start < changes; start += kThreads * kTogether) {
-      Word value[kTogether];
+// One warp for each block of delta_find.
+template <typename Word, typename Index, int Capacity>
+__global__ void __launch_bounds__(kThreads, 6) delta_pack_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                 const __grid_constant__ DeltaArguments args) {
+  constexpr int kTogether = 8;
+  const int lane = threadIdx.x % 32;
+  const auto local_block = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  if (local_block >= table.first_block[table.count]) return;
+  const int64_t block = table.block_offset + local_block;
+  const int total = static_cast<int>(args.block_counts[block]);
+  const int64_t until = args.running_sums[block], before = until - total;
+  const BlockRange range = block_range(table, kDeltaBlock, local_block);
+  if (lane == 0 && local_block + 1 == table.first_block[range.segment + 1]) {
+    args.bounds[table.segment_offset + range.segment] = until;
+  }
+  if (total == 0 || until > args.room) return;  // the caller sees the sum of all, and calls again
+
+  const Index begin = static_cast<Index>(range.begin);
+  Index* indices = static_cast<Index*>(args.indices) + before;
+  Word* values = static_cast<Word*>(args.values) + before;
+  const uint16_t* found_positions = args.found_positions + block * kDeltaBlockRoom;
+  if (total > kDeltaBlockRoom) {
+    pack_by_bits(reinterpret_cast<const uint32_t*>(found_positions),
+                 static_cast<const Word*>(table.dense[range.segment]) + range.begin,
+                 static_cast<int>(range.end - range.begin), begin, indices, values);
+    return;
+  }
+  const Word* found_values = static_cast<const Word*>(args.found_values) + block * kDeltaBlockRoom;
+  // From a multiple of 32 of the results on, so that a warp's stores fill sectors.
+  for (int first = lane - static_cast<int>(before % 32); first < total; first += 32 * kTogether) {
+    uint16_t position[kTogether];
+    Word value[kTogether];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (start + kThreads * j < changes) value[j] = new_words[positions[start + kThreads * j]];
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int k = start + kThreads * j;
-        if (k >= changes) continue;
-        indices[before + k] = begin[i] + static_cast<Index>(positions[k]);
-        values[before + k] = value[j];
-      }
+    for (int j = 0; j < kTogether; ++j) {
+      const int k = first + 32 * j;
+      if (static_cast<unsigned>(k) >= static_cast<unsigned>(total)) continue;
+      position[j] = __ldcs(found_positions + k);
+      value[j] = __ldcs(found_values + k);
     }
-    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int k = first + 32 * j;
+      if (static_cast<unsigned>(k) >= static_cast<unsigned>(total)) continue;
+      indices[k] = begin + static_cast<Index>(position[j]);
+      values[k] = value[j];
+    }
   }
 }
 
@@ -318,7 +298,7 @@ void delta_pack(const DeltaArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     dispatch_index(args.wide_indices, [&]<typename Index>() {
       for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        delta_pack_kernel<Word, Index><<<(blocks + kPacked - 1) / kPacked, kThreads, 0, stream>>>(table, args);
+        delta_pack_kernel<Word, Index><<<(blocks + kWarps - 1) / kWarps, kThreads, 0, stream>>>(table, args);
       });
     });
   });

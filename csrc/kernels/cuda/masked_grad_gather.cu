@@ -1,9 +1,8 @@
-// Bytes per active element: index 4, out written (and read, to accumulate); and 64 read for each 64-byte granule of the
+// Bytes per active element: index 4, or 4 a run, out written (and read, to accumulate); and 64 read for each 64-byte granule of the
 // dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel adds those of
 // a tensor in a fixed order: no atomics, so the same bits on every run.
-#include "dispatch.cuh"
 #include "kernels.h"
-#include "segment_table.cuh"
+#include "slots.cuh"
 
 namespace sparse_opt::cuda {
 namespace {
@@ -22,50 +21,33 @@ __device__ __forceinline__ T block_sum(T value) {
   return sum;
 }
 
-template <typename Dense, typename Out, typename Index, int Capacity>
+template <typename Layout, typename Dense, typename Out, int Capacity>
 __global__ void __launch_bounds__(kThreads)
     masked_grad_gather_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                               const __grid_constant__ GatherArguments args, float* partial_sums) {
   const BlockRange range = block_range(table, kSlots);
-  const Dense* dense = static_cast<const Dense*>(table.dense[range.segment]);
-  const Index* indices = static_cast<const Index*>(args.segments.indices);
   Out* out = static_cast<Out*>(args.out);
   float sum = 0.0f;
   bool not_finite = false;
 
-  const int64_t first = range.origin + threadIdx.x;
-  Index position[kUnroll];
-  Dense raw[kUnroll];
-  Out held[kUnroll];
-  bool active[kUnroll];
+  Layout slots;
+  Dense raw[kUnroll] = {};
+  Out held[kUnroll] = {}, stored[kUnroll];
+  slots.find(args.segments, range);
+  if (args.accumulate) slots.load_compact(out, held);
+  slots.load_dense(static_cast<const Dense*>(table.dense[range.segment]), raw);
 #pragma unroll
   for (int j = 0; j < kUnroll; ++j) {
-    const int64_t slot = first + j * kThreads;
-    active[j] = slot >= range.begin && slot < range.end;
-    position[j] = active[j] ? load_once(indices + slot) : Index{0};
-  }
-  if (args.accumulate) {
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active[j]) held[j] = load_once(out + first + j * kThreads);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kUnroll; ++j) {
-    if (active[j]) raw[j] = dense[position[j]];
-  }
-#pragma unroll
-  for (int j = 0; j < kUnroll; ++j) {
-    if (!active[j]) continue;
     float g = to_float(raw[j]);
     if (args.scale != nullptr) g = g * *args.scale;
     if (args.accumulate) g = to_float(held[j]) + g;
-    const Out stored = from_float<Out>(g);
-    store_once(out + first + j * kThreads, stored);
-    const float value = to_float(stored);
+    stored[j] = from_float<Out>(g);
+    if (!slots.active(j)) continue;
+    const float value = to_float(stored[j]);
     sum += value * value;
     not_finite = not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
   }
+  slots.store_compact(out, stored);
   if (args.found_inf != nullptr && __syncthreads_or(not_finite) && threadIdx.x == 0) {
     *args.found_inf = __int_as_float(0x7f800000);
   }
@@ -89,12 +71,12 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_con
   if (threadIdx.x == 0) sum_sq[table.segment_offset + blockIdx.x] = static_cast<float>(total);
 }
 
-template <typename Dense, typename Out, typename Index>
+template <typename Layout, typename Dense, typename Out>
 void launch(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   for_each_table(
       args.segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
         if (blocks > 0) {
-          masked_grad_gather_kernel<Dense, Out, Index><<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
+          masked_grad_gather_kernel<Layout, Dense, Out><<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
           check_launch("masked_grad_gather_");
         }
         if (args.sum_sq != nullptr) {
@@ -115,8 +97,7 @@ int64_t gather_blocks(const Segments& segments) {
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     dispatch_dtype(args.out_dtype, [&]<typename Out>() {
-      dispatch_index(args.segments.wide_indices,
-                     [&]<typename Index>() { launch<Dense, Out, Index>(args, partial_sums, stream); });
+      dispatch_layout(args.segments, [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
     });
   });
 }

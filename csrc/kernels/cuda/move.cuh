@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kMoveThreads)
   Word* compact = static_cast<Word*>(args.compact);
   const Index* indices = static_cast<const Index*>(args.segments.indices);
   const int64_t first = range.origin + threadIdx.x;
+  const int run_length = args.segments.run_length, shift = __ffs(run_length) - 1;
   Index position[kMoveUnroll];
   Word held[kMoveUnroll], value[kMoveUnroll];
   bool active[kMoveUnroll];
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kMoveThreads)
     const int64_t slot = first + j * kMoveThreads;
     active[j] = slot >= range.begin && slot < range.end;
     if (!active[j]) continue;
-    position[j] = load_once(indices + slot);
+    position[j] = load_once(indices + (slot >> shift)) + static_cast<Index>(slot & (run_length - 1));
     value[j] = compact[slot];
   }
   if (Swap) {

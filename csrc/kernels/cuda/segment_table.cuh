@@ -76,6 +76,12 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
   return block_range(table, slots_per_block, static_cast<int>(blockIdx.x));
 }
 
+// The slots of one turn of a block that takes several, kSlots each; the first turn has some.
+__device__ __forceinline__ BlockRange turn_of(const BlockRange& block, int turn) {
+  const int64_t origin = block.origin + turn * kSlots, last = origin + kSlots;
+  return {block.segment, origin, origin < block.begin ? block.begin : origin, last < block.end ? last : block.end};
+}
+
 inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
   return end > start ? (end - aligned_start(start) + slots_per_block - 1) / slots_per_block : 0;
 }

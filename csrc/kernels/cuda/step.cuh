@@ -7,41 +7,18 @@
 
 #include "../rounding.h"
 #include "../update.h"
-#include "dispatch.cuh"
-#include "segment_table.cuh"
+#include "slots.cuh"
 
 namespace sparse_opt::cuda {
 
-template <typename Param, typename Index>
-struct Slots {
-  int64_t first;  // slot j is first + j * kThreads
-  bool active[kUnroll];
-  Index position[kUnroll];
+template <typename Layout, typename Param>
+struct StepSlots : Layout {
   Param param[kUnroll];
   float master[kUnroll];
 
-  __device__ __forceinline__ int64_t slot(int j) const { return first + j * kThreads; }
-
-  __device__ __forceinline__ void load_positions(const void* indices, const BlockRange& range) {
-    first = range.origin + threadIdx.x;
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      active[j] = slot(j) >= range.begin && slot(j) < range.end;
-      position[j] = active[j] ? load_once(static_cast<const Index*>(indices) + slot(j)) : Index{0};
-    }
-  }
-
   __device__ __forceinline__ void load_params(const void* dense, const float* compact_master) {
-    if (compact_master != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        if (active[j]) master[j] = load_once(compact_master + slot(j));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active[j]) param[j] = static_cast<const Param*>(dense)[position[j]];
-    }
+    if (compact_master != nullptr) this->load_compact(compact_master, master);
+    this->load_dense(static_cast<const Param*>(dense), param);
   }
 
   __device__ __forceinline__ float param_value(int j, const float* compact_master) const {
@@ -49,45 +26,38 @@ struct Slots {
   }
 
   template <bool Stochastic>
-  __device__ __forceinline__ void store_param(int j, float value, uint32_t random, void* dense,
-                                              float* compact_master) const {
-    Param stored;
-    if (compact_master != nullptr) {
-      store_once(compact_master + slot(j), value);
-      stored = from_float<Param>(value);
-    } else {
-      stored = Stochastic ? stochastic_round<Param>(value, random) : from_float<Param>(value);
-    }
-    if (!same_bits(stored, param[j])) static_cast<Param*>(dense)[position[j]] = stored;
-  }
-
-  template <typename State>
-  __device__ __forceinline__ void load_state(const void* state, State (&values)[kUnroll]) const {
+  __device__ __forceinline__ void store_params(const float (&values)[kUnroll], const RandomWords (&random)[kUnroll],
+                                               void* dense, float* compact_master) const {
+    if (compact_master != nullptr) this->store_compact(compact_master, values);
+    const bool rounds_up_or_down = Stochastic && compact_master == nullptr;
+    Param stored[kUnroll];
+    bool changed[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (active[j]) values[j] = load_once(static_cast<const State*>(state) + slot(j));
+      stored[j] = rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
+      changed[j] = this->active(j) && !same_bits(stored[j], param[j]);
     }
+    this->store_dense(static_cast<Param*>(dense), stored, changed);
   }
 
   template <bool Stochastic, typename State>
-  __device__ __forceinline__ void store_state(int j, float value, uint32_t random, void* state) const {
-    const State stored = Stochastic ? stochastic_round<State>(value, random) : from_float<State>(value);
-    store_once(static_cast<State*>(state) + slot(j), stored);
+  __device__ __forceinline__ void store_state(State* state, const float (&values)[kUnroll],
+                                              const uint32_t (&random)[kUnroll]) const {
+    State stored[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      stored[j] = Stochastic ? stochastic_round<State>(values[j], random[j]) : from_float<State>(values[j]);
+    }
+    this->store_compact(state, stored);
   }
 
   template <typename Grad>
   __device__ __forceinline__ void load_gradients_as(const void* compact, const void* dense, float (&g)[kUnroll]) const {
     Grad raw[kUnroll] = {};
     if (compact != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        if (active[j]) raw[j] = load_once(static_cast<const Grad*>(compact) + slot(j));
-      }
+      this->load_compact(static_cast<const Grad*>(compact), raw);
     } else {
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        if (active[j]) raw[j] = static_cast<const Grad*>(dense)[position[j]];
-      }
+      this->load_dense(static_cast<const Grad*>(dense), raw);
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) g[j] = to_float(raw[j]);

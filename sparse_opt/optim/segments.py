@@ -1,0 +1,74 @@
+"""Where the active elements of some parameters lie: one index for each, or one for each run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..mask_patterns import PATTERNS, matrix_shape
+
+# The longest first. Longer runs would save little: with 64 the indices take a 16th of a byte per active element.
+RUN_LENGTHS = (64, 32, 16)
+
+
+@dataclass(eq=False)
+class Segments:
+    """The active elements of `params`, as the ops take them.
+
+    Segment i, the slots [starts[i], ends[i]) of every [nnz] buffer, belongs to params[i]. Slots are in the order of the
+    flattened parameter, whatever `run_length` is.
+    """
+
+    params: list[Parameter]
+    indices: Tensor  # [nnz / run_length] int32 or int64, the first position of each run in the flattened parameter
+    starts: list[int]
+    ends: list[int]
+    run_length: int
+
+    @property
+    def nnz(self) -> int:
+        return self.indices.numel() * self.run_length
+
+    def segment(self, i: int) -> slice:
+        return slice(self.starts[i], self.ends[i])
+
+    def positions(self, i: int) -> Tensor:
+        """[nnz of params[i]] the position of every active element."""
+        runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length]
+        return expanded(runs, self.run_length)
+
+
+def index_dtype(param: Tensor) -> torch.dtype:
+    return torch.int64 if param.numel() >= 2**31 else torch.int32
+
+
+def run_length_of(shape: Sequence[int], pattern: str) -> int:
+    """How many consecutive elements of the flattened tensor a mask of `pattern` takes at a time.
+
+    Every such run begins at a multiple of its length. 1 where the tensor's rows do not hold whole runs.
+    """
+    width = min(PATTERNS[pattern][1], RUN_LENGTHS[0])
+    return width if matrix_shape(shape)[1] % width == 0 else 1
+
+
+def longest_run(positions: Tensor, at_most: int) -> int:
+    """The longest run length, up to `at_most`, whose aligned runs sorted unique `positions` take whole; else 1."""
+    for length in RUN_LENGTHS:
+        if length > at_most or positions.numel() % length:
+            continue
+        first, last = positions[::length], positions[length - 1 :: length]
+        if bool(((first % length == 0) & (last - first == length - 1)).all()):
+            return length
+    return 1
+
+
+def expanded(indices: Tensor, run_length: int) -> Tensor:
+    """[n * run_length] every position of the runs that begin at `indices` [n]."""
+    if run_length == 1:
+        return indices
+    within_run = torch.arange(run_length, dtype=indices.dtype, device=indices.device)
+    return (indices[:, None] + within_run).view(-1)

@@ -1,0 +1,233 @@
+"""Masks that take runs: one index for each run, and the bits that one index for each element gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt.mask_patterns import expand_units, unit_grid
+from sparse_opt.optim.segments import expanded, longest_run, run_length_of
+
+RUN_LENGTH = {"run16": 16, "run32": 32, "tile64": 64, "tile128": 64}
+BUILD = {
+    "adamw": lambda model, mask, **kw: SparseAdamW(model, mask, lr=1e-2, **kw),
+    "sgd": lambda model, mask, **kw: SparseSGD(model, mask, lr=1e-2, momentum=0.9, weight_decay=0.1, **kw),
+}
+
+
+def make_model(device, dtype=torch.float32, ragged=False):
+    """Rows of 64 and 128 elements; a ragged one has rows of 40 besides, which hold no whole run of any kind."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(128, 64), torch.nn.Tanh(), torch.nn.Linear(64, 40 if ragged else 64)]
+    if ragged:
+        layers += [torch.nn.Tanh(), torch.nn.Linear(40, 64, bias=False)]
+    return torch.nn.Sequential(*layers).to(device, dtype)
+
+
+def runs_mask(model, pattern, density=0.5, seed=0):
+    mask = MaskSet.random(model, density=density, pattern=pattern, seed=seed)
+    assert mask.nnz
+    return mask
+
+
+def elements_of(mask):
+    """The same positions, of which nobody knows that they are runs."""
+    return MaskSet(mask.indices, mask.shapes, pattern="element")
+
+
+def backward(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    p = next(model.parameters())
+    x = torch.randn(8, 128, generator=generator).to(p.device, p.dtype)
+    model(x).square().mean().backward()
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        backward(model, seed)
+        backward(model, 1000 + seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def run_lengths(optimizer):
+    return sorted(bucket.run_length for bucket in optimizer._buckets)
+
+
+def same_state(a, b):
+    a, b = a.state_dict()["state"], b.state_dict()["state"]
+    assert a.keys() == b.keys()
+    for key, state in a.items():
+        assert state.keys() == b[key].keys()
+        for name, value in state.items():
+            assert torch.equal(value, b[key][name]) and value.dtype == b[key][name].dtype, (key, name)
+    return True
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("pattern", ["run32", "tile64"])
+@pytest.mark.parametrize("kind", BUILD)
+def test_30_steps_give_the_bits_of_the_same_elements(kind, pattern, options, grads, device):
+    runs, elements, start = (make_model(device) for _ in range(3))
+    mask = runs_mask(runs, pattern)
+    a = BUILD[kind](runs, mask, grads=grads, **options)
+    b = BUILD[kind](elements, elements_of(mask), grads=grads, **options)
+    assert run_lengths(a) == [RUN_LENGTH[pattern]] and run_lengths(b) == [1]
+    train(runs, a, range(30))
+    train(elements, b, range(30))
+    assert same(runs, elements) and same_state(a, b)
+    assert not same(runs, start)
+    if "max_grad_norm" in options:
+        assert torch.equal(a.grad_norm, b.grad_norm) and a.grad_norm > 0.01
+    with a.base_weights():
+        assert same(runs, start)
+    assert same(runs, elements)
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize(
+    "options",
+    [{"master_weights": True}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}],
+    ids=["master", "stochastic"],
+)
+@pytest.mark.parametrize("kind", BUILD)
+def test_bf16_weights_get_the_bits_of_the_same_elements(kind, options, grads, device):
+    runs, elements, start = (make_model(device, torch.bfloat16) for _ in range(3))
+    mask = runs_mask(runs, "run16")
+    a = BUILD[kind](runs, mask, grads=grads, **options)
+    b = BUILD[kind](elements, elements_of(mask), grads=grads, **options)
+    assert run_lengths(a) == [16] and run_lengths(b) == [1]
+    train(runs, a, range(5))
+    train(elements, b, range(5))
+    assert same(runs, elements) and same_state(a, b) and not same(runs, start)
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("pattern", RUN_LENGTH)
+def test_rows_that_hold_no_whole_runs_are_taken_by_element(pattern, grads, device):
+    runs, elements, start = (make_model(device, ragged=True) for _ in range(3))
+    mask = runs_mask(runs, pattern)
+    a = SparseAdamW(runs, mask, lr=1e-2, grads=grads)
+    b = SparseAdamW(elements, elements_of(mask), lr=1e-2, grads=grads)
+    assert run_lengths(a) == [1, RUN_LENGTH[pattern]] and run_lengths(b) == [1]
+    ragged = {n for bucket in a._buckets for n in bucket.names if bucket.run_length == 1}
+    assert ragged <= {"2.bias", "4.weight"} and "4.weight" in ragged
+    train(runs, a, range(5))
+    train(elements, b, range(5))
+    assert same(runs, elements) and same_state(a, b) and not same(runs, start)
+    with a.base_weights():
+        assert same(runs, start)
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_parameters_without_gradient_are_passed_over(grads, device):
+    runs, elements = make_model(device), make_model(device)
+    mask = runs_mask(runs, "run32")
+    a = SparseAdamW(runs, mask, lr=1e-2, grads=grads, max_grad_norm=1.0)
+    b = SparseAdamW(elements, elements_of(mask), lr=1e-2, grads=grads, max_grad_norm=1.0)
+    for step in range(6):
+        for model, optimizer in ((runs, a), (elements, b)):
+            used = [p for i, p in enumerate(model.parameters()) if p.requires_grad and (i + step) % 3]
+            generator = torch.Generator().manual_seed(step)
+            sum((p * torch.randn(p.shape, generator=generator).to(device)).sum() for p in used).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(runs, elements) and same_state(a, b)
+
+
+@pytest.mark.parametrize("pattern", ["run16", "tile64"])
+def test_states_load_across(pattern, device):
+    """A file says which elements are active; it does not tell which of the two optimizers has written it."""
+    models = [make_model(device, torch.bfloat16, ragged=True) for _ in range(4)]
+    start = make_model(device, torch.bfloat16, ragged=True)
+    mask = runs_mask(start, pattern)
+    masks = [mask, elements_of(mask)]
+    first = [SparseAdamW(m, k, lr=1e-2, master_weights=True) for m, k in zip(models[:2], masks, strict=True)]
+    for model, optimizer in zip(models[:2], first, strict=True):
+        train(model, optimizer, range(4))
+    assert same_state(*first)
+    resumed = [SparseAdamW(m, k, lr=1e-2, master_weights=True) for m, k in zip(models[2:], masks, strict=True)]
+    for k, optimizer in enumerate(resumed):
+        models[2 + k].load_state_dict(models[1 - k].state_dict())
+        optimizer.load_state_dict(copy.deepcopy(first[1 - k].state_dict()))
+    for model, optimizer in zip(models, [*first, *resumed], strict=True):
+        train(model, optimizer, range(4, 8))
+        assert same(model, models[0]) and same_state(optimizer, first[0])
+        with optimizer.base_weights():
+            assert same(model, start)
+
+
+def test_a_state_of_other_runs_is_refused(device):
+    model = make_model(device)
+    saved = SparseAdamW(model, runs_mask(model, "run32", seed=1)).state_dict()
+    other = make_model(device)
+    with pytest.raises(ValueError, match="was saved under another mask"):
+        SparseAdamW(other, runs_mask(other, "run32", seed=2)).load_state_dict(saved)
+
+
+def test_set_mask_from_pattern_to_pattern(device):
+    runs, elements, start = (make_model(device, torch.bfloat16, ragged=True) for _ in range(3))
+    patterns = ["run32", "run32", "tile64", "element", "run16"]
+    masks = [runs_mask(runs, pattern, seed=i) for i, pattern in enumerate(patterns)]
+    a = SparseAdamW(runs, masks[0], lr=1e-2, master_weights=True)
+    b = SparseAdamW(elements, elements_of(masks[0]), lr=1e-2, master_weights=True)
+    for i, mask in enumerate(masks):
+        if i:
+            a.set_mask(mask)
+            b.set_mask(elements_of(mask))
+        assert run_lengths(a) == ([1] if mask.pattern == "element" else [1, RUN_LENGTH[mask.pattern]])
+        train(runs, a, range(3 * i, 3 * i + 3))
+        train(elements, b, range(3 * i, 3 * i + 3))
+        assert same(runs, elements) and same_state(a, b)
+        with a.base_weights():
+            assert same(runs, start)
+    assert not same(runs, start)
+
+
+@pytest.mark.parametrize("pattern", RUN_LENGTH)
+def test_indices_are_held_by_run(pattern, device):
+    model = make_model(device, torch.bfloat16)
+    mask = runs_mask(model, pattern)
+    optimizer = SparseAdamW(model, mask)
+    nnz, runs = mask.nnz, mask.nnz // RUN_LENGTH[pattern]
+    wanted = {"state": 8 * nnz, "master": 0, "indices": 4 * runs, "grad": 4 * nnz, "base": 2 * nnz}
+    assert optimizer.nbytes() == wanted  # the base weights share the indices
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.nbytes() == {**wanted, "base": 2 * nnz + 4 * runs}
+    optimizer.set_mask(mask)
+    assert optimizer.nbytes() == {**wanted, "base": 2 * nnz + 4 * runs}
+    state = optimizer.state_dict()["state"]
+    shared = {s["indices"].untyped_storage().data_ptr() for s in state.values()}
+    assert len(shared) == 1  # of one storage, which torch.save writes once
+
+
+@pytest.mark.parametrize("pattern", RUN_LENGTH)
+@pytest.mark.parametrize("shape", [(128,), (10,), (5, 128), (3, 4, 64), (7, 48), (9, 33), (130, 192), (0, 64), ()])
+def test_run_lengths_of_shapes(shape, pattern):
+    length = run_length_of(shape, pattern)
+    rows_hold_runs = bool(shape) and shape[-1] % RUN_LENGTH[pattern] == 0
+    assert length == (RUN_LENGTH[pattern] if rows_hold_runs else 1)
+    assert run_length_of(shape, "element") == 1
+    units = unit_grid(shape, pattern)
+    positions = expand_units(torch.arange(0, units[0] * units[1], 2), shape, pattern)
+    assert positions.numel() % length == 0
+    assert torch.equal(expanded(positions[::length], length), positions)
+
+
+def test_longest_run():
+    runs = expanded(torch.tensor([0, 64, 192]), 64)
+    assert [longest_run(runs, most) for most in (64, 32, 16, 1)] == [64, 32, 16, 1]
+    assert longest_run(expanded(torch.tensor([0, 32, 96, 160]), 32), 64) == 32
+    assert longest_run(expanded(torch.tensor([8, 72]), 64), 64) == 1  # whole, and not aligned
+    assert longest_run(runs[1:-15], 64) == 1
+    moved = runs.clone()
+    moved[-1] += 1
+    assert longest_run(moved, 64) == 1
