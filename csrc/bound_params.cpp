@@ -19,6 +19,9 @@ struct AnyDevice;
 using AdamW = decltype(indexed_adamw_<AnyDevice>);
 using Sgd = decltype(indexed_sgd_<AnyDevice>);
 using Gather = decltype(masked_grad_gather_<AnyDevice>);
+using GatherPartly = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool,
+                          const at::Tensor&, int64_t, const OptionalTensor&, int64_t);
+using AddPartialSums = void(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef);
 
 }  // namespace
 
@@ -30,6 +33,13 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       ends_(std::move(ends)),
       run_length_(run_length) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
+  if (!indices_.is_cuda()) return;
+  int64_t partials = 0;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    first_partial_.push_back(partials);
+    partials += gather_blocks(starts_[i], ends_[i]);
+  }
+  partial_sums_ = at::zeros({partials}, indices_.options().dtype(at::kFloat));
 }
 
 bool BoundParams::has_grads() const {
@@ -61,11 +71,23 @@ bool BoundParams::take_grads() {
 
 void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
                           const at::Tensor& sum_sq, const OptionalTensor& found_inf) const {
-  static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
   SPARSE_OPT_CHECK(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
                    " elements, wanted ", numels_[i]);
+  if (partial_sums_.defined()) {
+    static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
+    op.call(out, grad.contiguous(), indices_, starts_[i], ends_[i], accumulate, partial_sums_, first_partial_[i],
+            found_inf, run_length_);
+    return;
+  }
+  static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
   op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt,
           accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_);
+}
+
+void BoundParams::sum_squares_(const at::Tensor& sum_sq) const {
+  if (!partial_sums_.defined()) return;
+  static const auto op = native_op<AddPartialSums>("sparse_opt_native::add_partial_sums_");
+  op.call(sum_sq, partial_sums_, starts_, ends_);
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {

@@ -21,9 +21,11 @@ class BoundParams {
   // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
   bool take_grads();
 
-  // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz], and its element of `sum_sq`, [n].
+  // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz]. The elements of `sum_sq`, [n], of the
+  // parameters gathered stand when sum_squares_ was called: a GPU adds up those of all parameters in one launch.
   void gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
                const std::optional<at::Tensor>& found_inf) const;
+  void sum_squares_(const at::Tensor& sum_sq) const;
 
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
   // versions: kernels write through pointers, which autograd does not see.
@@ -48,6 +50,8 @@ class BoundParams {
   at::Tensor indices_;  // [nnz / run_length]
   std::vector<int64_t> starts_, ends_, numels_;
   int64_t run_length_;
+  at::Tensor partial_sums_;             // on a GPU: fp32, what the gathers left for sum_squares_
+  std::vector<int64_t> first_partial_;  // of each parameter
 };
 
 }  // namespace sparse_opt

@@ -27,6 +27,11 @@ TORCH_LIBRARY(sparse_opt_native, m) {
   m.def(
       "indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends, *, "
       "int run_length=1) -> ()");
+  // Of the optimizers' hooks, on a GPU: see ops_cuda.cpp.
+  m.def(
+      "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
+      "Tensor(b!) partial_sums, int first_partial, Tensor(c!)? found_inf, int run_length) -> ()");
+  m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
   m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
   m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");
 }

@@ -22,12 +22,15 @@ struct Cuda {
   static void run(const AdamWArguments& args) { cuda::indexed_adamw(args, stream()); }
   static void run(const SgdArguments& args) { cuda::indexed_sgd(args, stream()); }
   static void run(const GatherArguments& args) {
-    at::Tensor partial_sums;  // freed on return; the allocator keeps the order of the stream
-    if (args.sum_sq != nullptr) {
-      partial_sums =
-          at::empty({cuda::gather_blocks(args.segments)}, at::TensorOptions().device(at::kCUDA).dtype(at::kFloat));
+    if (args.sum_sq == nullptr) return cuda::masked_grad_gather(args, nullptr, stream());
+    int64_t blocks = 0;
+    for (int64_t i = 0; i < args.segments.count; ++i) {
+      blocks += gather_blocks(args.segments.starts[i], args.segments.ends[i]);
     }
-    cuda::masked_grad_gather(args, args.sum_sq != nullptr ? partial_sums.data_ptr<float>() : nullptr, stream());
+    // Freed on return; the allocator keeps the order of the stream.
+    const at::Tensor partial_sums = at::empty({blocks}, at::TensorOptions().device(at::kCUDA).dtype(at::kFloat));
+    cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>(), stream());
+    cuda::sum_partials(args.segments, partial_sums.const_data_ptr<float>(), args.sum_sq, stream());
   }
   static void run_swap(const MoveArguments& args) { cuda::indexed_swap(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
@@ -107,9 +110,46 @@ struct Cuda {
   };
 };
 
+// masked_grad_gather_ of one tensor of a list that is gathered piece by piece: its partial sums go where they stand in
+// those of the whole list, from `first_partial` on.
+void gather_partly_(const at::Tensor& out, const at::Tensor& dense, const at::Tensor& indices, int64_t start,
+                    int64_t end, bool accumulate, const at::Tensor& partial_sums, int64_t first_partial,
+                    const OptionalTensor& found_inf, int64_t run_length) {
+  const at::Device device = indices.device();
+  const auto pointers = list_data("dense", {dense}, device);
+  GatherArguments args;
+  args.segments = checked_segments("dense", {dense}, pointers, indices, start, end, run_length);
+  args.dense_dtype = dtype_of("dense", dense);
+  check_flat("out", out, checked_slots(indices, run_length), device);
+  args.out_dtype = dtype_of("out", out);
+  args.out = out.data_ptr();
+  args.accumulate = accumulate;
+  args.found_inf = optional_float_data("found_inf", found_inf, 1, device);
+  SPARSE_OPT_CHECK(0 <= first_partial && first_partial + gather_blocks(start, end) <= partial_sums.numel(),
+                   "partial_sums has ", partial_sums.numel(), " elements, wanted ", gather_blocks(start, end),
+                   " from ", first_partial, " on");
+  const Cuda::Guard guard(device);
+  cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>() + first_partial, Cuda::stream());
+}
+
+void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,
+                       at::IntArrayRef ends) {
+  const std::vector<void*> no_tensors(starts.size(), nullptr);
+  Segments segments;
+  segments.count = static_cast<int64_t>(starts.size());
+  segments.dense = no_tensors.data();
+  segments.starts = starts.data();
+  segments.ends = ends.data();
+  float* sums = float_data("sum_sq", sum_sq, segments.count, partial_sums.device());
+  const Cuda::Guard guard(partial_sums.device());
+  cuda::sum_partials(segments, partial_sums.const_data_ptr<float>(), sums, Cuda::stream());
+}
+
 }  // namespace
 }  // namespace sparse_opt
 
 TORCH_LIBRARY_IMPL(sparse_opt_native, CUDA, m) {
   sparse_opt::implement_ops<sparse_opt::Cuda>(m);
+  m.impl("gather_partly_", &sparse_opt::gather_partly_);
+  m.impl("add_partial_sums_", &sparse_opt::add_partial_sums_);
 }

@@ -54,6 +54,13 @@ struct SgdArguments : StepArguments {
   bool nesterov = false;
 };
 
+// Slots of which a GPU's gather leaves one partial sum of squares. Blocks begin at multiples of 32 slots.
+constexpr int64_t kGatherBlock = 1024;
+
+inline int64_t gather_blocks(int64_t start, int64_t end) {
+  return end > start ? (end - (start & ~int64_t{31}) + kGatherBlock - 1) / kGatherBlock : 0;
+}
+
 struct GatherArguments {
   Segments segments;
   DType dense_dtype = DType::kFloat32;

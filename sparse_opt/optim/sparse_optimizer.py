@@ -255,7 +255,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if bucket.grad is None:
                     bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
                 gradients.gather_all_(bucket)
-            elif not all(bucket.received):  # what the others hold is of an earlier step
+            elif bucket.native is not None:
+                bucket.native.sum_squares_(bucket.sum_sq)
+            if self.grads == "compact" and not all(bucket.received):  # what the others hold is of an earlier step
                 received = gradients.to_device(bucket.received, torch.bool, bucket.device)
                 bucket.sum_sq.copy_(torch.where(received, bucket.sum_sq, 0.0))
             sums.append(bucket.sum_sq.sum().to(home))

@@ -11,9 +11,10 @@ namespace sparse_opt::cuda {
 void indexed_adamw(const AdamWArguments& args, cudaStream_t stream);
 void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
 
-// `partial_sums` is scratch, fp32 [gather_blocks(args.segments)] on the device; null if args.sum_sq is.
-int64_t gather_blocks(const Segments& segments);
+// `partial_sums` is fp32 [gather_blocks of all segments] on the device, or null. sum_partials adds up what lists of the
+// same segments left there, gathered together or one by one: sum_sq fp32 [segments.count]. args.sum_sq is not written.
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream);
+void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 // Fills args.sampled.

@@ -1,6 +1,6 @@
 // Bytes per active element: index 4, or 4 a run, out written (and read, to accumulate); and 64 read for each 64-byte granule of the
 // dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel adds those of
-// a tensor in a fixed order: no atomics, so the same bits on every run.
+// a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor by tensor and add up once.
 #include "kernels.h"
 #include "slots.cuh"
 
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   if (args.found_inf != nullptr && __syncthreads_or(not_finite) && threadIdx.x == 0) {
     *args.found_inf = __int_as_float(0x7f800000);
   }
-  if (args.sum_sq != nullptr) {
+  if (partial_sums != nullptr) {
     const float block_total = block_sum(sum);
     if (threadIdx.x == 0) partial_sums[table.block_offset + blockIdx.x] = block_total;
   }
@@ -75,30 +75,27 @@ template <typename Layout, typename Dense, typename Out>
 void launch(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   for_each_table(
       args.segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        if (blocks > 0) {
-          masked_grad_gather_kernel<Layout, Dense, Out><<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
-          check_launch("masked_grad_gather_");
-        }
-        if (args.sum_sq != nullptr) {
-          sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, args.sum_sq);
-          check_launch("masked_grad_gather_");
-        }
+        if (blocks == 0) return;
+        masked_grad_gather_kernel<Layout, Dense, Out><<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
+        check_launch("masked_grad_gather_");
       });
 }
 
 }  // namespace
-
-int64_t gather_blocks(const Segments& segments) {
-  int64_t blocks = 0;
-  for (int64_t i = 0; i < segments.count; ++i) blocks += blocks_of(segments.starts[i], segments.ends[i], kSlots);
-  return blocks;
-}
 
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     dispatch_dtype(args.out_dtype, [&]<typename Out>() {
       dispatch_layout(args.segments, [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
     });
+  });
+}
+
+void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream) {
+  static_assert(kSlots == kGatherBlock, "what a block gathers is what the callers take it for");
+  for_each_table(segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
+    sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, sum_sq);
+    check_launch("masked_grad_gather_");
   });
 }
 
