@@ -106,9 +106,17 @@ def gather_bytes(
     return gradient + index_bytes(nnz, index_itemsize, pattern) + nnz * out_itemsize
 
 
-def swap_bytes(numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4, pattern: str = "element") -> float:
-    """indexed_swap_: ``2 * touched(dense) + index + nnz * 2 * itemsize``, the compact side both ways."""
-    return 2 * touched_bytes(numel, nnz, itemsize, _run(pattern)) + index_bytes(nnz, index_itemsize, pattern) + nnz * 2 * itemsize
+def swap_bytes(
+    numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4, pattern: str = "element", changed: float = 1.0
+) -> float:
+    """indexed_swap_: ``touched(dense) + touched(dense, changed) + index + nnz * (1 + changed) * itemsize``.
+
+    Args:
+        changed: the share of active elements that differ between the two; the others need not be written.
+    """
+    run = _run(pattern)
+    dense = touched_bytes(numel, nnz, itemsize, run) + touched_bytes(numel, changed * nnz, itemsize, run)
+    return dense + index_bytes(nnz, index_itemsize, pattern) + nnz * (1 + changed) * itemsize
 
 
 def delta_encode_bytes(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> float:

@@ -33,6 +33,7 @@ from .optimizers import (
     mask_of,
     parameters,
     sparse_adamw,
+    swapped_share,
 )
 from .rows import TORCH, Row, Work, row_of
 from .shapes import LLAMA_3_2_3B_SIZES, Shapes, total_numel
@@ -248,13 +249,14 @@ class KernelBench:
         if not self._sound("SparseAdamW.base_weights", functools.partial(check_base_weights, swap, named)):
             return
         size = index_itemsize(swap.optimizer)
-        nbytes = floors.swap_bytes(mask.numel, mask.nnz, itemsize=2, index_itemsize=size)
+        changed = swapped_share(swap, named, mask.nnz)
+        nbytes = floors.swap_bytes(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
         backend = self._auto("indexed_swap_")
         enter, leave = Prepared(swap.be_outside, swap.enter), Prepared(swap.be_inside, swap.leave)
         self._time(
             [
-                Work(targets.BASE_IN, backend, density, enter, nbytes, is_auto=True),
-                Work(targets.BASE_OUT, backend, density, leave, nbytes, is_auto=True),
+                Work(targets.BASE_IN, backend, density, enter, nbytes, is_auto=True, changed=changed),
+                Work(targets.BASE_OUT, backend, density, leave, nbytes, is_auto=True, changed=changed),
             ]
         )
         swap.be_outside()

@@ -179,6 +179,15 @@ def check_base_weights(swap: BaseWeightsSwap, params: Named) -> None:
         check_bits(f"base_weights: {name} outside again", param.detach(), trained[name])
 
 
+def swapped_share(swap: BaseWeightsSwap, params: Named, nnz: int) -> float:
+    """The share of the ``nnz`` active weights whose bits differ inside and outside."""
+    outside = [as_bits(param.detach()).clone() for param in params.values()]
+    swap.enter()
+    differing = [(as_bits(p.detach()) != bits).sum() for p, bits in zip(params.values(), outside, strict=True)]
+    swap.leave()
+    return int(torch.stack(differing).sum()) / nnz
+
+
 def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -> None:
     """Run ``call`` where torch refuses to wait for the device; a CPU has nothing to wait for.
 
