@@ -66,8 +66,8 @@ def adamw_bytes(
 ) -> float:
     """indexed_adamw_: parameter, both moments and master read and written, gradient and index read.
 
-    ``touched(p) + touched(p, changed) + (touched(g) if dense, else nnz * g) + nnz * 2 * (2 * moment + master) + index``,
-    where a moment is 4 bytes or 2 (stochastic rounding needs no memory of its own).
+    ``touched(p) + touched(p, changed) + gradient + nnz * 2 * (2 * moment + master) + index``, where gradient is
+    ``touched(g)`` if dense, else ``nnz * g``, and a moment is 4 bytes or 2 (stochastic rounding needs no memory).
 
     Args:
         changed: the share of active parameters whose bits change; the others need not be written.
@@ -101,7 +101,7 @@ def gather_bytes(
     index_itemsize: int = 4,
     pattern: str = "element",
 ) -> float:
-    """masked_grad_gather_ without accumulation: ``touched(g) + index + nnz * out``; the sums are a few bytes a tensor."""
+    """masked_grad_gather_ without accumulation: ``touched(g) + index + nnz * out``; the sums are few bytes."""
     gradient = touched_bytes(numel, nnz, grad_itemsize, _run(pattern))
     return gradient + index_bytes(nnz, index_itemsize, pattern) + nnz * out_itemsize
 
@@ -125,7 +125,10 @@ def delta_encode_bytes(numel: int, changed: int, *, itemsize: int, index_itemsiz
 
 
 def delta_apply_bytes(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> float:
-    """delta_apply_: ``changed * (index + itemsize) + 2 * touched(dense)``: a granule written in part is fetched first."""
+    """delta_apply_: ``changed * (index + itemsize) + 2 * touched(dense)``.
+
+    A granule that is written in part is fetched first.
+    """
     return changed * (index_itemsize + itemsize) + 2 * touched_bytes(numel, changed, itemsize)
 
 

@@ -22,6 +22,9 @@ from .cases import (
     SwapCase,
 )
 
+# So large that nearly every active weight's bits change in a step, as the floors count it.
+LR = 1.0
+
 
 def random_tensors(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
@@ -52,7 +55,7 @@ def adamw_case(
     return AdamWCase(
         params=params,
         active=active,
-        lr=torch.tensor([1e-4], device=device),
+        lr=torch.tensor([LR], device=device),
         steps=torch.full((len(params),), 3.0, device=device),
         **_gradient(grads, active, generator, dense_grads),
         exp_avg=exp_avg,
@@ -68,7 +71,7 @@ def sgd_case(
     return SGDCase(
         params=params,
         active=active,
-        lr=torch.tensor([1e-4], device=device),
+        lr=torch.tensor([LR], device=device),
         steps=torch.full((len(params),), 3.0, device=device),
         **_gradient(grads, active, generator, dense_grads),
         momentum_buffer=torch.randn(active.nnz, device=device, generator=generator),

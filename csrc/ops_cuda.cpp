@@ -126,8 +126,8 @@ void gather_partly_(const at::Tensor& out, const at::Tensor& dense, const at::Te
   args.accumulate = accumulate;
   args.found_inf = optional_float_data("found_inf", found_inf, 1, device);
   SPARSE_OPT_CHECK(0 <= first_partial && first_partial + gather_blocks(start, end) <= partial_sums.numel(),
-                   "partial_sums has ", partial_sums.numel(), " elements, wanted ", gather_blocks(start, end),
-                   " from ", first_partial, " on");
+                   "partial_sums has ", partial_sums.numel(), " elements, wanted ", gather_blocks(start, end), " from ",
+                   first_partial, " on");
   const Cuda::Guard guard(device);
   cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>() + first_partial, Cuda::stream());
 }

@@ -409,14 +409,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's layout; each active parameter's state holds its indices and base weights beside the moments.
 
-        The indices are those of every active element, whatever pattern the mask has.
+        The indices are those of every active element, whatever pattern the mask has. They are made here:
+        `optimizer.state` does not hold them.
         """
         self._refuse("state_dict")
         shown = [carrier for carrier in self._carriers.values() if carrier.shown]
         params, state = self.param_groups[0]["params"], self.state
-        self.param_groups[0]["params"] = params[: len(params) - len(shown)]
-        self.state = state_io.with_indices(state, self._buckets, self._bases)
         try:
+            self.param_groups[0]["params"] = params[: len(params) - len(shown)]
+            self.state = state_io.with_indices(state, self._buckets, self._bases)
             return super().state_dict()
         finally:
             self.param_groups[0]["params"], self.state = params, state

@@ -63,3 +63,21 @@ def test_delta(large):
     assert torch.equal(bits_of(changed), bits_of(values[kept]))
     ops.delta_apply_([old], indices, changed, [0], [indices.numel()], backend=backend)
     assert torch.equal(bits_of(old), bits_of(tensor))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_tensors", [1, 900])
+def test_changes_that_a_sample_misses(place, n_tensors):
+    """The CUDA backend makes room by a sample of its blocks, every 512th, and has to see that it was wrong."""
+    device, backend = place
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    numel = 2**27 // n_tensors
+    old = torch.zeros(n_tensors * numel, dtype=torch.bfloat16, device=device)
+    new = old.clone()
+    new.view(torch.int16)[torch.arange(new.numel(), device=device) // 8192 % 512 > 1] = 1  # all but the sampled
+    olds, news = ([t[i * numel : (i + 1) * numel] for i in range(n_tensors)] for t in (old, new))
+    found = ops.delta_encode(olds, news, backend=backend)
+    wanted = ops.delta_encode(olds, news, backend="reference")
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)

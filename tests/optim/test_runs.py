@@ -58,7 +58,7 @@ def same(a, b):
 
 
 def agree(a, b, optimizers, device):
-    """Bit for bit; under clipping on a GPU to the rounding of the norm, whose squares another layout adds in its order."""
+    """Bit for bit; on a GPU under clipping to rounding, as each layout adds up the squares in its own order."""
     if device.type == "cpu":
         return same(a, b) and same_state(*optimizers)
     for p, q in zip(a.parameters(), b.parameters(), strict=True):

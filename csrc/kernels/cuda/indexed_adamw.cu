@@ -1,6 +1,6 @@
-// Bytes per active element: index 4, or 4 a run, fp32 moments 8 read and 8 written, compact gradient 2 or 4. Memory is fetched by
-// 64-byte granules, so the parameter costs 64 read and 64 written, and a dense gradient 64 read, for each granule that
-// the mask touches: 1 - (1 - d)^32 of them in bf16 at density d. The floor is the sum over the copy rate.
+// Bytes per active element: index 4, or 4 a run, fp32 moments 8 read and 8 written, compact gradient 2 or 4. Memory is
+// fetched by 64-byte granules, so the parameter costs 64 read and 64 written, and a dense gradient 64 read, for each
+// granule that the mask touches: 1 - (1 - d)^32 of them in bf16 at density d. The floor is the sum over the copy rate.
 #include "kernels.h"
 #include "step.cuh"
 
@@ -52,12 +52,13 @@ __global__ void __launch_bounds__(kThreads, Layout::kBlocks)
 
 template <typename Layout, typename Param, typename Moment, bool Stochastic>
 void launch(const AdamWArguments& args, cudaStream_t stream) {
-  for_each_table(
-      args.segments, args.dense_grads, kSlots * Layout::kTurns, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        if (blocks == 0) return;
-        indexed_adamw_kernel<Layout, Param, Moment, Stochastic><<<blocks, kThreads, 0, stream>>>(table, args);
-        check_launch("indexed_adamw_");
-      });
+  for_each_table(args.segments, args.dense_grads, kSlots * Layout::kTurns,
+                 [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                   if (blocks == 0) return;
+                   indexed_adamw_kernel<Layout, Param, Moment, Stochastic>
+                       <<<blocks, kThreads, 0, stream>>>(table, args);
+                   check_launch("indexed_adamw_");
+                 });
 }
 
 }  // namespace

@@ -46,12 +46,12 @@ __global__ void __launch_bounds__(kThreads) indexed_sgd_kernel(const __grid_cons
 
 template <typename Layout, typename Param, typename Moment, bool Stochastic>
 void launch(const SgdArguments& args, cudaStream_t stream) {
-  for_each_table(
-      args.segments, args.dense_grads, kSlots * Layout::kTurns, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        if (blocks == 0) return;
-        indexed_sgd_kernel<Layout, Param, Moment, Stochastic><<<blocks, kThreads, 0, stream>>>(table, args);
-        check_launch("indexed_sgd_");
-      });
+  for_each_table(args.segments, args.dense_grads, kSlots * Layout::kTurns,
+                 [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                   if (blocks == 0) return;
+                   indexed_sgd_kernel<Layout, Param, Moment, Stochastic><<<blocks, kThreads, 0, stream>>>(table, args);
+                   check_launch("indexed_sgd_");
+                 });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-// Bytes per active element: index 4, or 4 a run, out written (and read, to accumulate); and 64 read for each 64-byte granule of the
-// dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel adds those of
-// a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor by tensor and add up once.
+// Bytes per active element: index 4, or 4 a run, out written (and read, to accumulate); and 64 read for each 64-byte
+// granule of the dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel
+// adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor by tensor and
+// add up once.
 #include "kernels.h"
 #include "slots.cuh"
 
@@ -86,7 +87,8 @@ void launch(const GatherArguments& args, float* partial_sums, cudaStream_t strea
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     dispatch_dtype(args.out_dtype, [&]<typename Out>() {
-      dispatch_layout(args.segments, [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
+      dispatch_layout(args.segments,
+                      [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
     });
   });
 }

@@ -13,8 +13,9 @@ constexpr int kMoveThreads = 1024;
 constexpr int kMoveUnroll = 8;
 constexpr int64_t kMoveSlots = kMoveThreads * kMoveUnroll;
 
-// With Swap the two are exchanged, else the compact buffer is written to the dense tensors. What a swap would not change
-// is not stored: base weights differ from the model's in few bits for much of a run (step.cuh says what a store costs).
+// With Swap the two are exchanged, else the compact buffer is written to the dense tensors. What a swap would not
+// change is not stored: base weights differ from the model's in few bits for much of a run (step.cuh says what a store
+// costs).
 template <typename Word, typename Index, bool Swap, int Capacity>
 __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {

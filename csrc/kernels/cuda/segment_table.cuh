@@ -17,8 +17,8 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 // Slots of one block. A warp takes 32 consecutive slots at a time: streams of compact data are coalesced whatever the
 // segment's first slot, and neighbours in a dense tensor are fetched and stored by one instruction. Each thread has
-// kUnroll independent elements in flight and takes no second turn: on an H200 (3.21 B bf16 weights, 2.5 % active, dense
-// gradients) AdamW took 3.45 ms so, 3.86 ms with four turns and 3.52 ms with eight elements in flight.
+// kUnroll independent elements in flight and, but for runs, takes no second turn: on an H200 (3.21 B bf16 weights, 2.5
+// % active, dense gradients) AdamW took 3.45 ms so, 3.86 ms with four turns and 3.52 ms with eight elements in flight.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
 // Parameters may take 32764 bytes from CUDA 12.1 on (sm_70 and later), 4096 before. Few tensors get a small table, as

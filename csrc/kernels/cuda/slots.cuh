@@ -1,6 +1,6 @@
-// Which slots a thread has, where they lie in the dense tensor, and how both are loaded and stored: kUnroll slots, every
-// kThreads-th of a block, for masks that take elements one by one; kUnroll slots beside each other, moved as one vector,
-// for masks that take runs.
+// Which slots a thread has, where they lie in the dense tensor, and how both are loaded and stored: kUnroll slots,
+// every kThreads-th of a block, for masks that take elements one by one; kUnroll slots beside each other, moved as one
+// vector, for masks that take runs.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace sparse_opt::cuda {
 
 template <typename Index>
 struct ElementSlots {
-  static constexpr int kTurns = 1;  // of kSlots slots that a step's block takes: see segment_table.cuh
+  static constexpr int kTurns = 1;   // of kSlots slots that a step's block takes: see segment_table.cuh
   static constexpr int kBlocks = 4;  // that a multiprocessor should hold
 
   int64_t first;  // slot j is first + j * kThreads
@@ -115,11 +115,11 @@ __device__ __forceinline__ void store_vector(T* to, const T (&values)[kUnroll]) 
   }
 }
 
-// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: a thread's slots lie in
-// one run, or outside of the segment.
+// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: a thread's slots lie
+// in one run, or outside of the segment.
 struct RunSlots {
-  // What a step's block computes first takes as long as a turn's loads: on an H200 (3.21 B bf16 weights, 2.5 % active in
-  // tiles of 64) AdamW took 0.53 ms with four turns, 0.66 ms with one, and 0.56 ms with eight whose positions were
+  // What a step's block computes first takes as long as a turn's loads: on an H200 (3.21 B bf16 weights, 2.5 % active
+  // in tiles of 64) AdamW took 0.53 ms with four turns, 0.66 ms with one, and 0.56 ms with eight whose positions were
   // loaded a turn ahead.
   static constexpr int kTurns = 4;
   static constexpr int kBlocks = 5;

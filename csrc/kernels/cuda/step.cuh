@@ -1,8 +1,9 @@
 // What the AdamW and SGD kernels share: kUnroll slots of one thread, their loads issued before anything waits for them.
 //
 // A parameter is stored only where its bits change. Stores to single elements all over memory are the dearest part of a
-// step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/performance.md), and in training few active weights
-// move by as much as their last bit in one step. That is why the parameter is read even where a master holds its value.
+// step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/performance.md), and in training few active
+// weights move by as much as their last bit in one step. That is why the parameter is read even where a master holds
+// its value.
 #pragma once
 
 #include "../rounding.h"
@@ -34,7 +35,8 @@ struct StepSlots : Layout {
     bool changed[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      stored[j] = rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
+      stored[j] =
+          rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
       changed[j] = this->active(j) && !same_bits(stored[j], param[j]);
     }
     this->store_dense(static_cast<Param*>(dense), stored, changed);
