@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .encoding import TokenBatch
 from .logprobs import token_logprobs
-from .models import padding_masks
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 # Keeps a group of nearly equal rewards from being blown up; TRL's value.
@@ -176,22 +175,21 @@ def rollout(
     training = model.training
     model.eval()
     try:
-        with padding_masks(model):  # the padding stands on the left
-            generated = model.generate(
-                input_ids=input_ids.to(device),
-                attention_mask=attention_mask.to(device),
-                do_sample=True,
-                temperature=temperature,
-                top_k=0,
-                top_p=1.0,
-                repetition_penalty=1.0,
-                num_return_sequences=n_generations,
-                min_new_tokens=min_new_tokens,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=pad_id,
-                eos_token_id=eos_id,
-                use_cache=True,
-            )
+        generated = model.generate(
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            num_return_sequences=n_generations,
+            min_new_tokens=min_new_tokens,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_id,
+            eos_token_id=eos_id,
+            use_cache=True,
+        )
     finally:
         model.train(training)
     prompt_lengths = [len(ids) for ids in prompts for _ in range(n_generations)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,8 @@ from sparse_opt.errors import ConfigError, DataError
 from .options import TrainingOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# torch's attention, under a name that transformers makes no mask for.
-_UNMASKED = "sparse_opt_unmasked_sdpa"
+# torch's attention, under a name of its own, so that its masks are made by `_mask`.
+_SKIPPABLE = "sparse_opt_sdpa"
 # Their layers attend to all tokens before, unless a window is set.
 _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -76,7 +77,7 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
         )
     disable_dropout(model)
     model.to(device).train()
-    skip_padding_masks(model)
+    make_masks_skippable(model)
     if config.gradient_checkpointing:
         # transformers 5.23 renamed the method and warns under the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -106,14 +107,19 @@ def _sizes(source: str) -> dict[str, int | None]:
     return {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
 
 
-def skip_padding_masks(model: Any) -> bool:
-    """Let a causal model attend without a mask, which is exact where padding stands on the right; True if it can be.
+class _Skipping(threading.local):
+    on = False
 
-    No token sees what follows it, so nothing sees the padding. transformers makes a mask all the same, and waits for
-    the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest kernels.
+
+_skipping = _Skipping()
+
+
+def make_masks_skippable(model: Any) -> bool:
+    """Let `skip_padding_masks` work on a causal model; True if it can. Elsewhere the model attends as it did.
+
     Models other than those of `_CAUSAL_MODELS` without a window, and attention other than torch's, stay as they are.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     config = model.config
@@ -123,22 +129,42 @@ def skip_padding_masks(model: Any) -> bool:
         return False
     if config._attn_implementation != "sdpa":
         return False
-    AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-    model.set_attn_implementation(_UNMASKED)
+    AttentionInterface.register(_SKIPPABLE, sdpa_attention_forward)
+    AttentionMaskInterface.register(_SKIPPABLE, _mask)
+    model.set_attn_implementation(_SKIPPABLE)
     return True
 
 
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask that transformers makes for torch's attention, or none: attention is then causal over all tokens."""
+    from transformers.masking_utils import sdpa_mask
+
+    # A compiled function would go on doing what it did when it was compiled.
+    if not torch.compiler.is_compiling() and _skipping.on:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
 @contextmanager
-def padding_masks(model: Any) -> Iterator[None]:
-    """Inside, a model of `skip_padding_masks` makes its masks, as left padding needs."""
-    if model.config._attn_implementation != _UNMASKED:
+def skip_padding_masks() -> Iterator[None]:
+    """Inside, in this thread, models of `make_masks_skippable` attend without a mask: for right-padded input alone.
+
+    No token sees what follows it, so none sees padding on the right. transformers makes a mask all the same, and waits
+    for the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest
+    kernels. Input padded on the left, packed sequences and a cache that is longer than its tokens need their masks.
+    """
+    with _set_skipping(True):
         yield
-        return
-    model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def _set_skipping(on: bool) -> Iterator[None]:
+    before, _skipping.on = _skipping.on, on
     try:
         yield
     finally:
-        model.set_attn_implementation(_UNMASKED)
+        _skipping.on = before
 
 
 def add_lora(model: Any, rank: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ BUILD = {
     "adamw": lambda model, mask, **kw: SparseAdamW(model, mask, lr=1e-2, **kw),
     "sgd": lambda model, mask, **kw: SparseSGD(model, mask, lr=1e-2, momentum=0.9, weight_decay=0.1, **kw),
 }
+
+
+# Under Triton's interpreter a step takes a tenth of a second.
+N_STEPS = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 30
 
 
 def make_model(device, dtype=torch.float32, ragged=False):
@@ -84,14 +89,14 @@ def same_state(a, b):
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("pattern", ["run32", "tile64"])
 @pytest.mark.parametrize("kind", BUILD)
-def test_30_steps_give_the_bits_of_the_same_elements(kind, pattern, options, grads, device):
+def test_many_steps_give_the_bits_of_the_same_elements(kind, pattern, options, grads, device):
     runs, elements, start = (make_model(device) for _ in range(3))
     mask = runs_mask(runs, pattern)
     a = BUILD[kind](runs, mask, grads=grads, **options)
     b = BUILD[kind](elements, elements_of(mask), grads=grads, **options)
     assert run_lengths(a) == [RUN_LENGTH[pattern]] and run_lengths(b) == [1]
-    train(runs, a, range(30))
-    train(elements, b, range(30))
+    train(runs, a, range(N_STEPS))
+    train(elements, b, range(N_STEPS))
     assert not same(runs, start)
     if "max_grad_norm" in options:
         assert agree(runs, elements, (a, b), device)
