@@ -81,6 +81,7 @@ class KernelBench:
     failures: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # what was not timed -> why
     peer_versions: dict[str, str] = field(default_factory=dict)
+    start: list[Tensor] = field(default_factory=list)
     copy_rate: float = 0.0  # bytes a second, those read and those written together
 
     def __post_init__(self) -> None:
@@ -120,6 +121,7 @@ class KernelBench:
 
     def _weights(self) -> None:
         params = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=0.02)
+        self.start = [param.clone() for param in params]
         grads = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=1e-3)
         for i, density in enumerate(self.densities):
             active = inputs.random_active(params, density, self.generator)
@@ -222,6 +224,7 @@ class KernelBench:
         lr: float = LR,
     ) -> list[Work]:
         """The step of one SparseAdamW, if its first is right."""
+        self._restart(params)
         named, named_grads = parameters(self._named(params)), self._named(grads)
         optimizer = sparse_adamw(named, named_grads, mask, kind, backend, state_dtype=state_dtype, lr=lr)
         if not self._sound(name, functools.partial(check_first_step, optimizer, named, named_grads, active)):
@@ -244,6 +247,7 @@ class KernelBench:
         return [Work(name, taken, density, optimizer.step, nbytes, taken == auto, per_active, changed)]
 
     def _base_weights(self, params: list[Tensor], grads: list[Tensor], mask: MaskSet, density: float) -> None:
+        self._restart(params)
         named = parameters(self._named(params))
         swap = BaseWeightsSwap(sparse_adamw(named, self._named(grads), mask, "dense", keep_base_weights=True))
         if not self._sound("SparseAdamW.base_weights", functools.partial(check_base_weights, swap, named)):
@@ -315,6 +319,11 @@ class KernelBench:
         self._case(targets.APPLY, DeltaApplyCase(dense=old, active=active, values=values), density)
 
     # What all share
+
+    def _restart(self, params: list[Tensor]) -> None:
+        """The weights as they began: after many steps they are so large that a small one changes no bit of them."""
+        for param, start in zip(params, self.start, strict=True):
+            param.copy_(start)
 
     def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.shapes, tensors, strict=True))
