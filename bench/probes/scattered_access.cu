@@ -1,7 +1,7 @@
 // How fast a GPU reads and writes pieces of memory that lie scattered: random units of 32 to 1024 bytes, in ascending
 // order, each a given share of all. No arithmetic, no indices but one for each unit. What a sparse step cannot beat.
 //
-//   nvcc -O3 -std=c++17 -arch=sm_90 bench/probes/scattered_access.cu -o /tmp/scattered_access && /tmp/scattered_access
+//   nvcc -O3 -std=c++17 -arch=sm_90 bench/probes/scattered_access.cu -o scattered_access && ./scattered_access
 //
 // Prints gigabytes a second of useful bytes; `part` writes 2 bytes of each 32-byte sector, as a step on single bf16
 // weights does, and counts the whole unit as read and written.
