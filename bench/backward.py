@@ -20,6 +20,7 @@ from .cases import WrongResult, check_bits
 from .inputs import random_active
 from .optimizers import LR, mask_of
 from .rows import TORCH, Work
+from .shapes import llama_config
 from .targets import BACKWARD_HOOKS, BACKWARD_PLAIN
 from .timing import Prepared
 
@@ -33,20 +34,9 @@ def why_absent() -> str:
 
 def llama(sizes: Mapping[str, int], device: torch.device, seed: int) -> nn.Module:
     """A bf16 Llama with tied embeddings and random weights, made on the device; norms take no gradient."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=sizes["vocab"],
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["intermediate"],
-        num_hidden_layers=sizes["n_layers"],
-        num_attention_heads=sizes["n_heads"],
-        num_key_value_heads=sizes["n_kv_heads"],
-        head_dim=sizes["head_dim"],
-        max_position_embeddings=max(2048, N_TOKENS),
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    config = llama_config(sizes, N_TOKENS, use_cache=False)
     torch.manual_seed(seed)
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -44,13 +44,12 @@ from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser
 
 from .baseline_inputs import (
-    LLAMA_3_2_3B,
     SMALL,
-    llama_config,
     make_checkpoint,
     preference_pairs,
     read_config,
     without_weights,
+    words_config,
     write_pairs,
 )
 from .baseline_plot import plot, why_unplottable
@@ -58,6 +57,7 @@ from .baseline_report import ratios, summary, text, wrong_results
 from .baseline_run import Job, Mode
 from .environment import environment
 from .report import why_unwritable, write_json
+from .shapes import LLAMA_3_2_3B_SIZES
 
 MODES: tuple[str, ...] = get_args(Mode)
 N_PAIRS = 64
@@ -181,9 +181,8 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
     """Make in the folder what was not given; the report without its rows, and a job for each mode."""
     given = args.checkpoint or args.model_name
     model_name = str(args.model_name or args.checkpoint or folder / "model")
-    config = (
-        read_config(str(given)) if given else llama_config(SMALL if args.small else LLAMA_3_2_3B, args.sequence_length)
-    )
+    sizes = SMALL if args.small else LLAMA_3_2_3B_SIZES
+    config = read_config(str(given)) if given else words_config(sizes, args.sequence_length)
     model = without_weights(config)
     mask_file, mask = args.mask, None
     if "sparse" in args.modes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +12,20 @@ import torch
 
 from sparse_opt.errors import DataError
 
+from .shapes import llama_config
+
 N_WORDS = 1000
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A Llama with tied embeddings."""
-
-    hidden: int
-    intermediate: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    vocab: int
+SMALL = {"hidden": 64, "intermediate": 160, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab": 2048}
 
 
-# https://huggingface.co/meta-llama/Llama-3.2-3B/blob/main/config.json
-LLAMA_3_2_3B = Shape(3072, 8192, 28, 24, 8, 128, 128256)
-SMALL = Shape(64, 160, 2, 4, 2, 16, 2048)
-
-
-def llama_config(shape: Shape, max_length: int) -> Any:
-    """The configuration of a Llama of this shape for the tokens of `word_tokenizer`."""
-    from transformers import LlamaConfig
-
+def words_config(sizes: Mapping[str, int], max_length: int) -> Any:
+    """The configuration of a Llama of these sizes for the tokens of `word_tokenizer`."""
     tokenizer = word_tokenizer()
-    return LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=max(2048, max_length),
-        tie_word_embeddings=True,
+    return llama_config(
+        sizes,
+        max_length,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,9 +1,10 @@
-"""The weight matrices that the benchmarks step over."""
+"""The models of the benchmarks, as the weight matrices that are stepped over and as transformers configures them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 Shapes = dict[str, tuple[int, int]]
 
@@ -29,6 +30,24 @@ def llama_matrices(
             f"{name}.mlp.down_proj.weight": (hidden, intermediate),
         }
     return shapes
+
+
+def llama_config(sizes: Mapping[str, int], max_length: int, **options: Any) -> Any:
+    """The transformers configuration of a Llama with tied embeddings; ``sizes`` as `llama_matrices` takes them."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=sizes["vocab"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_hidden_layers=sizes["n_layers"],
+        num_attention_heads=sizes["n_heads"],
+        num_key_value_heads=sizes["n_kv_heads"],
+        head_dim=sizes["head_dim"],
+        max_position_embeddings=max(2048, max_length),
+        tie_word_embeddings=True,
+        **options,
+    )
 
 
 # 197 matrices, 3.21 B elements. https://huggingface.co/meta-llama/Llama-3.2-3B/blob/main/config.json

@@ -111,6 +111,7 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
         DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory.
     """
     module = model_or_state if isinstance(model_or_state, nn.Module) else None
+    # `module` tells the two apart, which a type checker does not follow.
     state: dict[str, Tensor] = dict(model_or_state.state_dict() if module is not None else model_or_state)  # type: ignore[union-attr,arg-type]
     for name, tensor in state.items():
         _require_plain(name, tensor)

@@ -4,18 +4,15 @@ The logits of one pair of 512 tokens over 128k words are 0.26 GB in bf16, and se
 gradients, would be alive in a step. Where a model's logits are nothing but its output layer's product, they are made a
 slice of the vocabulary at a time from the hidden states and never stand together, forward or backward
 (`linear_logprobs`). Every other model's are taken as it gives them (`selected_logprobs`). Which of the two holds is
-found out, not assumed: see `_hidden_states`.
+found out, not assumed: see `output_layer.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .encoding import TokenBatch
 from .models import skip_padding_masks
-
-logger = logging.getLogger(__name__)
+from .output_layer import hidden_states, plain_head
 
 # Logits alive at once: 2^24 elements are 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
@@ -55,9 +51,9 @@ def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0
         "use_cache": False,
         **({"logits_to_keep": n_positions} if takes_positions else {}),
     }
-    head = _plain_head(model)
+    head = plain_head(model)
     weight_grad = None if head is None else _WeightGrad.of(head.weight)
-    hidden = None if head is None else _hidden_states(model, head, inputs)
+    hidden = None if head is None else hidden_states(model, head, inputs)
     if head is None or hidden is None:
         with skip_padding_masks():
             logits = model(**inputs).logits[:, -n_positions:]  # [B, P, V]
@@ -304,138 +300,3 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
-
-
-# Which of the two
-
-# Models that were seen to do something to their output layer's product, with what they were like (`_state`).
-_REFUSED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-
-
-def _plain_head(model: nn.Module) -> nn.Linear | None:
-    """The model's output layer if it is a bare matrix product that may be taken out of the model; else None.
-
-    It is not where it has a bias, hooks or an adapter, stands under autocast, is quantised or sharded, or where the
-    model is compiled.
-    """
-    find = getattr(model, "get_output_embeddings", None)
-    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-    if find is None or compiled or torch.is_inference_mode_enabled():
-        return None
-    head = find()
-    if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter:
-        return None
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(head) or torch.is_autocast_enabled(head.weight.device.type):
-        return None
-    if model in _REFUSED and _REFUSED[model] == _state(model, head):
-        return None
-    return head
-
-
-def _hidden_states(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> Tensor | None:
-    """What the model gives its output layer, [B, P, H]; None where its logits are not just that layer's product.
-
-    The layer hands the model a stand-in for its logits. If the very same tensor comes out as the model's logits and
-    nothing was computed with it, the model adds nothing: no soft-capping, no scale, no cast. A model that does has its
-    forward pass run twice this once, and is remembered until its hooks change.
-    """
-    logits, why = None, "its logits are not its output layer's product"
-    with _taken_out(head) as seen:
-        if seen is None:
-            return None
-        try:
-            with skip_padding_masks():
-                logits = model(**inputs).logits
-        except _LogitsAreUsedError as error:
-            why = str(error)
-    if len(seen) == 1:
-        ((hidden, stand_in),) = seen
-        if logits is stand_in and hidden.dtype == head.weight.dtype:
-            return hidden
-    if model not in _REFUSED:
-        logger.warning(
-            "%s: %s, so log-probabilities are taken from all logits at once, which needs more memory",
-            type(model).__name__,
-            why,
-        )
-    _REFUSED[model] = _state(model, head)
-    return None
-
-
-def _state(model: nn.Module, head: nn.Linear) -> tuple[Any, ...]:
-    """What can turn a model into a plain one or back: its hooks, by their ids, which are not used twice."""
-    hooks = (hook for module in model.modules() for hook in (*module._forward_pre_hooks, *module._forward_hooks))
-    return head.weight.dtype, *hooks
-
-
-@contextmanager
-def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
-    """Inside, in this thread, the layer notes its inputs and returns stand-ins for its outputs.
-
-    Other threads' calls go to the layer. None where another thread has taken it out already.
-    """
-    seen: list[tuple[Tensor, Tensor]] = []
-    owner = threading.get_ident()
-
-    def forward(input: Tensor) -> Tensor:
-        if threading.get_ident() != owner:
-            return type(head).forward(head, input)
-        stand_in = _StandIn.of_product(input, head.weight)
-        seen.append((input, stand_in))
-        return stand_in
-
-    if vars(head).setdefault("forward", forward) is not forward:  # looks and sets in one step
-        yield None
-        return
-    try:
-        yield seen
-    finally:
-        del head.forward
-
-
-class _LogitsAreUsedError(Exception):
-    """A model computes with its logits, which were not made."""
-
-
-# What a stand-in knows: no more than shape, type and place.
-_KNOWN = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad")]
-    + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "itemsize")]
-    + [Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__]
-    + [Tensor.element_size, Tensor.get_device, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex]
-    + [torch.numel, torch.is_floating_point, torch.is_complex]
-)
-
-
-class _StandIn(Tensor):
-    """A tensor without elements: its shape, dtype and device can be read, everything else raises."""
-
-    @classmethod
-    def of_product(cls, input: Tensor, weight: Tensor) -> Tensor:
-        """Stands for input @ weight.T: [..., V] for [..., H] and [V, H]."""
-        stand_in: Tensor = cls._make_wrapper_subclass(
-            cls,
-            (*input.shape[:-1], len(weight)),
-            dtype=input.dtype,
-            device=input.device,
-            requires_grad=torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad),
-        )
-        return stand_in
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KNOWN:
-            return super().__torch_function__(func, types, args, kwargs)
-        raise _used_by(func)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _used_by(func)  # called where the Python functions are passed by
-
-
-def _used_by(func: Any) -> _LogitsAreUsedError:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # an attribute's
-        name = getattr(func.__self__, "__name__", name)
-    return _LogitsAreUsedError(f"the model uses its logits itself ({name})")

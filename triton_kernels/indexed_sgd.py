@@ -16,8 +16,8 @@ from .segments import address_of, addresses, block_of, positions_of, segments
 
 
 # Bytes per active element, with i, g and s those of an index, a gradient and a momentum: read i + g + s and the
-# 64-byte granules of the parameters, written s and those granules again; with fp32 masters 4 more of each, and no
-# parameter is read. int32 indices, fp32 gradients and momentum, bf16 parameters at density d: 16 + 4 hit(d) / d, as
+# 64-byte granules of the parameters, written s and of those granules the ones whose bits change; with fp32 masters 4
+# more of each. int32 indices, fp32 gradients and momentum, bf16 parameters at density d: 16 + 4 hit(d) / d, as
 # in indexed_adamw.py. The floor is that times nnz over the copy rate.
 @triton.jit(
     do_not_specialize=[

@@ -209,7 +209,7 @@ def test_wrong_results_are_reported_and_end_with_1(monkeypatch, tmp_path, bench,
 def test_a_run_that_fails_says_why_in_one_line(tmp_path, bench):
     """A dataset that cannot be read is found by each mode's own process."""
     folder = tmp_path / "model"
-    config = baseline.llama_config(baseline.SMALL, 32)
+    config = baseline.words_config(baseline.SMALL, 32)
     baseline.make_checkpoint(folder, config, seed=0, device=torch.device("cpu"))
     words = ("--device", "cpu", "--checkpoint", folder, "--modes", "dense", "--dataset", Path("/nowhere/pairs.jsonl"))
     code, _, err = bench("dpo", *words)

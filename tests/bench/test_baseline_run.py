@@ -15,17 +15,17 @@ pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[
 from sparse_opt import MaskSet
 from sparse_opt.bench import baseline_run
 from sparse_opt.bench.baseline_inputs import (
-    LLAMA_3_2_3B,
     SMALL,
-    llama_config,
     make_checkpoint,
     preference_pairs,
     without_weights,
     word_tokenizer,
+    words_config,
     write_pairs,
 )
 from sparse_opt.bench.baseline_report import FIRST_LOSS_ATOL, ratios, summary, text, wrong_results
 from sparse_opt.bench.baseline_run import Job, Sections, covered, even_share, prepare, run
+from sparse_opt.bench.shapes import LLAMA_3_2_3B_SIZES
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.models import load_policy
 
@@ -42,7 +42,7 @@ def private_dataset_cache(tmp_path_factory, monkeypatch):
 def job(tmp_path_factory) -> Job:
     """DPO, sparse, on a small model, with steps large enough to show in bf16."""
     folder = tmp_path_factory.mktemp("baseline")
-    config = llama_config(SMALL, 24)
+    config = words_config(SMALL, 24)
     make_checkpoint(folder / "model", config, seed=0, device=torch.device("cpu"))
     MaskSet.random(without_weights(config), density=0.1, seed=0).save(folder / "mask.safetensors")
     write_pairs(folder / "pairs.jsonl", preference_pairs(6, 24, seed=0))
@@ -73,7 +73,7 @@ def changed(job: Job, **changes) -> Job:
 
 
 def test_the_shape_is_llama_3_2_3bs():
-    model = without_weights(llama_config(LLAMA_3_2_3B, 512))
+    model = without_weights(words_config(LLAMA_3_2_3B_SIZES, 512))
     assert sum(parameter.numel() for parameter in model.parameters()) == 3_212_749_824
 
 
@@ -117,7 +117,7 @@ def test_the_order_follows_the_seed(job):
 
 def test_dense_and_sparse_with_everything_active_have_one_gradient(job, tmp_path):
     full = tmp_path / "full.safetensors"
-    MaskSet.random(without_weights(llama_config(SMALL, 24)), density=1.0).save(full)
+    MaskSet.random(without_weights(words_config(SMALL, 24)), density=1.0).save(full)
     dense, sparse = (
         run(changed(job, mode=mode, mask=str(full), n_steps=1))["steps"][0] for mode in ("dense", "sparse")
     )

@@ -1,0 +1,53 @@
+"""Small causal models, batches, and the plain computation of their log-probabilities and gradients."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
+
+from sparse_opt.trainers.encoding import TokenBatch, TokenSequence
+
+EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
+
+
+def random_sequences(n: int, vocabulary: int, seed: int = 0) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for _ in range(n):
+        length = int(torch.randint(6, 30, (), generator=generator))
+        prompt = int(torch.randint(0, length - 1, (), generator=generator))
+        sequences.append(TokenSequence(torch.randint(vocabulary, (length,), generator=generator).tolist(), prompt))
+    return sequences
+
+
+def plain_logprobs(model, batch: TokenBatch, temperature: float = 1.0) -> torch.Tensor:
+    """What `token_logprobs` stands for, with all logits at once."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    table = (logits[:, batch.first_trained - 1 : -1].float() / temperature).log_softmax(-1)
+    selected = table.gather(-1, batch.input_ids[:, batch.first_trained :, None])[..., 0]
+    return torch.where(batch.completion_mask[:, batch.first_trained :], selected, 0.0)
+
+
+def grads_of(model, logprobs) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def small(config_class, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if config_class not in (GPT2Config, GPTJConfig):
+        sizes |= {"intermediate_size": 48, "num_key_value_heads": 2}
+    config = config_class(**sizes, pad_token_id=0, bos_token_id=None, eos_token_id=1, **changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def assert_same_gradients(ours, theirs):
+    for name, grad in theirs.items():
+        # Sums over some 100 positions and 211 words, accumulated in different orders.
+        torch.testing.assert_close(ours[name], grad, rtol=0, atol=200 * 2**-23 * grad.abs().max().item(), msg=name)
