@@ -31,9 +31,9 @@ OPS = (
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 
-# First available wins. On an H200 (bench/results/gpu_check.json) the CUDA kernels are as fast as Triton's or faster, but
-# for 2 % where 10 % are stepped from compact gradients, and take less of the host's time. `reference` is last on a GPU:
-# it reads scalars back to the host.
+# First available wins. On an H200 (bench/results/gpu_check.json) the CUDA kernels are as fast as Triton's or faster,
+# but for 2 % of AdamW's time where 10 % are active and gradients compact, and take less of the host's time. `reference`
+# is last on a GPU: it reads scalars back to the host.
 AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": dict.fromkeys(OPS, ("cpu", "reference")),
     "cuda": dict.fromkeys(OPS, ("cuda", "triton", "reference")),
