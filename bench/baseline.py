@@ -1,8 +1,8 @@
-"""A training step end to end, dense beside sparse beside LoRA: time by section, and peak memory.
+"""A training step end to end, full fine-tuning beside sparse, LoRA and SHiRA: time by section, and peak memory.
 
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
-and seed, and write JSON, a table and, with --plot, a picture. Without a model one of Llama-3.2-3B's shape is made with
-random weights; without a mask a random one.
+and seed, and write JSON, tables and, with --plot, a picture. Mode dense is full fine-tuning; lora and shira are peft's
+adapters. Without a model one of Llama-3.2-3B's shape is made with random weights; without a mask a random one.
 
 What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
 elements); a run prints what it measured beside it:
@@ -42,6 +42,7 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.trainers.models import require_shira_rank, shira_rank
 
 from .baseline_inputs import (
     SMALL,
@@ -66,6 +67,7 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 _EPILOG = """examples:
   sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
   sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse --plot dpo.png
+  sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
   sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
@@ -110,8 +112,13 @@ def _parser() -> CommandParser:
     what.add_argument("--model_name", help="hub name or local folder; default: Llama-3.2-3B's shape, random weights")
     what.add_argument("--checkpoint", type=Path, help="local folder with the weights to start from")
     what.add_argument("--mask", type=Path, help="mask file of mode sparse; default: a random one")
-    what.add_argument("--density", type=float, default=0.025, help="of the random mask (%(default)s)")
+    what.add_argument(
+        "--density", type=float, default=0.025, help="of the random mask, and of mode shira (%(default)s)"
+    )
     what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
+    what.add_argument(
+        "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
+    )
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("on what")
@@ -143,7 +150,7 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
     unknown = [mode for mode in args.modes if mode not in MODES]
     if unknown or len(set(args.modes)) < len(args.modes):
         return f"--modes {','.join(args.modes)}: wanted some of {', '.join(MODES)}, each once"
-    for name in ("n_steps", "batch_size", "lora_rank", "max_new_tokens", "subset_size"):
+    for name in ("n_steps", "batch_size", "lora_rank", "shira_rank", "max_new_tokens", "subset_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             return f"--{name} is {getattr(args, name)}, wanted at least 1"
     if not 0 <= args.n_warmup < args.n_steps:
@@ -170,8 +177,9 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"device {device}: torch {torch.__version__} finds no CUDA device here; --small runs on a CPU"
     if args.kernel_time and device.type != "cuda":
         return f"--kernel_time reads a GPU's kernels, and the device is {device}"
-    if "lora" in args.modes and importlib.util.find_spec("peft") is None:
-        return "mode lora wants the package peft, which is not installed: pip install 'sparse-opt[bench]'"
+    with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
+    if with_peft and importlib.util.find_spec("peft") is None:
+        return f"mode {with_peft[0]} wants the package peft, which is not installed: pip install 'sparse-opt[bench]'"
     if args.plot is not None and (problem := why_unplottable() or why_unwritable(args.plot)):
         return problem
     return why_unwritable(args.output)
@@ -185,11 +193,16 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
     config = read_config(str(given)) if given else words_config(sizes, args.sequence_length)
     model = without_weights(config)
     mask_file, mask = args.mask, None
-    if "sparse" in args.modes:
-        if mask_file is None:
-            mask_file = folder / "mask.safetensors"
-            MaskSet.random(model, density=args.density, seed=args.seed).save(mask_file)
+    if "sparse" in args.modes and mask_file is None:
+        mask_file = folder / "mask.safetensors"
+        MaskSet.random(model, density=args.density, seed=args.seed).save(mask_file)
+    if mask_file is not None and not {"sparse", "shira"}.isdisjoint(args.modes):
         mask = MaskSet.load(mask_file, model)
+    if "shira" in args.modes:
+        if args.shira_rank is None:
+            density = args.density if args.mask is None or mask is None else mask.density_of(model)
+            args.shira_rank = shira_rank(model, density)
+        require_shira_rank(model, args.shira_rank)
     if not given:
         print(f"making a checkpoint in {folder}", flush=True)
         make_checkpoint(Path(model_name), config, seed=args.seed, device=device)
@@ -204,7 +217,15 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
         name: getattr(args, name)
         for name in (
             *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
-            *("max_new_tokens", "lora_rank", "learning_rate", "gradient_checkpointing", "seed", "dataset"),
+            *(
+                "max_new_tokens",
+                "lora_rank",
+                "shira_rank",
+                "learning_rate",
+                "gradient_checkpointing",
+                "seed",
+                "dataset",
+            ),
         )
     }
     report = {
@@ -236,6 +257,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
             batch_size=args.batch_size,
             learning_rate=args.learning_rate,
             lora_rank=args.lora_rank,
+            shira_rank=args.shira_rank,
             gradient_checkpointing=args.gradient_checkpointing,
             kernel_time=args.kernel_time,
             device=str(device),

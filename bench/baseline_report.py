@@ -16,6 +16,7 @@ FIRST_LOSS_ATOL = 1e-3
 FIRST_RATIO_ATOL = 1e-3
 # A section whose launches take this share of the time between its events was waiting for them.
 HOST_BOUND = 0.9
+_AT_PEAK = "activations and scratch at the peak"
 
 
 def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
@@ -114,12 +115,35 @@ def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
 
 
+def held_cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(headers, a row of each mode) of the table of what is trained and what memory holds. The report has rows.
+
+    Bytes between steps, by what they are for, where any mode has them; on a GPU also the rest of the peak.
+    """
+    rows = report["rows"]
+    held = [{name: nbytes for name, nbytes in row["bytes"].items() if nbytes} for row in rows]
+    if rows[0]["peak_memory_bytes"] is not None:
+        for row, parts in zip(rows, held, strict=True):
+            parts[_AT_PEAK] = row["peak_memory_bytes"] - sum(parts.values())
+    names = sorted({name: None for parts in held for name in parts}, key=lambda name: name == _AT_PEAK)
+    unit, size = ("GiB", 2**30) if max(sum(parts.values()) for parts in held) >= 2**30 else ("MiB", 2**20)
+    headers = [f"held, {unit}", *names, "values trained"]
+    return headers, [
+        [
+            row["mode"],
+            *(f"{parts[name] / size:.2f}" if name in parts else "-" for name in names),
+            _count(row["n_trained"]),
+        ]
+        for row, parts in zip(rows, held, strict=True)
+    ]
+
+
 def text(report: dict[str, Any]) -> str:
-    """The report for a terminal: times, then bytes, then what the other modes take of dense."""
+    """The report for a terminal: times, then what is trained and held, then what the other modes take of dense."""
     lines, rows = [heading(report)], report["rows"]
     if not rows:
         return lines[0]
-    lines += [table(*cells(report)), "", *(_bytes_line(row) for row in rows), *ratio_lines(report)]
+    lines += [table(*cells(report)), "", table(*held_cells(report)), "", *ratio_lines(report)]
     if rows[0]["peak_memory_bytes"] is not None:
         lines.append(
             "launched: until the host had launched the step; limit: host where most of the step's time passes in "
@@ -148,19 +172,15 @@ def heading(report: dict[str, Any]) -> str:
         )
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     mask = report["mask"]
-    share = "" if mask is None else f", {mask['nnz'] / report['numel']:.2%} active in mode sparse"
+    share = (
+        ""
+        if mask is None or "sparse" not in settings["modes"]
+        else f", {mask['nnz'] / report['numel']:.2%} active in mode sparse"
+    )
     rank = f", LoRA of rank {settings['lora_rank']}" if "lora" in settings["modes"] else ""
+    rank += f", SHiRA of rank {settings['shira_rank']}" if "shira" in settings["modes"] else ""
     name = machine.get("gpu", {}).get("name", machine["cpu"])
     return f"{_count(report['numel'])} bf16 weights{share}{rank}; {work}{notes}; {name}"
-
-
-def _bytes_line(row: dict[str, Any]) -> str:
-    parts = {name: nbytes for name, nbytes in row["bytes"].items() if nbytes}
-    if row["peak_memory_bytes"] is not None:
-        parts["activations and scratch at the peak"] = row["peak_memory_bytes"] - sum(parts.values())
-    large = sum(parts.values()) >= 2**30
-    listed = ", ".join(f"{name} {nbytes / (2**30 if large else 2**20):.2f}" for name, nbytes in parts.items())
-    return f"{row['mode']}, {'GiB' if large else 'MiB'}: {listed}; trains {_count(row['n_trained'])} weights"
 
 
 def _count(n: int) -> str:

@@ -38,14 +38,14 @@ from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.encoding import TokenBatch, TokenSequence, collate, load_examples
 from sparse_opt.trainers.grpo import group_advantages, grpo_loss, rollout
 from sparse_opt.trainers.logprobs import completion_logprobs, token_logprobs
-from sparse_opt.trainers.models import add_lora, frozen_copy, load_policy, load_tokenizer
+from sparse_opt.trainers.models import add_lora, add_shira, frozen_copy, load_policy, load_tokenizer
 from sparse_opt.trainers.options import TrainingOptions
 from sparse_opt.trainers.order import ShuffledOrder
 from sparse_opt.trainers.timing import StepTimer
 
 from .report import write_json
 
-Mode = Literal["dense", "sparse", "lora"]
+Mode = Literal["dense", "sparse", "lora", "shira"]
 MAX_GRAD_NORM = 1.0
 DPO_BETA, GRPO_BETA = 0.1, 0.04
 
@@ -68,6 +68,7 @@ class Job:
     batch_size: int
     learning_rate: float
     lora_rank: int
+    shira_rank: int | None = None  # mode shira wants one
     gradient_checkpointing: bool
     kernel_time: bool
     device: str
@@ -96,7 +97,7 @@ class Trained:
 
     @property
     def n_trained(self) -> int:
-        """Weights that the optimizer may change."""
+        """Values that the optimizer may change: weights, or those of adapters."""
         if isinstance(self.optimizer, SparseAdamW):
             return self.optimizer.mask.nnz
         return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
@@ -109,6 +110,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
     - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
+    - shira: the same with peft's SHiRA, whose bf16 values stand at random positions of the weights.
 
     No mode has fp32 master weights.
     """
@@ -127,6 +129,9 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     if job.mode == "lora":
         torch.manual_seed(job.seed)
         reference_weights = add_lora(policy, job.lora_rank).disable_adapter
+    elif job.mode == "shira":
+        assert job.shira_rank is not None
+        reference_weights = add_shira(policy, job.shira_rank, job.seed).disable_adapter
     else:
         reference = frozen_copy(policy)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -137,6 +142,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
         return {
             "weights": _nbytes(policy.parameters()),
             "reference": 0 if reference is policy else _nbytes(reference.parameters()),
+            "indices": _nbytes(_shira_indices(policy)),
             "state": _nbytes(moments),
             "grad": _nbytes(trained),  # a gradient has its weight's dtype
         }
@@ -149,6 +155,11 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
         adamw,
         parts,
     )
+
+
+def _shira_indices(model: nn.Module) -> list[Tensor]:
+    """The row and column of each of SHiRA's values, which peft keeps beside the parameters; none without SHiRA."""
+    return [indices for module in model.modules() for indices in getattr(module, "shira_indices", {}).values()]
 
 
 def _nbytes(tensors: Any) -> int:

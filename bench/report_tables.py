@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, made from the JSON of measured runs.
+"""The tables of docs/performance.md and docs/from_peft.md, made from the JSON of measured runs.
 
 A table stands between a line `<!-- table: NAME -->` and a line `<!-- end -->`; everything between them is replaced.
 `--check` changes nothing and ends with 1 where a table is not what the results give.
@@ -18,32 +18,39 @@ from . import baseline_report, dram_bytes, floors, kernels, spread, targets
 from .report import markdown_table
 
 DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
+DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"))
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the tables into the document; 0 if that was done, or with --check if there was nothing to do."""
+    """Write the tables into the documents; 0 if that was done, or with --check if there was nothing to do."""
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.report_tables", description=__doc__)
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="(%(default)s)")
+    parser.add_argument("--document", type=Path, help=f"(all of {', '.join(map(str, DOCUMENTS))})")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
     parser.add_argument("--check", action="store_true", help="only compare")
     args = parser.parse_args(argv)
-    if not args.document.is_file():
-        parser.error(f"document {args.document}: no such file; run from the repository's root, or name it")
-    text = args.document.read_text(encoding="utf-8")
+    documents = DOCUMENTS if args.document is None else (args.document,)
+    for document in documents:
+        if not document.is_file():
+            parser.error(f"document {document}: no such file; run from the repository's root, or name it")
+    return max(_write(document, args.results, args.check, parser.prog) for document in documents)
+
+
+def _write(document: Path, results: Path, check: bool, command: str) -> int:
+    text = document.read_text(encoding="utf-8")
     try:
-        wanted = filled(text, args.results)
+        wanted = filled(text, results)
     except (OSError, ValueError) as error:
-        print(f"{args.document}: {error}", file=sys.stderr)
+        print(f"{document}: {error}", file=sys.stderr)
         return 1
-    if args.check:
+    if check:
         if wanted != text:
-            print(f"{args.document} is not what {args.results} gives: run {parser.prog}", file=sys.stderr)
+            print(f"{document} is not what {results} gives: run {command}", file=sys.stderr)
         return int(wanted != text)
-    args.document.write_text(wanted, encoding="utf-8")
-    print(f"{args.document}: {len(SPAN.findall(text))} tables")
+    document.write_text(wanted, encoding="utf-8")
+    print(f"{document}: {len(SPAN.findall(text))} tables")
     return 0
 
 
@@ -155,6 +162,20 @@ def baseline_table(results: Path) -> str:
     return "\n".join(parts[:-1]) if parts else "No run is kept yet: `sparse-opt bench baseline dpo`."
 
 
+def modes_table(results: Path) -> str:
+    """DPO end to end beside PEFT's adapters: times and peaks, and what is trained and held."""
+    report = _load(results / "baseline_dpo.json")
+    if "shira" not in {row["mode"] for row in report["rows"]}:
+        return "Not measured on a GPU with SHiRA yet."
+    return "\n\n".join(
+        [
+            f"{machine_line(report['environment'])}. {baseline_report.heading(report)}.",
+            markdown_table(*baseline_report.cells(report)),
+            markdown_table(*baseline_report.held_cells(report)),
+        ]
+    )
+
+
 def _load(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
@@ -163,6 +184,7 @@ def _load(path: Path) -> dict[str, Any]:
 TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernel_table,
     "baselines": baseline_table,
+    "modes": modes_table,
     "dram_bytes": dram_table,
     "pytest_cpu": pytest_table,
     "pytest_spread": spread_table,

@@ -155,6 +155,9 @@ def _read_pt(path: Path) -> BoolMasks:
     if isinstance(content.get("masks"), dict):
         masks = content["masks"]
         beside = {key: value for key, value in content.items() if key != "masks"}
+        tensors = [key for key, value in beside.items() if isinstance(value, Tensor)]
+        if tensors:
+            raise MaskError(f"{path}: holds a tensor {tensors[0]!r} beside 'masks', wanted all masks under that key")
         if isinstance(beside.get("metadata"), dict):
             beside |= beside.pop("metadata")
     odd = [name for name in masks if not isinstance(name, str)]

@@ -72,9 +72,6 @@ class MaskSet:
         if set(indices) != set(shapes):
             odd = sorted(set(indices) ^ set(shapes))
             raise MaskError(f"indices and shapes name different tensors: {_listed(odd)}")
-        for key, value in (metadata or {}).items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise MaskError(f"mask metadata {key!r} is {value!r}, wanted a string")
         checked = {name: _checked(name, tensor, shapes[name], pattern) for name, tensor in indices.items()}
         self._fill(checked, shapes, pattern, metadata)
 
@@ -85,6 +82,9 @@ class MaskSet:
         pattern: str,
         metadata: Mapping[str, str] | None,
     ) -> None:
+        for key, value in (metadata or {}).items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise MaskError(f"mask metadata {key!r} is {value!r}, wanted a string")
         self.indices: Mapping[str, Tensor] = MappingProxyType(indices)
         self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({n: tuple(map(int, shapes[n])) for n in indices})
         self.pattern = pattern
@@ -154,13 +154,18 @@ class MaskSet:
         """A mask from bool tensors shaped like the parameters; the pattern is the most specific one that all keep to.
 
         Raises:
-            MaskError: a tensor is not bool; names it.
+            MaskError: a name is no string, or a tensor is not bool, not dense or without values; names it.
         """
         indices, shapes = {}, {}
         for name, tensor in masks.items():
+            if not isinstance(name, str):
+                raise MaskError(f"a mask has the name {name!r}, wanted a parameter's name")
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
                 found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise MaskError(f"mask of {name} is {found}, wanted a bool tensor")
+            if tensor.layout != torch.strided or tensor.is_meta:
+                what = "on the meta device" if tensor.is_meta else str(tensor.layout)
+                raise MaskError(f"mask of {name} is {what}, wanted a dense tensor with values")
             positions = tensor.detach().cpu().reshape(-1).nonzero().view(-1)
             indices[name] = positions.to(_index_dtype(tensor.numel()))
             shapes[name] = tuple(tensor.shape)

@@ -9,7 +9,7 @@ from .parser import CommandParser
 
 # Module of sparse_opt.bench -> what its main(argv) measures.
 BENCHMARKS = {
-    "baseline": "a step of DPO or GRPO end to end, dense, sparse and LoRA: time by section, and peak memory",
+    "baseline": "a step of DPO or GRPO end to end, dense, sparse, LoRA and SHiRA: time by section, and peak memory",
     "cpu_step": "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)",
     "gpu_check": "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
     "kernels": "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",

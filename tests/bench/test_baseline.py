@@ -39,7 +39,7 @@ def bench(capfd, monkeypatch, tmp_path) -> Call:
 
 
 def need_peft() -> None:
-    pytest.importorskip("peft", reason="mode lora needs peft: pip install 'sparse-opt[bench]'")
+    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_dpo_in_all_modes(tmp_path, bench):
     assert code == 0, err
     report = json.loads((tmp_path / "baseline.json").read_text())
     assert set(report["environment"]) >= {"date", "commit", "machine", "versions"}
-    assert [row["mode"] for row in report["rows"]] == ["dense", "sparse", "lora"]
+    assert [row["mode"] for row in report["rows"]] == ["dense", "sparse", "lora", "shira"]
     assert report["mask"]["nnz"] == pytest.approx(0.025 * report["numel"], rel=0.02)
     for row in report["rows"]:
         assert row["first"]["loss"] == pytest.approx(math.log(2), abs=FIRST_LOSS_ATOL)
@@ -61,16 +61,29 @@ def test_dpo_in_all_modes(tmp_path, bench):
         assert row["sections_s"] <= row["p80_s"]
         assert (row["n_timed"], len(row["steps"])) == (3, 4)
         assert row["peak_memory_bytes"] is None and row["kernel_s"] is None  # no GPU
-    dense, sparse, lora = report["rows"]
+    dense, sparse, lora, shira = report["rows"]
     assert len({row["data_digest"] for row in report["rows"]}) == 1
     assert (dense["n_trained"], sparse["n_trained"]) == (report["numel"], report["mask"]["nnz"])
-    assert lora["n_trained"] == lora["bytes"]["grad"] / 2
+    for adapters in (lora, shira):
+        assert adapters["bytes"]["grad"] == 2 * adapters["n_trained"]
+        assert adapters["bytes"]["state"] == 4 * adapters["n_trained"]
+        assert adapters["bytes"]["weights"] == 2 * (report["numel"] + adapters["n_trained"])
+        assert adapters["bytes"]["reference"] == 0
+    # Of each layer: q, o 64 x 64; k, v 32 x 64; gate, up, down 160 x 64. 2.5 % of their 86,016 is 0.96 x rank 1.
+    assert report["settings"]["shira_rank"] == 1
+    assert shira["n_trained"] == 2 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (160 + 64))
+    assert shira["bytes"]["indices"] == 8 * shira["n_trained"]
     assert dense["bytes"]["reference"] == dense["bytes"]["weights"] == 2 * report["numel"]
     assert "reference" not in sparse["bytes"]
     assert sparse["bytes"]["grad"] == 2 * sparse["n_trained"]
     assert sparse["bytes"]["state"] == 8 * sparse["n_trained"]
     assert report["ratios"]["sparse"]["step"] == pytest.approx(sparse["step_s"] / dense["step_s"])
-    assert f"sparse/dense: step {report['ratios']['sparse']['step']:.2f}" in out
+    for mode in ("sparse", "lora", "shira"):
+        assert f"{mode}/dense: step {report['ratios'][mode]['step']:.2f}" in out
+    assert "LoRA of rank 16, SHiRA of rank 1;" in out
+    # In MiB: weights, reference, optimizer state, gradients, indices, base weights; then the values trained.
+    (held,) = [line.split() for line in out.splitlines() if line.startswith("shira ") and line.endswith(" 2,240")]
+    assert held == ["shira", "0.42", "-", "0.01", "0.00", "0.02", "-", "2,240"]
     assert [path.name for path in tmp_path.iterdir()] == ["baseline.json"]
 
 
@@ -98,11 +111,12 @@ def test_grpo_with_a_picture(tmp_path, bench):
     [
         (
             ["dpo", "--small", "--modes", "dense,fast"],
-            "--modes dense,fast: wanted some of dense, sparse, lora, each once",
+            "--modes dense,fast: wanted some of dense, sparse, lora, shira, each once",
         ),
         (["dpo", "--small", "--modes", "dense,dense"], "each once"),
         (["dpo", "--small", "--n_steps", 5, "--n_warmup", 5], "--n_steps 5 leaves nothing after --n_warmup 5"),
         (["dpo", "--small", "--batch_size", 0], "--batch_size is 0, wanted at least 1"),
+        (["dpo", "--small", "--shira_rank", 0], "--shira_rank is 0, wanted at least 1"),
         (["dpo", "--small", "--sequence_length", 4], "--sequence_length is 4, wanted at least 8"),
         (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, wanted at least 129"),
         (["grpo", "--small", "--n_generations", 1], "--n_generations is 1, wanted at least 2"),
@@ -145,7 +159,48 @@ def test_a_mask_of_another_model(tmp_path, bench):
     assert str(tmp_path / "mask.safetensors") in err and "other" in err
 
 
-@pytest.mark.parametrize(("package", "words"), [("matplotlib", ["--plot", "x.png"]), ("peft", ["--modes", "lora"])])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--density", 0.001],
+            "SHiRA cannot have density 0.001: on this model's linear layers its least, of rank 1, is",
+        ),
+        (["--density", 0.9], "SHiRA cannot have density 0.9: it wants rank 35, and the smallest"),
+        (["--shira_rank", 33], "SHiRA of rank 33 wants 4224 values of a weight of 64 x 64 = 4096"),
+    ],
+)
+def test_what_shira_cannot_have(bench, words, message):
+    code, out, err = bench("dpo", "--small", "--modes", "dense,shira", *words)
+    assert (code, out) == (2, "")  # found out before any work
+    assert len(err.splitlines()) == 1, err
+    assert message in err
+
+
+def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch, bench):
+    """Of the whole model: a mask that lists one matrix of it is thin, however dense it is there."""
+    model = baseline.without_weights(baseline.words_config(baseline.SMALL, 32))
+    name = "model.embed_tokens.weight"
+    MaskSet.random({name: model.get_parameter(name)}, density=0.5).save(tmp_path / "mask.safetensors")
+    jobs = []
+    monkeypatch.setattr(baseline, "_run", lambda job, *args, **kwargs: jobs.append(job))
+    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
+    bench("dpo", "--small", "--modes", "shira", "--mask", tmp_path / "mask.safetensors")
+    report = json.loads((tmp_path / "baseline.json").read_text())
+    density = report["mask"]["nnz"] / report["numel"]
+    assert 0.3 < density < 0.31
+    # 1,120 values a rank on each layer's 43,008 weights.
+    assert jobs[0].shira_rank == report["settings"]["shira_rank"] == round(density * 43008 / 1120) == 12
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("matplotlib", ["--plot", "x.png"]),
+        ("peft", ["--modes", "lora"]),
+        ("peft", ["--modes", "dense,shira"]),
+    ],
+)
 def test_a_package_that_is_missing(monkeypatch, bench, package, words):
     from importlib import util
 

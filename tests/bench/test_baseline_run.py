@@ -27,9 +27,10 @@ from sparse_opt.bench.baseline_report import FIRST_LOSS_ATOL, ratios, summary, t
 from sparse_opt.bench.baseline_run import Job, Sections, covered, even_share, prepare, run
 from sparse_opt.bench.shapes import LLAMA_3_2_3B_SIZES
 from sparse_opt.trainers.encoding import TokenSequence, collate
+from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.models import load_policy
 
-MODES = ("dense", "sparse", "lora")
+MODES = ("dense", "sparse", "lora", "shira")
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,7 @@ def job(tmp_path_factory) -> Job:
         batch_size=2,
         learning_rate=1e-3,
         lora_rank=4,
+        shira_rank=4,
         gradient_checkpointing=False,
         kernel_time=False,
         device="cpu",
@@ -94,7 +96,7 @@ def test_pairs_have_exactly_the_length_asked_for():
 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
-    pytest.importorskip("peft", reason="mode lora needs peft: pip install 'sparse-opt[bench]'")
+    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
     results = {mode: run(changed(job, mode=mode, algorithm=algorithm)) for mode in MODES}
     rows = [summary(result, n_warmup=1) for result in results.values()]
     assert wrong_results(algorithm, rows) == []
@@ -147,8 +149,33 @@ def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
         assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
 
 
-def test_gradient_checkpointing_changes_no_figure(job):
-    plain, checkpointed = (run(changed(job, gradient_checkpointing=flag)) for flag in (False, True))
+@pytest.mark.parametrize("mode", ["lora", "shira"])
+def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
+    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
+    policy = load_policy(job.options(), torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    batch = collate([TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)], 0)
+    with torch.no_grad():
+        expected = token_logprobs(policy, batch)
+    trained = prepare(changed(job, mode=mode), policy)
+    assert trained.reference is policy
+    step = baseline_run.dpo_step(trained, [batch] * 2, Sections(torch.device("cpu")))
+    for i in range(2):
+        step(i)
+    after = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert trained.n_trained == sum(after[name].numel() for name in after.keys() - before.keys())
+    with torch.no_grad():
+        assert not torch.equal(token_logprobs(policy, batch), expected)
+        with trained.reference_weights():
+            assert torch.equal(token_logprobs(policy, batch), expected)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "shira"])
+def test_gradient_checkpointing_changes_no_figure(job, mode):
+    if mode == "shira":
+        pytest.importorskip("peft", reason="mode shira needs peft: pip install 'sparse-opt[bench]'")
+    plain, checkpointed = (run(changed(job, mode=mode, gradient_checkpointing=flag)) for flag in (False, True))
     for a, b in zip(plain["steps"], checkpointed["steps"], strict=True):
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
 
@@ -228,9 +255,15 @@ def test_what_limits_and_what_is_compared():
         "8.00",
         "host",
     ]
-    assert (
-        "sparse, GiB: weights 4.00, grad 2.00, activations and scratch at the peak 2.00; trains 2.00 B weights" in lines
-    )
+    assert [cell.strip() for cell in lines[6].split("  ") if cell] == [
+        "held, GiB",
+        "weights",
+        "grad",
+        "activations and scratch at the peak",
+        "values trained",
+    ]
+    assert lines[8].split() == ["dense", "4.00", "2.00", "10.00", "2.00", "B"]
+    assert lines[9].split() == ["sparse", "4.00", "2.00", "2.00", "2.00", "B"]
     assert "sparse/dense: step 1.00, peak memory 0.50, kernels 0.67" in lines
 
 

@@ -13,10 +13,28 @@ CHECKOUT = Path(__file__).parents[2]
 DOCUMENT, RESULTS = CHECKOUT / report_tables.DOCUMENT, CHECKOUT / report_tables.RESULTS
 
 
-def test_the_tables_of_the_document_are_those_of_the_results():
-    text = DOCUMENT.read_text()
-    assert {name for name, _ in report_tables.SPAN.findall(text)} == set(report_tables.TABLES)
-    assert report_tables.filled(text, RESULTS) == text, "run `make performance-tables`"
+def test_the_tables_of_the_documents_are_those_of_the_results():
+    texts = [(CHECKOUT / document).read_text() for document in report_tables.DOCUMENTS]
+    assert {name for text in texts for name, _ in report_tables.SPAN.findall(text)} == set(report_tables.TABLES)
+    for text in texts:
+        assert report_tables.filled(text, RESULTS) == text, "run `make performance-tables`"
+
+
+def test_what_each_mode_holds_is_shown_once_shira_was_measured(tmp_path):
+    report = json.loads((RESULTS / "baseline_dpo.json").read_text())
+    rows = {row["mode"]: row for row in report["rows"]}
+    report["rows"] = [rows["dense"], rows["sparse"]]
+    path = tmp_path / "baseline_dpo.json"
+    path.write_text(json.dumps(report))
+    assert "Not measured" in report_tables.modes_table(tmp_path)
+    report["rows"].append({**rows["lora"], "mode": "shira", "n_trained": 1_500_000})
+    report["settings"] |= {"modes": ["dense", "sparse", "shira"], "shira_rank": 7}
+    path.write_text(json.dumps(report))
+    found = report_tables.modes_table(tmp_path)
+    assert "SHiRA of rank 7" in found
+    held = next(line for line in found.splitlines() if line.startswith("| held, GiB | weights | "))
+    assert held.endswith(" | activations and scratch at the peak | values trained |")
+    assert found.splitlines()[-1].startswith("| shira | ") and found.splitlines()[-1].endswith(" | 1.5 M |")
 
 
 def words(document: Path, results: Path = RESULTS) -> list[str]:
@@ -40,7 +58,7 @@ def test_a_document_without_known_tables_is_an_error(text, tmp_path, capsys):
     document = tmp_path / "performance.md"
     document.write_text(text)
     assert report_tables.main(words(document)) == 1
-    assert "wanted of kernels, baselines, dram_bytes, pytest_cpu, pytest_spread" in capsys.readouterr().err
+    assert "wanted of kernels, baselines, modes, dram_bytes, pytest_cpu, pytest_spread" in capsys.readouterr().err
     assert document.read_text() == text
 
 

@@ -7,11 +7,27 @@ import threading
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import add_lora, load_policy, make_masks_skippable, skip_padding_masks
+from sparse_opt.trainers.models import (
+    add_lora,
+    add_shira,
+    load_policy,
+    make_masks_skippable,
+    shira_rank,
+    skip_padding_masks,
+)
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)
@@ -184,3 +200,67 @@ def test_adapters_start_as_no_change_and_train_alone():
         assert not torch.equal(token_logprobs(model, BATCH), before)
         with adapted.disable_adapter():
             assert torch.equal(token_logprobs(model, BATCH), before)
+
+
+def test_sparse_adapters_start_as_no_change_and_train_alone():
+    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
+    model = small(LlamaConfig, tie_word_embeddings=True).bfloat16()
+    with torch.no_grad():
+        before = token_logprobs(model, BATCH)
+    adapted = add_shira(model, rank=3, seed=5)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all("shira_weight" in name for name in trained)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    # q, k, v, o: 32 x (32, 16, 16, 32); gate, up, down: 32 x 48
+    per_layer = 3 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 48))
+    assert sum(p.numel() for p in trained.values()) == 2 * per_layer
+    query = model.model.layers[1].self_attn.q_proj
+    rows, columns = query.shira_indices["default"].long()
+    assert len(set((rows * 32 + columns).tolist())) == 3 * (32 + 32)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(model, BATCH), before)
+        for parameter in trained.values():
+            parameter.fill_(0.1)
+        assert not torch.equal(token_logprobs(model, BATCH), before)
+        with adapted.disable_adapter():
+            assert torch.equal(token_logprobs(model, BATCH), before)
+    token_logprobs(model, BATCH).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained.values())
+    again, other = (add_shira(small(LlamaConfig), rank=3, seed=seed) for seed in (5, 6))
+    for adapters, same in ((again, True), (other, False)):
+        drawn = adapters.base_model.model.model.layers[1].self_attn.q_proj.shira_indices["default"]
+        assert torch.equal(drawn, query.shira_indices["default"]) == same
+
+
+@pytest.mark.parametrize("density", [0.06, 0.1, 0.3, 0.5])
+def test_the_rank_of_sparse_adapters_is_the_closest(density):
+    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
+    rank = shira_rank(small(LlamaConfig), density)
+    # The weights that take part, as peft itself sees them.
+    numel = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
+    counts = {}
+    for r in range(max(1, rank - 1), rank + 2):
+        try:
+            model = add_shira(small(LlamaConfig), r, seed=0)
+        except ConfigError:
+            continue
+        counts[r] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert min(counts, key=lambda r: abs(counts[r] - density * numel)) == rank
+    assert len(counts) > 1
+
+
+def test_sparse_adapters_that_cannot_be():
+    with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.01: .* of rank 1, is 0.0604$"):
+        shira_rank(small(LlamaConfig), 0.01)
+    with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.9: it wants rank 15, .* allows 10$"):
+        shira_rank(small(LlamaConfig), 0.9)
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(
+        ConfigError, match="^SHiRA adapts torch.nn.Linear, and transformer.h.0.attn.c_attn is a Conv1D$"
+    ):
+        shira_rank(gpt2, 0.5)
+    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
+    with pytest.raises(ConfigError, match="^SHiRA of rank 11 wants 528 values of a weight of 16 x 32 = 512$"):
+        add_shira(small(LlamaConfig), rank=11, seed=0)
+    with pytest.raises(ConfigError, match="c_attn is a Conv1D$"):
+        add_shira(gpt2, rank=1, seed=0)

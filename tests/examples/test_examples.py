@@ -1,0 +1,224 @@
+"""The example files: each trains as torch.optim.AdamW does, and goes on after a stop as if there had been none."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet, SparseAdamW
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+EXAMPLES = CHECKOUT / "examples"
+STEPS, ACCUMULATE, MAX_GRAD_NORM = 8, 2, 0.25  # the examples' own, and a norm that clips every step at density 0.1
+Main = Callable[[list[str]], nn.Module]
+
+
+def without(package: str) -> list[pytest.MarkDecorator]:
+    missing = importlib.util.find_spec(package) is None
+    return [pytest.mark.skipif(missing, reason=f"needs {package}: pip install {package}")]
+
+
+# How to run each, and where to stop it: after an optimizer step, or an epoch of two.
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    "bare_loop": ([], ["1", "4", "7"]),
+    "with_accelerate": ([], ["1", "4", "7"]),
+    "with_lightning": ([], ["1", "3"]),
+    "with_lightning, manual": (["--manual"], ["2"]),
+}
+NEEDS = {"bare_loop": [], "with_accelerate": without("accelerate"), "with_lightning": without("lightning")}
+ALL = [pytest.param(name, marks=NEEDS[name.split(",")[0]]) for name in RUNS]
+
+
+def names_of(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name.split(',')[0]}.py"))
+
+
+def main_of(name: str) -> Main:
+    return names_of(name)["main"]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense run that they are compared with is one on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)  # of other tests, which may have taken a GPU
+
+
+def start() -> nn.Module:
+    """The model that the examples begin with."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+
+
+def dense_run(mask: MaskSet | None) -> tuple[nn.Module, list[float]]:
+    """torch's AdamW over the examples' batches, with gradients, decay and so steps only where the mask is active."""
+    model, untrained = start(), start().state_dict()
+    active = {} if mask is None else {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()}
+    for name, where in active.items():
+        where.view(-1)[mask[name].long()] = True
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
+    norms = []
+    for step in range(STEPS):
+        for micro in range(ACCUMULATE):
+            generator = torch.Generator().manual_seed(step * ACCUMULATE + micro)
+            tokens = torch.randint(256, (4, 32), generator=generator)
+            (model(input_ids=tokens, labels=tokens).loss / ACCUMULATE).backward()
+        for name, where in active.items():
+            model.get_parameter(name).grad.mul_(where)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        with torch.no_grad():
+            for name, where in active.items():
+                p = model.get_parameter(name)
+                p.copy_(torch.where(where, p, untrained[name]))
+    return model, norms
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+@pytest.mark.parametrize("name", ALL)
+def test_equals_torch_adamw(name, density):
+    sparse = main_of(name)(["--density", str(density), "--max_grad_norm", str(MAX_GRAD_NORM), *RUNS[name][0]])
+    dense, norms = dense_run(None if density == 1.0 else MaskSet.random(start(), density=density))
+    assert min(norms) > MAX_GRAD_NORM  # each step was clipped
+    untrained = start()
+    for (key, p), q in zip(sparse.named_parameters(), dense.parameters(), strict=True):
+        assert not torch.equal(p, untrained.get_parameter(key)) or density < 1.0
+        # Two runs that round each weight once or twice a step: 4 standard deviations of a walk of 2 * STEPS errors of
+        # up to one unit in the last place.
+        tolerance = 4 * (2 * STEPS) ** 0.5 * torch.finfo(torch.float32).eps * q.abs().max().item()
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(name, tmp_path):
+    options, stops = RUNS[name]
+    mask = MaskSet.random(start(), density=0.05, seed=3)
+    mask.save(tmp_path / "mask.safetensors")
+    options = [*options, "--mask", str(tmp_path / "mask.safetensors"), "--max_grad_norm", str(MAX_GRAD_NORM)]
+    whole, untrained = main_of(name)(options), start()
+    for stop in stops:
+        saved = str(tmp_path / f"stopped_at_{stop}")
+        stopped = main_of(name)([*options, "--stop_at", stop, "--checkpoint", saved])
+        resumed = main_of(name)([*options, "--resume", saved])
+        for (key, p), q, r in zip(whole.named_parameters(), resumed.parameters(), stopped.parameters(), strict=True):
+            assert torch.equal(p, q), f"{key}, stopped at {stop}"
+            assert torch.equal(p, r) == (mask[key].numel() == 0), f"{key}, stopped at {stop}"
+    changed = 0
+    for key, p in whole.named_parameters():
+        moved = (p != untrained.get_parameter(key)).view(-1).nonzero().view(-1)
+        assert torch.isin(moved, mask[key].long()).all(), key
+        changed += moved.numel()
+    assert changed > 0.9 * sum(i.numel() for i in mask.indices.values())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate: pip install accelerate")
+def test_accelerates_own_clipping_sees_no_gradient_and_accumulate_keeps_them():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, twin = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    twin.load_state_dict(model.state_dict())
+    mask = MaskSet.random(model, density=0.5)
+    sparse, other = SparseAdamW(model, mask, max_grad_norm=0.1), SparseAdamW(twin, mask, max_grad_norm=0.1)
+    prepared, optimizer = accelerator.prepare(model, sparse)
+    for i in range(2):
+        x = torch.randn(4, 8)
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(x).square().sum())
+            assert accelerator.clip_grad_norm_(prepared.parameters(), 0.1) == 0
+            before = model.weight.detach().clone()
+            optimizer.step()
+            assert torch.equal(model.weight, before) == (i == 0)
+            optimizer.zero_grad()
+            assert (sparse.compact_grad(model.weight) is not None) == (i == 0)
+        (twin(x).square().sum() / 2).backward()
+    other.step()
+    assert torch.equal(model.weight, twin.weight)
+    assert torch.equal(sparse.grad_norm, other.grad_norm)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning: pip install lightning")
+def test_lightning_clips_where_the_module_says_how():
+    import lightning
+
+    names = names_of("with_lightning")
+
+    class Clipping(names["SparseTuning"]):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            optimizer.clip_grad_norm_(gradient_clip_val)
+
+    def trained(module_class: type[nn.Module]) -> nn.Module:
+        options = argparse.Namespace(model=None, mask=None, density=0.1, max_grad_norm=None, manual=False)
+        module = module_class(options)
+        lightning.Trainer(
+            max_epochs=names["EPOCHS"],
+            accumulate_grad_batches=ACCUMULATE,
+            gradient_clip_val=MAX_GRAD_NORM,
+            reload_dataloaders_every_n_epochs=1,
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        ).fit(module)
+        return module.model
+
+    wanted = names["main"](["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)])
+    unclipped = names["main"](["--density", "0.1", "--max_grad_norm", "1e9"])
+    for p, q, r, s in zip(
+        *(m.parameters() for m in (wanted, trained(Clipping), unclipped, trained(names["SparseTuning"]))), strict=True
+    ):
+        assert torch.equal(p, q)
+        assert torch.equal(r, s)  # Lightning's own, which has nothing to clip
+    assert not all(torch.equal(p, r) for p, r in zip(wanted.parameters(), unclipped.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [p for p in ALL if "manual" not in p.values[0]])
+def test_runs_as_a_script_and_says_what_was_saved(name, tmp_path):
+    start().save_pretrained(tmp_path)
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert len(losses) >= STEPS
+    assert all(4 < loss < 7 for loss in losses)  # tokens of 256 kinds at random: ln 256 is 5.5
+    held, dense, saved = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{5,}", run.stdout.splitlines()[-1]))
+    assert dense == 3 * sum(p.nbytes for p in start().parameters())
+    assert saved == dense - held > 0
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_is_short(file):
+    assert len(file.read_text().splitlines()) <= 80
+
+
+def test_the_page_holds_the_files_as_they_are():
+    page = (CHECKOUT / "docs" / "loops.md").read_text()
+    blocks = re.findall(r"examples/(\w+)\.py\):\n\n```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert dict(blocks) == {file.stem: file.read_text() for file in EXAMPLES.glob("*.py")}
+    assert len(blocks) * 2 == page.count("```")

@@ -1,0 +1,429 @@
+"""Masks of other tools: `.pt` dictionaries, tensors in memory, PEFT's adapters; and the page that says so, run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.errors import MaskError
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_peft.md"
+UP = "model.layers.0.mlp.up_proj.weight"
+# Two matrices of different shapes.
+LINEAR = ("model.layers.1.self_attn.k_proj.weight", UP)
+
+
+def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=97, num_key_value_heads=2, **{**sizes, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def adapted_llama(config: Any, seed: int = 0) -> Any:
+    """With values that are not 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(llama(seed), config)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.1)
+    return adapted
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = MaskError) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the page's blocks have made, run from top to bottom in the folder that the page describes."""
+    folder = tmp_path_factory.mktemp("from_peft")
+    llama().save_pretrained(folder / "model")
+    adapted_llama(peft.ShiraConfig(r=2, target_modules="all-linear", random_seed=3)).save_pretrained(
+        folder / "shira_adapter"
+    )
+    adapted_llama(peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(folder / "lora_adapter")
+    text = PAGE.read_text(encoding="utf-8")
+    found: dict[str, Any] = {"folder": folder}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            line = text.count("\n", 0, match.start(1))
+            exec(compile("\n" * line + match[1], str(PAGE), "exec"), found)
+    return found
+
+
+# The page
+
+
+def test_the_page_makes_what_it_says(page: dict[str, Any]) -> None:
+    folder, mask = page["folder"], page["mask"]
+    assert MaskSet.load(folder / "shira.safetensors", llama()) == mask
+    # Each layer: q, o 32 x 32; k, v 16 x 32; gate, up, down 72 x 32; the output layer is left alone.
+    assert mask.nnz == 2 * 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (72 + 32))
+    again = peft.PeftModel.from_pretrained(llama(), folder / "shira_again")
+    assert page["mask_of_shira"](again) == mask
+    merged = state(again.merge_and_unload())
+    for name, expected in page["model"].named_parameters():
+        # W0 + (W - W0) in fp32: the difference, and then the sum, rounded.
+        torch.testing.assert_close(merged[name], expected.detach(), rtol=2**-23, atol=2**-24 * 0.5)
+    assert page["from_numbers"] == page["from_memory"]
+    names = [name for name, _ in page["model"].named_parameters()]
+    assert set(page["opt"].mask.names) == set(names)
+
+
+# SHiRA
+
+
+def test_a_shira_adapters_positions_and_names(page: dict[str, Any]) -> None:
+    adapted = adapted_llama(peft.ShiraConfig(r=1, target_modules=["k_proj", "up_proj"], random_seed=0))
+    mask = page["mask_of_shira"](adapted)
+    assert mask.names == (
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    )
+    before = state(llama())
+    after = state(adapted.merge_and_unload())
+    for name, value in before.items():
+        changed = after[name] != value
+        assert torch.equal(changed, mask.bool(name) if name in mask else torch.zeros_like(changed)), name
+    assert mask.resolve(llama()) == mask
+
+
+def test_one_of_several_shira_adapters(page: dict[str, Any]) -> None:
+    adapted = adapted_llama(peft.ShiraConfig(r=1, target_modules=["k_proj"], random_seed=0))
+    adapted.add_adapter("second", peft.ShiraConfig(r=2, target_modules=["up_proj"], random_seed=0))
+    assert page["mask_of_shira"](adapted).nnz == 2 * (16 + 32)
+    assert page["mask_of_shira"](adapted, "second").nnz == 2 * 2 * (72 + 32)
+    assert refusal(lambda: page["mask_of_shira"](adapted, "third"), ValueError) == (
+        "no layer has a SHiRA adapter named 'third'"
+    )
+    lora = adapted_llama(peft.LoraConfig(r=1, target_modules=["k_proj"]))
+    assert "no layer has a SHiRA adapter" in refusal(lambda: page["mask_of_shira"](lora), ValueError)
+
+
+def test_sparse_adamw_trains_as_shira_does(page: dict[str, Any]) -> None:
+    adapted = adapted_llama(peft.ShiraConfig(r=3, target_modules="all-linear", random_seed=1))
+    twin = adapted_llama(peft.ShiraConfig(r=3, target_modules="all-linear", random_seed=1))
+    mask = page["mask_of_shira"](twin)
+    model = twin.merge_and_unload().requires_grad_(True)
+    started = state(model)
+    hyper: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}
+    values = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    theirs = torch.optim.AdamW(values, **hyper)
+    ours = SparseAdamW(model.named_parameters(), mask, max_grad_norm=1.0, **hyper)
+    generator = torch.Generator().manual_seed(0)
+    n_steps = 25
+    for _ in range(n_steps):
+        ids = torch.randint(0, 97, (2, 12), generator=generator)
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(values, 1.0)
+        theirs.step()
+        theirs.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        ours.step()
+        ours.zero_grad()
+    expected = state(adapted.merge_and_unload())
+    # Each step rounds weights below 1 by 2^-25 at most. Gradients, clipped to norm 1 and below 2^-4 each, are sums
+    # rounded by some 2^-28; an update lr * m / (v^.5 + eps) takes at most lr / eps of what they are off.
+    atol = n_steps * (2**-25 + hyper["lr"] / hyper["eps"] * 2**-28)
+    moved = 0.0
+    for name, weight in state(model).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=atol)
+        moved = max(moved, float((weight - started[name]).abs().max()))
+    assert moved > 1000 * atol
+
+
+def trained_under(mask: MaskSet, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of `llama(0)` with other values, unlike in size, at the mask's positions."""
+    model = llama(0, dtype)
+    generator = torch.Generator().manual_seed(4)
+    trained = state(model)
+    for name in mask.names:
+        at = mask[name].long()
+        factors = torch.randn(at.numel(), generator=generator) * 2.0 ** torch.randint(
+            -6, 7, at.shape, generator=generator
+        )
+        flat = trained[name].view(-1)
+        flat[at] = (flat[at].float() * factors).to(dtype)
+    return trained
+
+
+@pytest.mark.filterwarnings("ignore:Argument self.mask_type")
+@pytest.mark.parametrize("density", [0.03, 0.1], ids=str)
+def test_a_mask_of_uneven_counts_as_a_shira_adapter(page: dict[str, Any], tmp_path: Path, density: float) -> None:
+    """In bf16, where merging has to give the very bits."""
+    model = llama(0, torch.bfloat16)
+    mask = MaskSet.random({name: model.get_parameter(name) for name in LINEAR}, density=density)
+    trained = trained_under(mask, torch.bfloat16)
+    page["shira_of_mask"](model, trained, mask).save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(llama(0, torch.bfloat16), tmp_path / "adapter")
+    positions = page["mask_of_shira"](loaded)
+    rank = max(-(-mask[name].numel() // sum(mask.shapes[name])) for name in LINEAR)
+    for name in LINEAR:
+        assert torch.isin(mask[name], positions[name]).all()
+        assert positions[name].numel() == rank * sum(mask.shapes[name])
+    merged = state(loaded.merge_and_unload())
+    assert merged.keys() == trained.keys()
+    for name, expected in trained.items():
+        assert torch.equal(merged[name].view(torch.int16), expected.view(torch.int16)), name
+    assert not torch.equal(merged[UP], llama(0, torch.bfloat16).get_parameter(UP))
+
+
+@pytest.mark.filterwarnings("ignore:Argument self.mask_type")
+def test_what_shira_cannot_hold(page: dict[str, Any]) -> None:
+    def of(names: tuple[str, ...], density: float) -> str:
+        model = llama()
+        mask = MaskSet.random({name: model.get_parameter(name) for name in names}, density=density)
+        return refusal(lambda: page["shira_of_mask"](model, state(model), mask), ValueError)
+
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        assert of((UP, name), 0.1) == f"SHiRA adapts weights of torch.nn.Linear, and the mask also trains {name}"
+    assert "more shira params than the total number of params" in of(LINEAR, 0.99)
+
+
+# LoRA
+
+
+def test_the_elements_that_lora_changed_most(page: dict[str, Any]) -> None:
+    adapted = adapted_llama(peft.LoraConfig(r=2, lora_alpha=8, target_modules=["k_proj", "up_proj"]))
+    mask = page["mask_of_lora"](adapted, density=0.1)
+    before, after = state(llama()), state(adapted.merge_and_unload())
+    assert set(mask.names) == {name for name, value in before.items() if not torch.equal(after[name], value)}
+    for name in mask.names:
+        change = (after[name].double() - before[name].double()).abs()
+        chosen = mask.bool(name)
+        assert int(chosen.sum()) == round(0.1 * chosen.numel())
+        # `before + change` was rounded: to half a unit of weights below 1.
+        assert change[chosen].min() >= change[~chosen].max() - 2 * 2**-25
+    other = adapted_llama(peft.ShiraConfig(r=1, target_modules=["k_proj"]))
+    assert "no layer has a LoRA adapter named 'default'" in refusal(
+        lambda: page["mask_of_lora"](other, 0.1), ValueError
+    )
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_lora_on_conv1d(page: dict[str, Any]) -> None:
+    model = gpt2()
+    config = peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    name = "transformer.h.0.attn.c_attn.weight"
+    before = state(model)[name]
+    adapted = peft.get_peft_model(model, config)
+    mask = page["mask_of_lora"](adapted, density=0.25)
+    assert mask.shapes == {name: (8, 24)}
+    change = (state(adapted.merge_and_unload())[name] - before).abs()
+    assert change.max() > 0.01
+    chosen = mask.bool(name)
+    assert int(chosen.sum()) == 48
+    assert change[chosen].min() >= change[~chosen].max() - 4 * 2**-24  # sums rounded, of weights below 4
+
+
+# Files and memory
+
+
+def sources(masks: dict[str, Tensor], folder: Path) -> dict[str, Callable[[], MaskSet]]:
+    """The ways in which bool tensors arrive."""
+    torch.save(masks, folder / "plain.pt")
+    torch.save({"masks": masks}, folder / "masks.pth")
+    return {
+        "memory": lambda: MaskSet.from_bool(masks),
+        "plain": lambda: MaskSet.load(folder / "plain.pt"),
+        "under masks": lambda: MaskSet.load(folder / "masks.pth"),
+    }
+
+
+def random_bools(shapes: dict[str, tuple[int, ...]], density: float = 0.3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.rand(shape, generator=generator) < density for name, shape in shapes.items()}
+
+
+def test_all_sources_agree(tmp_path: Path) -> None:
+    masks = random_bools({"w": (5, 7), "b": (7,), "scalar": (), "none": (0, 3)})
+    transposed = {**masks, "w": masks["w"].t().contiguous().t()}
+    assert not transposed["w"].is_contiguous()
+    expected = {name: values.flatten().nonzero().flatten().tolist() for name, values in masks.items()}
+    for given in (masks, transposed):
+        for source, load in sources(given, tmp_path).items():
+            mask = load()
+            assert {name: mask[name].tolist() for name in mask.names} == expected, source
+            assert mask.shapes == {name: tuple(values.shape) for name, values in masks.items()}
+
+
+def test_tensors_of_a_gpu_or_a_parameter(device: torch.device) -> None:
+    masks = random_bools({"w": (5, 7)})
+    expected = MaskSet.from_bool(masks)
+    assert MaskSet.from_bool({"w": masks["w"].to(device)}) == expected
+    assert MaskSet.from_bool({"w": nn.Parameter(masks["w"], requires_grad=False)}) == expected
+    assert expected["w"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float32, torch.bfloat16], ids=str)
+def test_numbers_are_refused_until_they_are_made_bools(
+    page: dict[str, Any], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    masks = random_bools({"layer.w": (5, 7), "layer.b": (7,)})
+    numbers = {**masks, "layer.b": masks["layer.b"].to(dtype)}
+    for source, load in sources(numbers, tmp_path).items():
+        assert f"mask of layer.b is {dtype}, wanted a bool tensor" in refusal(load), source
+    assert MaskSet.from_bool(page["as_bool"](numbers)) == MaskSet.from_bool(masks)
+    numbers["layer.b"][2] = 3
+    assert refusal(lambda: page["as_bool"](numbers), ValueError) == "mask of layer.b holds other numbers than 0 and 1"
+    if dtype.is_floating_point:
+        numbers["layer.b"][2] = float("nan")
+        assert "other numbers than 0 and 1" in refusal(lambda: page["as_bool"](numbers), ValueError)
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """Names as DistributedDataParallel has them, without a process group."""
+    return nn.ModuleDict({"module": model})
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [data_parallel, torch.compile, lambda model: data_parallel(torch.compile(model))],
+    ids=["module.", "_orig_mod.", "module._orig_mod."],
+)
+def test_wrapped_models_have_names_of_their_own(page: dict[str, Any], tmp_path: Path, wrapped: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    outside = dict(wrapped(model).named_parameters())
+    assert not outside.keys() & dict(model.named_parameters()).keys()
+    masks = random_bools({name: tuple(parameter.shape) for name, parameter in outside.items()})
+    for source, load in sources(masks, tmp_path).items():
+        mask = load()
+        text = refusal(lambda mask=mask: mask.resolve(model))
+        assert f"{next(iter(outside))} is not a parameter of the model" in text, source
+        assert "and 1 more" in text  # four parameters, of which three are named
+        plain = page["without_wrappers"](mask)
+        assert (plain.pattern, plain.metadata) == (mask.pattern, mask.metadata)
+        assert plain.resolve(model).names == tuple(name for name, _ in model.named_parameters())
+        refusal(lambda plain=plain: plain.resolve(wrapped(model)))
+        opt = SparseAdamW(model.named_parameters(), plain, lr=0.1)
+        assert [opt.mask[name].tolist() for name in plain.names] == [mask[name].tolist() for name in mask.names]
+        opt.close()
+
+
+def test_wrappers_inside_a_name(page: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), torch.compile(nn.Linear(6, 3)))
+    mask = MaskSet.random(model, density=0.5)
+    assert "1._orig_mod.weight" in mask
+    assert page["without_wrappers"](mask).names == ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.mark.parametrize("names", [["lm_head"], ["model.embed_tokens"], ["model.embed_tokens", "lm_head"]], ids=str)
+def test_tied_weights_by_either_name(tmp_path: Path, names: list[str]) -> None:
+    model = llama(tie_word_embeddings=True)
+    values = random_bools({"w": (97, 32)})["w"]
+    masks = {f"{name}.weight": values.clone() for name in names}
+    for source, load in sources(masks, tmp_path).items():
+        mask = load().resolve(model)
+        assert mask.names == ("model.embed_tokens.weight",), source
+        assert torch.equal(mask.bool("model.embed_tokens.weight"), values)
+        for parameters, resolved in ((model.named_parameters(), mask), (model, load())):
+            opt = SparseAdamW(parameters, resolved, lr=0.1)
+            assert opt.mask == mask
+            opt.close()
+        if "lm_head" in names:  # which named_parameters() leaves out
+            text = refusal(lambda load=load: SparseAdamW(model.named_parameters(), load()))
+            assert "lm_head.weight is not a parameter of the model" in text
+    if len(names) == 2:
+        masks["lm_head.weight"][3, 4] ^= True
+        for load in sources(masks, tmp_path).values():
+            text = refusal(lambda load=load: load().resolve(model))
+            assert "lm_head.weight is tied to model.embed_tokens.weight in the model, but the mask differs" in text
+    untied = llama(tie_word_embeddings=False)
+    assert MaskSet.from_bool(masks).resolve(untied).names == tuple(sorted(masks, reverse=True))
+
+
+def test_conv1d_weights_stand_the_other_way_round(tmp_path: Path) -> None:
+    name = "transformer.h.0.attn.c_attn.weight"
+    as_linear = random_bools({name: (24, 8)})
+    for source, load in sources(as_linear, tmp_path).items():
+        text = refusal(lambda load=load: load().resolve(gpt2()))
+        assert f"{name} is [24, 8] in the mask, [8, 24] in the model" in text, source
+    for source, load in sources({name: as_linear[name].t()}, tmp_path).items():
+        mask = load().resolve(gpt2())
+        assert torch.equal(mask.bool(name), as_linear[name].t()), source
+
+
+def test_what_a_mask_leaves_out_keeps_its_bits(tmp_path: Path) -> None:
+    masks = random_bools({UP: (72, 32), "model.norm.weight": (32,)})
+    masks["model.layers.1.mlp.up_proj.weight"] = torch.zeros(72, 32, dtype=torch.bool)
+    for source, load in sources(masks, tmp_path).items():
+        model = llama()
+        before = state(model)
+        opt = SparseAdamW(model.named_parameters(), load(), lr=0.1)
+        ids = torch.arange(20).view(2, 10)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        for name, weight in model.named_parameters():
+            assert weight.requires_grad == (name in (UP, "model.norm.weight")), name
+            active = masks.get(name, torch.zeros(weight.shape, dtype=torch.bool))
+            assert torch.equal(weight[~active], before[name][~active]), (source, name)
+        assert (dict(model.named_parameters())[UP] != before[UP])[masks[UP]].float().mean() > 0.9
+
+
+def test_what_the_model_does_not_have(tmp_path: Path) -> None:
+    masks = random_bools({UP: (72, 32), **{f"adapters.{i}.weight": (3,) for i in range(5)}})
+    for source, load in sources(masks, tmp_path).items():
+        text = refusal(lambda load=load: load().resolve(llama()))
+        assert "adapters.0.weight is not a parameter of the model" in text, source
+        assert text.endswith("; and 2 more")
+        assert UP not in text
+    for path in (tmp_path / "plain.pt", tmp_path / "masks.pth"):
+        assert str(path) in refusal(lambda path=path: MaskSet.load(path, llama()))
+
+
+def test_nothing_active_is_no_mask_to_train_under(tmp_path: Path) -> None:
+    masks = {UP: torch.zeros(72, 32, dtype=torch.bool)}
+    for load in sources(masks, tmp_path).values():
+        assert load().nnz == 0
+        text = refusal(lambda load=load: SparseAdamW(llama().named_parameters(), load()), ValueError)
+        assert "the mask has no active element" in text
+
+
+def test_what_is_no_mask_in_memory() -> None:
+    values = torch.ones(2, 3, dtype=torch.bool)
+    for given, message in [
+        ({3: values}, "a mask has the name 3, wanted a parameter's name"),
+        ({"w": values.to_sparse()}, "mask of w is torch.sparse_coo, wanted a dense tensor with values"),
+        ({"w": values.to("meta")}, "mask of w is on the meta device, wanted a dense tensor with values"),
+    ]:
+        assert refusal(lambda given=given: MaskSet.from_bool(given)) == message
+    text = refusal(lambda: MaskSet.from_bool({"w": values}, metadata={"step": 50}))
+    assert text == "mask metadata 'step' is 50, wanted a string"
+
+
+def test_a_tensor_beside_masks_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"masks": random_bools({"w": (5, 7)}), "b": torch.ones(7, dtype=torch.bool)}, path)
+    assert refusal(lambda: MaskSet.load(path)) == (
+        f"{path}: holds a tensor 'b' beside 'masks', wanted all masks under that key"
+    )

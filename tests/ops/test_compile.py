@@ -1,0 +1,392 @@
+"""Ops inside torch.compile and CUDA graphs: no graph break, no copy, few recompiles, the bits of an eager call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cases import Case, assert_same_bits, bits_of, make
+from torch import Tensor
+from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from sparse_opt import backends, ops
+
+COMPILERS = ("aot_eager", "inductor")
+PLACES = [
+    ("cpu", "cpu"),
+    *(pytest.param(("cuda", b), marks=pytest.mark.gpu, id=f"cuda-{b}") for b in ("cuda", "triton")),
+]
+
+
+@pytest.fixture(params=PLACES, ids="-".join)
+def where(request: pytest.FixtureRequest) -> tuple[torch.device, str]:
+    """(device, backend); a backend that cannot run is skipped with its reason."""
+    device, backend = request.param
+    if cause := backends.why_unavailable(backend, device):
+        pytest.skip(f"backend {backend!r} cannot run: {cause}")
+    return torch.device(device), backend
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# What a user would compile: an op between other work, whose results are exact, so that fusing them changes no bit.
+
+
+def adamw(case: Case, backend: str) -> list[Tensor]:
+    ops.indexed_adamw_(
+        case.params,
+        case.indices,
+        case.starts,
+        case.ends,
+        case.exp_avg,
+        case.exp_avg_sq,
+        case.lr * 2,
+        case.steps,
+        grad=case.grad * 0.5,
+        run_length=case.run_length,
+        backend=backend,
+    )
+    return [p * 2 for p in case.params] + [case.exp_avg * 2]
+
+
+def adamw_with_everything(case: Case, backend: str) -> list[Tensor]:
+    ops.indexed_adamw_(
+        case.params,
+        case.indices,
+        case.starts,
+        case.ends,
+        case.exp_avg,
+        case.exp_avg_sq,
+        case.lr,
+        case.steps,
+        dense_grads=case.dense_grads,
+        master=case.master,
+        beta1=0.8,
+        clip_coef=case.lr * 8,
+        grad_scale=case.lr * 64,
+        found_inf=case.lr * 0,
+        stochastic_rounding=True,
+        seed=2**40 + 17,
+        run_length=case.run_length,
+        backend=backend,
+    )
+    return [p * 2 for p in case.params] + [case.master * 2]
+
+
+def sgd(case: Case, backend: str) -> list[Tensor]:
+    ops.indexed_sgd_(
+        case.params,
+        case.indices,
+        case.starts,
+        case.ends,
+        case.exp_avg,
+        case.lr,
+        case.steps,
+        dense_grads=[g * 0.5 for g in case.dense_grads],
+        momentum=0.9,
+        run_length=case.run_length,
+        backend=backend,
+    )
+    return [p * 2 for p in case.params]
+
+
+def gather(case: Case, backend: str) -> list[Tensor]:
+    sum_sq, found_inf = torch.zeros_like(case.steps), torch.zeros_like(case.lr)
+    ops.masked_grad_gather_(
+        case.grad,
+        case.dense_grads,
+        case.indices,
+        case.starts,
+        case.ends,
+        scale=case.lr,
+        accumulate=True,
+        sum_sq=sum_sq,
+        found_inf=found_inf,
+        run_length=case.run_length,
+        backend=backend,
+    )
+    return [case.grad * 2, sum_sq * 2, found_inf]
+
+
+def swap(case: Case, backend: str) -> list[Tensor]:
+    inside, outside = [p * 2 for p in case.params], case.master.to(case.params[0].dtype)
+    ops.indexed_swap_(
+        inside, outside, case.indices, case.starts, case.ends, run_length=case.run_length, backend=backend
+    )
+    ops.indexed_swap_(
+        case.params, outside, case.indices, case.starts, case.ends, run_length=case.run_length, backend=backend
+    )
+    return [*inside, outside]
+
+
+def encode(case: Case, backend: str) -> list[Tensor]:
+    old = [torch.where(g > 0.5, -p, p) for p, g in zip(case.params, case.dense_grads, strict=True)]
+    indices, values, counts = ops.delta_encode(old, case.params, backend=backend)
+    return [indices + 1, values * 2, counts * 2]
+
+
+def apply(case: Case, backend: str) -> list[Tensor]:
+    ops.delta_apply_(case.params, case.indices, case.grad * 2, case.starts, case.ends, backend=backend)
+    return [p * 2 for p in case.params]
+
+
+Function = Callable[[Case, str], list[Tensor]]
+FUNCTIONS: dict[str, Function] = {
+    "indexed_adamw_": adamw,
+    "indexed_adamw_, all options": adamw_with_everything,
+    "indexed_sgd_": sgd,
+    "masked_grad_gather_": gather,
+    "indexed_swap_": swap,
+    "delta_encode": encode,
+    "delta_apply_": apply,
+}
+DELTAS = ("delta_encode", "delta_apply_")
+
+
+def test_every_op_is_here():
+    assert {name.split(",")[0] for name in FUNCTIONS} == set(backends.OPS)
+
+
+def assert_equal_bits(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype, f"result {i}"
+        assert torch.equal(bits_of(a), bits_of(b)), f"result {i}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run_length"), [(torch.float32, 1), (torch.bfloat16, 16)], ids=["fp32-elements", "bf16-runs"]
+)
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, run_length, where):
+    device, backend = where
+    function = FUNCTIONS[op]
+    case = make(device, dtype=dtype, run_length=1 if op in DELTAS else run_length)
+    want, got = case.clone(), case.clone()
+    compiled = torch.compile(function, fullgraph=True, backend=compiler)
+    for _ in range(2):  # what one call leaves behind is what the next starts from
+        assert_equal_bits(compiled(got, backend), function(want, backend))
+        for c in (want, got):
+            c.steps += 1
+    assert_same_bits(got, want)
+    if op != "delta_encode":
+        assert any(not torch.equal(bits_of(t), bits_of(case.tensors()[n])) for n, t in got.tensors().items())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_no_graph_break_without_fullgraph(op):
+    """With torch's own settings; a result whose shape depends on data wants one of them changed, as torch.nonzero."""
+    case = make(torch.device("cpu"))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=op == "delta_encode"):
+        torch.compile(FUNCTIONS[op], backend="aot_eager")(case, "cpu")
+    assert not counters["graph_break"]
+
+
+def test_the_break_at_delta_encode_names_the_setting_and_changes_no_result():
+    case = make(torch.device("cpu"))
+    assert_equal_bits(torch.compile(encode, backend="aot_eager")(case, "cpu"), encode(case, "cpu"))
+    assert any("capture_dynamic_output_shape_ops" in reason for reason in counters["graph_break"])
+
+
+def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, list[list[int]]]:
+    """The case that `adamw` was compiled for, and where the parameters were that its kernel was called with."""
+    seen: list[list[int]] = []
+    function = backends.function
+
+    def noted(op: str, device: torch.device, backend: str | None = None) -> Callable[..., None]:
+        kernel = function(op, device, backend)
+
+        def call(params: list[Tensor], *args: object, **kwargs: object) -> None:
+            seen.append([p.data_ptr() for p in params])
+            kernel(params, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(backends, "function", noted)
+    case = make(torch.device("cpu"))
+    torch.compile(adamw, fullgraph=True, backend=compiler)(case, "cpu")
+    return case, seen
+
+
+def test_inductor_hands_over_the_tensors_themselves(monkeypatch):
+    """The compiler makes a mutating op functional, and where it cannot undo that it copies a whole model each call."""
+    case, seen = kernel_calls("inductor", monkeypatch)
+    assert seen == [[p.data_ptr() for p in case.params]]
+    assert "possibly_missed_reinplacing_bytes" not in counters["inductor"]
+
+
+def test_parameters_that_require_gradients():
+    case = make(torch.device("cpu"))
+    want, got = case.clone(), case.clone()
+    for c in (want, got):
+        c.params = [torch.nn.Parameter(p) for p in c.params]
+    eager, compiled = adamw(want, "cpu"), torch.compile(adamw, fullgraph=True, backend="aot_eager")(got, "cpu")
+    assert_equal_bits(compiled, eager)
+    assert_same_bits(got, want)
+    assert [t.requires_grad for t in compiled] == [t.requires_grad for t in eager] == [True] * 6 + [False]
+    compiled[0].sum().backward()  # the graph knows the weights' new version
+    assert torch.equal(got.params[0].grad, torch.full_like(got.params[0], 2.0))
+
+
+def test_a_wrong_argument_is_named_when_the_function_is_traced():
+    case = make(torch.device("cpu"))
+    case.exp_avg = case.exp_avg[:3]
+    with pytest.raises(TorchRuntimeError, match=r"indexed_adamw_: exp_avg has 3 elements, wanted \d+"):
+        torch.compile(adamw, fullgraph=True, backend="aot_eager")(case, "cpu")
+
+
+def graphs_of(function: Callable[..., object], calls: list[tuple[object, ...]]) -> int:
+    """How many graphs are made; more than torch's limit of 8 raise, as a graph break does."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for call in calls:
+        compiled(*call)
+    return counter.frame_count
+
+
+def test_device_scalars_make_no_new_graph():
+    case = make(torch.device("cpu"))
+    calls = []
+    for i in range(10):
+        case = case.clone()
+        case.lr, case.steps = case.lr * 0.9, case.steps + i
+        calls.append((case, "cpu"))
+    assert graphs_of(adamw, calls) == 1
+
+
+@pytest.mark.parametrize("op", [op for op in FUNCTIONS if op != "delta_encode"])
+def test_other_masks_of_one_model_share_a_graph(op):
+    """The second mask makes sizes and segments dynamic; lengths of 0 and 1 may have a graph of their own."""
+    calls = [(make(torch.device("cpu"), seed=seed), "cpu") for seed in range(12)]
+    assert graphs_of(FUNCTIONS[op], calls) <= 3
+
+
+def test_each_length_of_the_lists_has_one_graph():
+    cases = [make(torch.device("cpu"), shapes=[(7, 33)] * n) for n in (1, 2, 3)]
+    assert graphs_of(adamw, [(case, "cpu") for case in cases * 3]) == 3
+
+
+def states(count: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """(old, new), from no change to all, so that the number of changes is another each time."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(count):
+        new = [torch.randn(40, 50, generator=generator), torch.randn(33, generator=generator)]
+        change = [torch.rand(t.shape, generator=generator) < i / (count - 1) for t in new]
+        found.append(([torch.where(c, t + 1, t) for t, c in zip(new, change, strict=True)], new))
+    return found
+
+
+def encode_and_apply(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    indices, values, counts = ops.delta_encode(old, new)
+    ends = counts.cumsum(0).tolist()
+    restored = [t.clone() for t in old]
+    ops.delta_apply_(restored, indices, values, [0, *ends[:-1]], ends)
+    return restored
+
+
+def test_the_number_of_changes_makes_no_new_graph():
+    assert graphs_of(lambda old, new: ops.delta_encode(old, new)[1] * 2, states(12)) == 1
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_delta_is_found_and_applied_in_one_graph(compiler):
+    compiled = torch.compile(encode_and_apply, fullgraph=True, backend=compiler)
+    for old, new in states(5):
+        assert_equal_bits(compiled(old, new), new)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_segments_read_from_a_tensor_are_checked_when_the_graph_runs():
+    def apply_counted(dense: list[Tensor], indices: Tensor, values: Tensor, counts: Tensor) -> None:
+        ends = counts.cumsum(0).tolist()
+        ops.delta_apply_(dense, indices, values, [0, *ends[:-1]], ends)
+
+    dense, indices, values = [torch.zeros(4), torch.zeros(4)], torch.tensor([1, 2, 3]), torch.ones(3)
+    compiled = torch.compile(apply_counted, fullgraph=True, backend="aot_eager")
+    compiled(dense, indices, values, torch.tensor([2, 1]))
+    assert [t.tolist() for t in dense] == [[0, 1, 1, 0], [0, 0, 0, 1]]
+    with pytest.raises(ValueError, match=r"delta_apply_: segment 1 is \[2, 5\), wanted within \[0, 3\)"):
+        compiled(dense, indices, values, torch.tensor([2, 3]))
+
+
+# CUDA graphs
+
+CAPTURED = [op for op in FUNCTIONS if op != "delta_encode"]
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def gpu_backend(request: pytest.FixtureRequest) -> str:
+    if cause := backends.why_unavailable(request.param, "cuda"):
+        pytest.skip(f"backend {request.param!r} cannot run: {cause}")
+    return request.param
+
+
+def capture(work: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`work` as a graph, which does not run it; `warm_up` compiles the same kernels for other tensors before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            warm_up()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "run_length"), [(torch.float32, 1), (torch.bfloat16, 16)], ids=["fp32-elements", "bf16-runs"]
+)
+@pytest.mark.parametrize("compiler", ["eager", *COMPILERS])
+@pytest.mark.parametrize("op", CAPTURED)
+def test_replays_are_eager_calls(op, compiler, dtype, run_length, gpu_backend):
+    function = FUNCTIONS[op]
+    captured = function if compiler == "eager" else torch.compile(function, fullgraph=True, backend=compiler)
+    case = make(torch.device("cuda"), dtype=dtype, run_length=1 if op in DELTAS else run_length)
+    want, got, other = case.clone(), case.clone(), case.clone()
+    results: list[Tensor] = []
+
+    def work() -> None:
+        results[:] = captured(got, gpu_backend)
+        got.steps += 1
+
+    graph = capture(work, lambda: captured(other, gpu_backend))
+    assert_same_bits(got, case, "capturing alone")
+    for i in range(4):
+        wanted = function(want, gpu_backend)
+        want.steps += 1
+        graph.replay()
+        assert_equal_bits(results, wanted)
+        assert_same_bits(got, want, f"replay {i}")
+        for c in (want, got):  # the graph reads the tensors that it was captured with, whatever they hold by now
+            c.lr *= 0.5
+            c.grad.neg_()
+            for g in c.dense_grads:
+                g.neg_()
+
+
+@pytest.mark.gpu
+def test_finding_a_delta_inside_a_capture_is_refused(gpu_backend):
+    old = [torch.zeros(1000, device="cuda")]
+    new = [torch.ones(1000, device="cuda")]
+    ops.delta_encode(old, new, backend=gpu_backend)
+    with (
+        pytest.raises(RuntimeError, match="delta_encode: a CUDA graph is being captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        ops.delta_encode(old, new, backend=gpu_backend)
+    assert ops.delta_encode(old, new, backend=gpu_backend)[2].tolist() == [1000]  # the device is as it was
