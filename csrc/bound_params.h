@@ -13,7 +13,7 @@ namespace sparse_opt {
 class BoundParams {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-              std::vector<int64_t> ends, int64_t run_length);
+              std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases);
 
   // Whether any parameter has a gradient.
   bool has_grads() const;
@@ -50,6 +50,8 @@ class BoundParams {
   at::Tensor indices_;  // [nnz / run_length]
   std::vector<int64_t> starts_, ends_, numels_;
   int64_t run_length_;
+  std::optional<at::Tensor> index_bases_;
+  std::vector<std::optional<at::Tensor>> own_bases_;  // of each parameter, for a call with it alone
   at::Tensor partial_sums_;             // on a GPU: fp32, what the gathers left for sum_squares_
   std::vector<int64_t> first_partial_;  // of each parameter
 };

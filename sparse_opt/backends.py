@@ -146,6 +146,7 @@ def bind(
     ends: list[int],
     *,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
     """Parameters and segments converted to C++ once, which spares a step most of its host time.
@@ -157,4 +158,4 @@ def bind(
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None
     # choose() has made sure that the module is there.
-    return native_module()[0].BoundParams(params, indices, starts, ends, run_length)  # type: ignore[union-attr]
+    return native_module()[0].BoundParams(params, indices, starts, ends, run_length, index_bases)  # type: ignore[union-attr]

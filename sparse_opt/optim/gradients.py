@@ -72,7 +72,7 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
             accumulate=bucket.received[i],
             sum_sq=bucket.sum_sq[i : i + 1],
             found_inf=found_inf,
-            run_length=bucket.run_length,
+            **bucket.layout([i]),
         )
     bucket.received[i] = True
 
@@ -94,7 +94,7 @@ def gather_all_(bucket: Bucket) -> None:
             accumulate=False,
             sum_sq=sum_sq,
             found_inf=None,
-            run_length=bucket.run_length,
+            **bucket.layout(present),
         )
     if len(present) < len(bucket.params):
         bucket.sum_sq.zero_()

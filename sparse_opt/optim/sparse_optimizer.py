@@ -364,7 +364,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             steps = bucket.steps[where]
         dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
         target = (params, bucket.indices, starts, ends)
-        arguments |= {"steps": steps, "dense_grads": dense_grads, "run_length": bucket.run_length}
+        arguments |= {"steps": steps, "dense_grads": dense_grads, **bucket.layout(present)}
         self._update(bucket, getattr(bucket.ops, self._op), target, **arguments)
         torch.autograd.graph.increment_version(params)
 
@@ -442,11 +442,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             for name, flat in bucket.state.items():
                 total["master" if name == "master" else "state"] += flat.nbytes
-            total["indices"] += bucket.indices.nbytes
+            total["indices"] += bucket.index_bytes
             total["grad"] += 0 if bucket.grad is None else bucket.grad.nbytes
         shared = {id(b.indices) for b in self._buckets}
         for base in self._bases:
-            total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.indices.nbytes)
+            total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.index_bytes)
         return total
 
     def __getstate__(self) -> dict[str, Any]:

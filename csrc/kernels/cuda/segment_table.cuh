@@ -47,9 +47,11 @@ __host__ __device__ inline int64_t aligned_start(int64_t start) {
   return start & ~int64_t{31};
 }
 
-// Where a block works: slots [begin, end) of segment `segment` of the table, handed to threads from `origin` on.
+// Where a block works: slots [begin, end) of segment `segment` of the table, which is number `number` of the call,
+// handed to threads from `origin` on.
 struct BlockRange {
   int segment;
+  int64_t number;
   int64_t origin, begin, end;
 };
 
@@ -68,7 +70,7 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
   const int64_t start = table.starts[low], end = table.ends[low];
   const int64_t origin = aligned_start(start) + (block - table.first_block[low]) * slots_per_block;
   const int64_t last = origin + slots_per_block;
-  return {low, origin, origin < start ? start : origin, last < end ? last : end};
+  return {low, table.segment_offset + low, origin, origin < start ? start : origin, last < end ? last : end};
 }
 
 template <int Capacity>
@@ -79,7 +81,7 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
 // The slots of one turn of a block that takes several, kSlots each; the first turn has some.
 __device__ __forceinline__ BlockRange turn_of(const BlockRange& block, int turn) {
   const int64_t origin = block.origin + turn * kSlots, last = origin + kSlots;
-  return {block.segment, origin, origin < block.begin ? block.begin : origin, last < block.end ? last : block.end};
+  return {block.segment, block.number, origin, origin < block.begin ? block.begin : origin, last < block.end ? last : block.end};
 }
 
 inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
