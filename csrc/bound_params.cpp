@@ -90,6 +90,13 @@ void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& o
           accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_, own_bases_[i]);
 }
 
+bool BoundParams::receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const {
+  at::Tensor& grad = params_.at(i).mutable_grad();
+  if (!grad.defined() || grad.layout() != at::kStrided) return false;
+  gather_(i, std::exchange(grad, at::Tensor()), out, accumulate, sum_sq, std::nullopt);
+  return true;
+}
+
 void BoundParams::sum_squares_(const at::Tensor& sum_sq) const {
   if (!partial_sums_.defined()) return;
   static const auto op = native_op<AddPartialSums>("sparse_opt_native::add_partial_sums_");

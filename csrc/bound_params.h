@@ -27,6 +27,10 @@ class BoundParams {
                const std::optional<at::Tensor>& found_inf) const;
   void sum_squares_(const at::Tensor& sum_sq) const;
 
+  // gather_ of the gradient that parameter i has, which is let go: what a hook does, in one call. False, and nothing
+  // done, if it has none or one that is not strided.
+  bool receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const;
+
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
   // versions: kernels write through pointers, which autograd does not see.
   void indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,

@@ -193,6 +193,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # Gradients
 
+    def _receives_plainly(self) -> bool:
+        """Whether `_receive` would only gather."""
+        return not (self._inside_base or self._stepped or self._carriers or self._clip_coef is not None)
+
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
         grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one

@@ -21,13 +21,14 @@ constexpr int kUnroll = 4;
 // % active, dense gradients) AdamW took 3.45 ms so, 3.86 ms with four turns and 3.52 ms with eight elements in flight.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
-// Parameters may take 32764 bytes from CUDA 12.1 on (sm_70 and later), 4096 before. Few tensors get a small table, as
-// every launch copies its parameters.
-constexpr int kSmallTable = 64;
+// Every launch copies its parameters, so a table is not much larger than lists are: one tensor, of a gradient's hook, or
+// those of a model of 8 B parameters (Llama's has 291). More take several launches. Parameters may take 32764 bytes from
+// CUDA 12.1 on (sm_70 and later), 4096 before.
+constexpr int kSmallTable = 8;
 #if CUDART_VERSION >= 12010
-constexpr int kLargeTable = 800;
+constexpr int kLargeTable = 320;
 #else
-constexpr int kLargeTable = kSmallTable;
+constexpr int kLargeTable = 64;
 #endif
 
 template <int Capacity>
