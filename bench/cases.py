@@ -32,9 +32,10 @@ class WrongResult(AssertionError):
 class Active:
     """The active elements of a list of tensors, as the ops take them."""
 
-    indices: Tensor  # [nnz] int32
+    indices: Tensor  # [nnz] int32, or uint16 beside the bases
     starts: list[int]
     ends: list[int]
+    index_bases: Tensor | None = None
 
     @property
     def nnz(self) -> int:
@@ -129,7 +130,8 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         return [function(t) for t in value]
     if isinstance(value, Active):
-        return Active(function(value.indices), value.starts, value.ends)
+        bases = None if value.index_bases is None else function(value.index_bases)
+        return Active(function(value.indices), value.starts, value.ends, bases)
     return value
 
 
@@ -181,6 +183,7 @@ class AdamWCase(StepCase):
             self.steps,
             grad=self.grad,
             dense_grads=self.dense_grads,
+            index_bases=self.active.index_bases,
             backend=backend,
             **self.options,
         )
@@ -208,6 +211,7 @@ class SGDCase(StepCase):
             momentum=0.9,
             grad=self.grad,
             dense_grads=self.dense_grads,
+            index_bases=self.active.index_bases,
             backend=backend,
             **self.options,
         )
@@ -233,7 +237,13 @@ class GatherCase(Case):
     def run(self, backend: str | None) -> None:
         where = self.active.indices, self.active.starts, self.active.ends
         ops.masked_grad_gather_(
-            self.out, self.dense, *where, sum_sq=self.sum_sq, found_inf=self.found_inf, backend=backend
+            self.out,
+            self.dense,
+            *where,
+            sum_sq=self.sum_sq,
+            found_inf=self.found_inf,
+            index_bases=self.active.index_bases,
+            backend=backend,
         )
 
     def poison(self) -> None:
@@ -261,7 +271,7 @@ class SwapCase(Case):
 
     def run(self, backend: str | None) -> None:
         where = self.active.indices, self.active.starts, self.active.ends
-        ops.indexed_swap_(self.dense, self.compact, *where, backend=backend)
+        ops.indexed_swap_(self.dense, self.compact, *where, index_bases=self.active.index_bases, backend=backend)
 
     @property
     def floor_bytes(self) -> float:

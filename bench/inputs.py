@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_opt.ops import narrow_indices
 from sparse_opt.ops.reference import as_bits
 
 from .cases import (
@@ -84,6 +85,12 @@ def _gradient(grads: list[Tensor], active: Active, generator: torch.Generator, d
     return {"grad": torch.randn(active.nnz, device=generator.device, generator=generator)}
 
 
+def narrowed(active: Active) -> Active:
+    """The same elements by two-byte indices, as the optimizer holds them."""
+    indices, index_bases = narrow_indices(active.indices, active.starts, active.ends)
+    return Active(indices, active.starts, active.ends, index_bases)
+
+
 def gather_case(grads: list[Tensor], active: Active) -> GatherCase:
     """Into a compact fp32 gradient, as the optimizer gathers."""
     device = grads[0].device
@@ -131,11 +138,12 @@ def random_case(
     if op == "delta_encode":
         return delta_encode_case(dense, density, generator)
     active = random_active(dense, density, generator)
+    if op == "delta_apply_":
+        return delta_apply_case(dense, active, generator)
+    active = narrowed(active)
     if op == "masked_grad_gather_":
         return gather_case(dense, active)
     if op == "indexed_swap_":
         return swap_case(dense, active, generator)
-    if op == "delta_apply_":
-        return delta_apply_case(dense, active, generator)
     make = {"indexed_adamw_": adamw_case, "indexed_sgd_": sgd_case}[op]
     return make(dense, random_tensors(shapes, dtype, generator), active, generator, dense_grads=dense_grads)

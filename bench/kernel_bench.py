@@ -6,6 +6,7 @@ gigabytes, so nothing of a call is left in a cache for the next one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from .optimizers import (
     check_first_step,
     check_no_sync,
     check_norm,
+    index_itemsize,
     mask_of,
     parameters,
     sparse_adamw,
@@ -139,9 +141,11 @@ class KernelBench:
                 self._peer(peer, params, grads)
 
     def _op_steps(self, params: list[Tensor], grads: list[Tensor], active: Active, density: float) -> None:
+        narrow = inputs.narrowed(active)
         for kind in STEP_NAMES:
-            case = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
-            self._case(f"indexed_adamw_, {kind} gradients", case, density)
+            name = f"indexed_adamw_, {kind} gradients"
+            wide = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
+            self._cases({name: dataclasses.replace(wide, active=narrow), name + targets.WIDE: wide}, density)
 
     def _gather_and_swap(
         self, params: list[Tensor], grads: list[Tensor], active: Active, density: float, *, peer: bool
@@ -154,8 +158,13 @@ class KernelBench:
             clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
             nbytes = floors.dense_clip_bytes(total_numel(self.shapes), grad_itemsize=2)
             others = [Work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, nbytes)]
-        self._case(targets.GATHER, inputs.gather_case(grads, active), density, others)
-        self._case(targets.SWAP, inputs.swap_case(params, active, self.generator), density)
+        narrow = inputs.narrowed(active)
+        gathers = {targets.GATHER: narrow, targets.GATHER + targets.WIDE: active}
+        self._cases({name: inputs.gather_case(grads, where) for name, where in gathers.items()}, density, others)
+        swaps = {targets.SWAP: narrow, targets.SWAP + targets.WIDE: active}
+        self._cases(
+            {name: inputs.swap_case(params, where, self.generator) for name, where in swaps.items()}, density
+        )
 
     def _fused_step(self, params: list[Tensor], grads: list[Tensor]) -> list[Work]:
         step = peers.torch_adamw_step(parameters(self._named(params)), grads, fused=True)
@@ -312,11 +321,11 @@ class KernelBench:
         case = inputs.delta_encode_case(old, density, self.generator)
         peer = functools.partial(torch_encode, old[0], case.new[0])
         others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.floor_bytes)]
-        self._case(targets.ENCODE, case, density, others)
+        self._cases({targets.ENCODE: case}, density, others)
 
         indices, values, _ = torch.ops.sparse_opt.delta_encode(old, case.new, backend="reference")
         active = Active(indices, [0], [len(indices)])
-        self._case(targets.APPLY, DeltaApplyCase(dense=old, active=active, values=values), density)
+        self._cases({targets.APPLY: DeltaApplyCase(dense=old, active=active, values=values)}, density)
 
     # What all share
 
@@ -331,11 +340,18 @@ class KernelBench:
     def _auto(self, op: str) -> str:
         return backends.choose(op, self.device.type)
 
-    def _case(self, name: str, case: Case, density: float, others: Sequence[Work] = ()) -> None:
-        """Check the case on each backend; time those that are right, and the others, in turns."""
-        auto = self._auto(case.op)
+    def _cases(self, cases: Mapping[str, Case], density: float, others: Sequence[Work] = ()) -> None:
+        """Check the cases on each backend; time those that are right, and the others, in turns."""
         works = [
-            Work(name, backend, density, functools.partial(case.run, backend), case.floor_bytes, backend == auto)
+            Work(
+                name,
+                backend,
+                density,
+                functools.partial(case.run, backend),
+                case.floor_bytes,
+                backend == self._auto(case.op),
+            )
+            for name, case in cases.items()
             for backend in self.backends
             if self._sound(name, functools.partial(check, case, backend))
         ]
@@ -359,12 +375,6 @@ class KernelBench:
     def _add(self, row: Row) -> None:
         self.rows.append(row)
         self.on_row(row)
-
-
-def index_itemsize(optimizer: SparseAdamW) -> int:
-    """Bytes that the optimizer keeps of each index of a mask of single elements, and of each unit's of a pattern: 4."""
-    mask = optimizer.mask
-    return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
 
 
 def torch_encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -205,3 +205,9 @@ def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -
         raise WrongResult(f"{what} waits for the device: {error}") from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def index_itemsize(optimizer: SparseAdamW) -> int:
+    """Bytes that the optimizer keeps of each index of a mask of single elements, and of each unit's of a pattern: 4."""
+    mask = optimizer.mask
+    return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4

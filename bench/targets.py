@@ -16,9 +16,10 @@ Row = Mapping[str, Any]
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 BF16 = ", bf16 moments"
 SMALL = ", lr 1e-6"
+WIDE = ", int32 indices"  # beside the two-byte ones that the optimizer takes
 CLIP = "SparseAdamW.clip_grad_norm_"
 BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, out"
-GATHER, SWAP = "masked_grad_gather_", "indexed_swap_"
+GATHER, SWAP, OP_COMPACT = "masked_grad_gather_", "indexed_swap_", "indexed_adamw_, compact gradients"
 BACKWARD_HOOKS, BACKWARD_PLAIN = "backward, gathering in its hooks", "backward, dense gradients kept"
 ENCODE, APPLY, TORCH_ENCODE = "delta_encode", "delta_apply_", "ne, nonzero, index"
 # The slower of two backends may take this much longer than the faster.
@@ -167,6 +168,10 @@ TARGETS: tuple[Target, ...] = (
             Target(wide + BF16, "x the time that its bytes say", _time_over_bytes(wide), BYTES_TOLERANCE),
             Target(wide + BF16, "bytes an active element", _value("bytes_per_active"), 6.0, density=0.025),
         )
+    ),
+    *(
+        Target(name, "x the time that its bytes say", _time_over_bytes(name + WIDE), BYTES_TOLERANCE)
+        for name in (OP_COMPACT, GATHER, SWAP)
     ),
     *(Target(name + SMALL, "x floor", _x_floor, 1.10) for name in (STEP_DENSE, STEP_COMPACT)),
     *(Target(f"{STEP_DENSE}, {pattern}", "x floor", _x_floor, 1.25) for pattern in ("run16", "run32", "tile64")),

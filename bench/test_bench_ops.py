@@ -22,7 +22,7 @@ from sparse_opt import backends
 from . import floors
 from .cases import Case, check
 from .inputs import random_active, random_case, random_tensors
-from .optimizers import Gradients, check_first_step, mask_of, parameters, sparse_adamw
+from .optimizers import Gradients, check_first_step, index_itemsize, mask_of, parameters, sparse_adamw
 from .shapes import LLAMA_64M, scaled
 from .timing import n_buffer_sets, samples
 
@@ -183,6 +183,7 @@ def _measured_step(
                 param_itemsize=size,
                 grad_itemsize=size if grads == "dense" else 4,
                 dense_grads=grads == "dense",
+                index_itemsize=index_itemsize(optimizer),
             )
             n_sets = n_buffer_sets(int(nbytes), session.device)
         seed += 1

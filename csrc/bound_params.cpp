@@ -20,19 +20,25 @@ using AdamW = decltype(indexed_adamw_<AnyDevice>);
 using Sgd = decltype(indexed_sgd_<AnyDevice>);
 using Gather = decltype(masked_grad_gather_<AnyDevice>);
 using GatherPartly = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool,
-                          const at::Tensor&, int64_t, const OptionalTensor&, int64_t);
+                          const at::Tensor&, int64_t, const OptionalTensor&, int64_t, const OptionalTensor&);
 using AddPartialSums = void(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef);
 
 }  // namespace
 
 BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-                         std::vector<int64_t> ends, int64_t run_length)
+                         std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases)
     : params_(std::move(params)),
       indices_(std::move(indices)),
       starts_(std::move(starts)),
       ends_(std::move(ends)),
-      run_length_(run_length) {
+      run_length_(run_length),
+      index_bases_(std::move(index_bases)),
+      own_bases_(params_.size()) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
+  if (index_bases_.has_value()) {
+    const int64_t frames = indices_.numel() / kIndexFrame + 1;
+    for (size_t i = 0; i < params_.size(); ++i) own_bases_[i] = index_bases_->narrow(0, static_cast<int64_t>(i), frames);
+  }
   if (!indices_.is_cuda()) return;
   int64_t partials = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -76,12 +82,19 @@ void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& o
   if (partial_sums_.defined()) {
     static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
     op.call(out, grad.contiguous(), indices_, starts_[i], ends_[i], accumulate, partial_sums_, first_partial_[i],
-            found_inf, run_length_);
+            found_inf, run_length_, own_bases_[i]);
     return;
   }
   static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
   op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt,
-          accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_);
+          accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_, own_bases_[i]);
+}
+
+bool BoundParams::receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const {
+  at::Tensor& grad = params_.at(i).mutable_grad();
+  if (!grad.defined() || grad.layout() != at::kStrided) return false;
+  gather_(i, std::exchange(grad, at::Tensor()), out, accumulate, sum_sq, std::nullopt);
+  return true;
 }
 
 void BoundParams::sum_squares_(const at::Tensor& sum_sq) const {
@@ -109,7 +122,8 @@ void BoundParams::indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& ex
   check_numels();
   static const auto op = native_op<AdamW>("sparse_opt_native::indexed_adamw_");
   op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, gradients_for(grad), master, beta1,
-          beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_);
+          beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
+          index_bases_);
   bump_versions();
 }
 
@@ -121,7 +135,8 @@ void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::
   check_numels();
   static const auto op = native_op<Sgd>("sparse_opt_native::indexed_sgd_");
   op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, gradients_for(grad), master, momentum,
-          dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_);
+          dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
+          index_bases_);
   bump_versions();
 }
 

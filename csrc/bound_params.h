@@ -13,7 +13,7 @@ namespace sparse_opt {
 class BoundParams {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-              std::vector<int64_t> ends, int64_t run_length);
+              std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases);
 
   // Whether any parameter has a gradient.
   bool has_grads() const;
@@ -26,6 +26,10 @@ class BoundParams {
   void gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
                const std::optional<at::Tensor>& found_inf) const;
   void sum_squares_(const at::Tensor& sum_sq) const;
+
+  // gather_ of the gradient that parameter i has, which is let go: what a hook does, in one call. False, and nothing
+  // done, if it has none or one that is not strided.
+  bool receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const;
 
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
   // versions: kernels write through pointers, which autograd does not see.
@@ -50,6 +54,8 @@ class BoundParams {
   at::Tensor indices_;  // [nnz / run_length]
   std::vector<int64_t> starts_, ends_, numels_;
   int64_t run_length_;
+  std::optional<at::Tensor> index_bases_;
+  std::vector<std::optional<at::Tensor>> own_bases_;  // of each parameter, for a call with it alone
   at::Tensor partial_sums_;             // on a GPU: fp32, what the gathers left for sum_squares_
   std::vector<int64_t> first_partial_;  // of each parameter
 };

@@ -87,13 +87,32 @@ inline int64_t checked_slots(const at::Tensor& indices, int64_t run_length) {
   return indices.numel() * run_length;
 }
 
+inline IndexType checked_index_type(const at::Tensor& indices, const std::optional<at::Tensor>& index_bases,
+                                    int64_t run_length) {
+  if (index_bases.has_value()) {
+    check_dtype("indices", indices, at::kUInt16);
+    SPARSE_OPT_CHECK(run_length == 1, "run_length is ", run_length, ", wanted 1 with index_bases");
+    return IndexType::kOffset16;
+  }
+  SPARSE_OPT_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
+                   indices.scalar_type(), ", wanted int32 or int64");
+  return indices.scalar_type() == at::kLong ? IndexType::kInt64 : IndexType::kInt32;
+}
+
 // `pointers` are those of the dense tensors, and must outlive the result.
 inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
                                  const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                                 int64_t run_length = 1) {
+                                 int64_t run_length = 1,
+                                 const std::optional<at::Tensor>& index_bases = std::nullopt) {
   const int64_t nnz = checked_slots(indices, run_length);
-  SPARSE_OPT_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
-                   indices.scalar_type(), ", wanted int32 or int64");
+  const auto count = static_cast<int64_t>(dense.size());
+  Segments segments;
+  segments.index_type = checked_index_type(indices, index_bases, run_length);
+  if (index_bases.has_value()) {
+    check_flat("index_bases", *index_bases, nnz / kIndexFrame + count, indices.device());
+    check_dtype("index_bases", *index_bases, at::kInt);
+    segments.index_bases = static_cast<const int32_t*>(index_bases->data_ptr());
+  }
   check_flat("indices", indices, indices.numel(), indices.device());
   SPARSE_OPT_CHECK(starts.size() == dense.size() && ends.size() == dense.size(), "starts holds ", starts.size(),
                    " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
@@ -105,13 +124,11 @@ inline Segments checked_segments(const char* name, at::TensorList dense, const s
     SPARSE_OPT_CHECK(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
                      " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
   }
-  Segments segments;
-  segments.count = static_cast<int64_t>(dense.size());
+  segments.count = count;
   segments.dense = pointers.data();
   segments.starts = starts.data();
   segments.ends = ends.data();
   segments.indices = indices.data_ptr();
-  segments.wide_indices = indices.scalar_type() == at::kLong;
   segments.run_length = static_cast<int>(run_length);
   return segments;
 }

@@ -51,11 +51,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   using sparse_opt::BoundParams;
   py::class_<BoundParams>(m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
-      .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t>(),
-           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1)
+      .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
+                    std::optional<at::Tensor>>(),
+           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
+           "index_bases"_a = std::nullopt)
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads)
       .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a)
+      .def("receive_", &BoundParams::receive_, "i"_a, "out"_a, "accumulate"_a, "sum_sq"_a)
       .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a)
       .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
            py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,

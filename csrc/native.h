@@ -25,12 +25,12 @@ struct StepCall {
            const at::Tensor& lr, const at::Tensor& steps, const OptionalTensor& grad,
            const OptionalTensors& dense_grad_list, const OptionalTensor& master, const OptionalTensor& clip_coef,
            const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
-           int64_t run_length) {
+           int64_t run_length, const OptionalTensor& index_bases) {
     const at::Device device = indices.device();
     nnz = checked_slots(indices, run_length);
     const auto count = static_cast<int64_t>(param_list.size());
     params = list_data("params", param_list, device);
-    args.segments = checked_segments("params", param_list, params, indices, starts, ends, run_length);
+    args.segments = checked_segments("params", param_list, params, indices, starts, ends, run_length, index_bases);
     if (count > 0) args.param_dtype = dtype_of("params[0]", param_list[0]);
     SPARSE_OPT_CHECK(grad.has_value() != dense_grad_list.has_value(), "wanted exactly one of grad and dense_grads");
     if (grad.has_value()) {
@@ -67,9 +67,10 @@ void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArr
                     const at::Tensor& steps, const OptionalTensor& grad, OptionalTensors dense_grads,
                     const OptionalTensor& master, double beta1, double beta2, double eps, double weight_decay,
                     const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                    bool stochastic_rounding, int64_t seed, int64_t run_length) {
+                    bool stochastic_rounding, int64_t seed, int64_t run_length,
+                    const OptionalTensor& index_bases) {
   StepCall<AdamWArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
-                                grad_scale, found_inf, stochastic_rounding, seed, run_length);
+                                grad_scale, found_inf, stochastic_rounding, seed, run_length, index_bases);
   call.args.exp_avg = call.state("exp_avg", exp_avg, indices);
   call.args.exp_avg_sq = call.state("exp_avg_sq", exp_avg_sq, indices);
   check_dtype("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type());
@@ -87,9 +88,10 @@ void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArray
                   const OptionalTensor& grad, OptionalTensors dense_grads, const OptionalTensor& master,
                   double momentum, double dampening, bool nesterov, double weight_decay,
                   const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                  bool stochastic_rounding, int64_t seed, int64_t run_length) {
+                  bool stochastic_rounding, int64_t seed, int64_t run_length,
+                    const OptionalTensor& index_bases) {
   StepCall<SgdArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
-                              grad_scale, found_inf, stochastic_rounding, seed, run_length);
+                              grad_scale, found_inf, stochastic_rounding, seed, run_length, index_bases);
   if (momentum_buffer.has_value()) {
     call.args.momentum_buffer = call.state("momentum_buffer", *momentum_buffer, indices);
   }
@@ -104,11 +106,12 @@ void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArray
 template <typename Device>
 void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
                          at::IntArrayRef ends, const OptionalTensor& scale, bool accumulate,
-                         const OptionalTensor& sum_sq, const OptionalTensor& found_inf, int64_t run_length) {
+                         const OptionalTensor& sum_sq, const OptionalTensor& found_inf, int64_t run_length,
+                         const OptionalTensor& index_bases) {
   const at::Device device = indices.device();
   const auto pointers = list_data("dense", dense, device);
   GatherArguments args;
-  args.segments = checked_segments("dense", dense, pointers, indices, starts, ends, run_length);
+  args.segments = checked_segments("dense", dense, pointers, indices, starts, ends, run_length, index_bases);
   if (!dense.empty()) args.dense_dtype = dtype_of("dense[0]", dense[0]);
   check_flat("out", out, checked_slots(indices, run_length), device);
   args.out_dtype = dtype_of("out", out);
@@ -126,9 +129,10 @@ struct MoveCall {
   MoveArguments args;
 
   MoveCall(at::TensorList dense_list, const char* compact_name, const at::Tensor& compact, const at::Tensor& indices,
-           at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length = 1) {
+           at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length = 1,
+           const OptionalTensor& index_bases = std::nullopt) {
     dense = list_data("dense", dense_list, indices.device());
-    args.segments = checked_segments("dense", dense_list, dense, indices, starts, ends, run_length);
+    args.segments = checked_segments("dense", dense_list, dense, indices, starts, ends, run_length, index_bases);
     check_flat(compact_name, compact, checked_slots(indices, run_length), indices.device());
     if (!dense_list.empty()) check_dtype(compact_name, compact, dense_list[0].scalar_type());
     args.element_size = movable_size(compact_name, compact);
@@ -138,8 +142,8 @@ struct MoveCall {
 
 template <typename Device>
 void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
-                   at::IntArrayRef ends, int64_t run_length) {
-  const MoveCall call(dense, "compact", compact, indices, starts, ends, run_length);
+                   at::IntArrayRef ends, int64_t run_length, const OptionalTensor& index_bases) {
+  const MoveCall call(dense, "compact", compact, indices, starts, ends, run_length, index_bases);
   const typename Device::Guard guard(indices.device());
   Device::run_swap(call.args);
 }

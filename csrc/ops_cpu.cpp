@@ -13,24 +13,24 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor[]? dense_grads=None, "
       "Tensor(z!)? master=None, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
       "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, "
-      "int seed=0, int run_length=1) -> ()");
+      "int seed=0, int run_length=1, Tensor? index_bases=None) -> ()");
   m.def(
       "indexed_sgd_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!)? momentum_buffer, "
       "Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None, "
       "float momentum=0.0, float dampening=0.0, bool nesterov=False, float weight_decay=0.0, "
       "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, "
-      "int seed=0, int run_length=1) -> ()");
+      "int seed=0, int run_length=1, Tensor? index_bases=None) -> ()");
   m.def(
       "masked_grad_gather_(Tensor(a!) out, Tensor[] dense, Tensor indices, int[] starts, int[] ends, *, "
       "Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None, "
-      "int run_length=1) -> ()");
+      "int run_length=1, Tensor? index_bases=None) -> ()");
   m.def(
       "indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends, *, "
-      "int run_length=1) -> ()");
+      "int run_length=1, Tensor? index_bases=None) -> ()");
   // Of the optimizers' hooks, on a GPU: see ops_cuda.cpp.
   m.def(
       "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
-      "Tensor(b!) partial_sums, int first_partial, Tensor(c!)? found_inf, int run_length) -> ()");
+      "Tensor(b!) partial_sums, int first_partial, Tensor(c!)? found_inf, int run_length, Tensor? index_bases) -> ()");
   m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
   m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
   m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");

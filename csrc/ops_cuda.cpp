@@ -114,11 +114,11 @@ struct Cuda {
 // those of the whole list, from `first_partial` on.
 void gather_partly_(const at::Tensor& out, const at::Tensor& dense, const at::Tensor& indices, int64_t start,
                     int64_t end, bool accumulate, const at::Tensor& partial_sums, int64_t first_partial,
-                    const OptionalTensor& found_inf, int64_t run_length) {
+                    const OptionalTensor& found_inf, int64_t run_length, const OptionalTensor& index_bases) {
   const at::Device device = indices.device();
   const auto pointers = list_data("dense", {dense}, device);
   GatherArguments args;
-  args.segments = checked_segments("dense", {dense}, pointers, indices, start, end, run_length);
+  args.segments = checked_segments("dense", {dense}, pointers, indices, start, end, run_length, index_bases);
   args.dense_dtype = dtype_of("dense", dense);
   check_flat("out", out, checked_slots(indices, run_length), device);
   args.out_dtype = dtype_of("out", out);

@@ -146,15 +146,16 @@ def bind(
     ends: list[int],
     *,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
     """Parameters and segments converted to C++ once, which spares a step most of its host time.
 
     The object has the ops `indexed_adamw_` and `indexed_sgd_` as methods without those arguments; `take_grads()` holds
-    the dense gradients for the next one, or says False where a parameter has none; `gather_(i, ...)` gathers the
-    gradient of one parameter. None where the backend that is chosen for `op` is not native.
+    the dense gradients for the next one, or says False where a parameter has none; `gather_(i, ...)` gathers a gradient
+    of one parameter, and `receive_(i, ...)` the one it has, and lets it go. None where the backend that is chosen for `op` is not native.
     """
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None
     # choose() has made sure that the module is there.
-    return native_module()[0].BoundParams(params, indices, starts, ends, run_length)  # type: ignore[union-attr]
+    return native_module()[0].BoundParams(params, indices, starts, ends, run_length, index_bases)  # type: ignore[union-attr]

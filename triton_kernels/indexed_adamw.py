@@ -58,6 +58,7 @@ def _indexed_adamw_kernel(
     grad_table,  # likewise, or None
     blocks,  # [programs, 2] int64, or None where there is one tensor
     indices,  # [nnz / RUN]
+    index_bases,  # [nnz / FRAME + n] or None
     exp_avg,  # [nnz]
     exp_avg_sq,  # [nnz]
     grad,  # [nnz] or None
@@ -86,7 +87,7 @@ def _indexed_adamw_kernel(
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
     if found_inf is not None:
         mask = mask & (tl.zeros([BLOCK], tl.float32) == tl.load(found_inf))
-    positions = positions_of(indices, slots, mask, RUN)
+    positions = positions_of(indices, index_bases, tensor, slots, mask, RUN)
     param_at = address_of(param_table, blocks, tensor, PARAM) + positions
     g = load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
     m = widen(tl.load(exp_avg + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
@@ -160,6 +161,7 @@ def indexed_adamw_(
     stochastic_rounding: bool = False,
     seed: int = 0,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     """`sparse_opt.ops.indexed_adamw_` in one launch."""
     if not params:
@@ -174,6 +176,7 @@ def indexed_adamw_(
             None if dense_grads is None else addresses("dense_grads", dense_grads, device),
             plan.blocks,
             indices,
+            index_bases,
             exp_avg,
             exp_avg_sq,
             grad,

@@ -36,6 +36,7 @@ def _indexed_sgd_kernel(
     grad_table,  # likewise, or None
     blocks,  # [programs, 2] int64, or None where there is one tensor
     indices,  # [nnz / RUN]
+    index_bases,  # [nnz / FRAME + n] or None
     momentum_buffer,  # [nnz] or None
     grad,  # [nnz] or None
     master,  # [nnz] or None
@@ -60,7 +61,7 @@ def _indexed_sgd_kernel(
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
     if found_inf is not None:
         mask = mask & (tl.zeros([BLOCK], tl.float32) == tl.load(found_inf))
-    positions = positions_of(indices, slots, mask, RUN)
+    positions = positions_of(indices, index_bases, tensor, slots, mask, RUN)
     param_at = address_of(param_table, blocks, tensor, PARAM) + positions
     g = load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
     step = tl.load(steps + tensor).to(tl.int64)
@@ -122,6 +123,7 @@ def indexed_sgd_(
     stochastic_rounding: bool = False,
     seed: int = 0,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     """`sparse_opt.ops.indexed_sgd_` in one launch."""
     if not params:
@@ -136,6 +138,7 @@ def indexed_sgd_(
             None if dense_grads is None else addresses("dense_grads", dense_grads, device),
             plan.blocks,
             indices,
+            index_bases,
             momentum_buffer,
             grad,
             master,

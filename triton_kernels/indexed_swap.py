@@ -21,6 +21,7 @@ def _indexed_swap_kernel(
     dense_table,  # [n] int64 addresses, or the tensor's bits where there is one
     blocks,  # [programs, 2] int64, or None where there is one tensor
     indices,  # [nnz / RUN]
+    index_bases,  # [nnz / FRAME + n] or None
     compact,  # [nnz] bits
     start: tl.int64,
     end: tl.int64,
@@ -29,7 +30,7 @@ def _indexed_swap_kernel(
     RUN: tl.constexpr,
 ):
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
-    positions = positions_of(indices, slots, mask, RUN)
+    positions = positions_of(indices, index_bases, tensor, slots, mask, RUN)
     dense_at = address_of(dense_table, blocks, tensor, BITS) + positions
     outside = tl.load(compact + slots, mask=mask, other=0)
     held = tl.load(dense_at, mask=mask, other=0)
@@ -47,6 +48,7 @@ def indexed_swap_(
     ends: Sequence[int],
     *,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     """`sparse_opt.ops.indexed_swap_` in one launch."""
     if not dense:
@@ -60,6 +62,7 @@ def indexed_swap_(
             bits_addresses("dense", dense, device),
             plan.blocks,
             indices,
+            index_bases,
             bits(compact),
             plan.start,
             plan.end,

@@ -22,6 +22,7 @@ def _masked_grad_gather_kernel(
     dense_table,  # [n] int64 addresses, or the tensor where there is one
     blocks,  # [programs, 2] int64, or None where there is one tensor
     indices,  # [nnz / RUN]
+    index_bases,  # [nnz / FRAME + n] or None
     out,  # [nnz]
     scale,  # [1] or None
     partials,  # [programs] fp32 or None
@@ -34,7 +35,7 @@ def _masked_grad_gather_kernel(
     RUN: tl.constexpr,
 ):
     tensor, slots, mask = block_of(blocks, start, end, BLOCK)
-    positions = positions_of(indices, slots, mask, RUN)
+    positions = positions_of(indices, index_bases, tensor, slots, mask, RUN)
     g = widen(tl.load(address_of(dense_table, blocks, tensor, DENSE) + positions, mask=mask, other=0.0))
     if scale is not None:
         g = g * tl.load(scale)
@@ -88,6 +89,7 @@ def masked_grad_gather_(
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     """`sparse_opt.ops.masked_grad_gather_` in one launch, and a second one over its partial sums for `sum_sq`."""
     if not dense:
@@ -106,6 +108,7 @@ def masked_grad_gather_(
             addresses("dense", dense, device),
             plan.blocks,
             indices,
+            index_bases,
             out,
             scale,
             partials,

@@ -68,9 +68,17 @@ def round_stochastic(x, DTYPE: tl.constexpr, random):
 
 @triton.jit
 def random_words(seed, slots, step):
-    """Philox4x32-10 words r0, r1, r2 of [BLOCK] compact slots: key `seed`, counter (slot low, slot high, step, 0)."""
-    low = (slots & 0xFFFFFFFF).to(tl.uint32)
-    high = (slots >> 32).to(tl.uint32)
-    zero = low * 0
-    r0, r1, r2, _ = tl.philox(seed.to(tl.int64), low, high, zero + (step & 0xFFFFFFFF).to(tl.uint32), zero)
-    return r0, r1, r2
+    """Philox2x32-7 for [BLOCK] compact slots: 32 random bits for the parameter, 16 low ones for each moment.
+
+    Counter (slot's low word, step); key: the seed, with what is above 32 bits of it and of the slot mixed in.
+    """
+    seed = seed.to(tl.int64)
+    c0 = (slots & 0xFFFFFFFF).to(tl.uint32)
+    c1 = c0 * 0 + (step & 0xFFFFFFFF).to(tl.uint32)
+    key = (seed + (seed >> 32) * 0xBB67AE85 + (slots >> 32) * 0x85EBCA6B).to(tl.uint32)
+    for _ in tl.static_range(7):
+        product = c0.to(tl.uint64) * 0xD256D193
+        c0 = (product >> 32).to(tl.uint32) ^ key ^ c1
+        c1 = product.to(tl.uint32)
+        key += 0x9E3779B9
+    return c0, c1, c1 >> 16

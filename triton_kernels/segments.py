@@ -17,6 +17,9 @@ from torch import Tensor
 from .launch import BITS_DTYPE, SLOTS
 from .tables import block_table, check_list, pointer_table
 
+# Slots that share an index base: see `sparse_opt.ops.narrow_indices`.
+FRAME = tl.constexpr(256)
+
 
 class Segments(NamedTuple):
     """What a kernel is told of the segments: `blocks`, or for one tensor `start` and `end`."""
@@ -81,9 +84,16 @@ def block_of(blocks, start, end, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = Fa
 
 
 @triton.jit
-def positions_of(indices, slots, mask, RUN: tl.constexpr):
-    """[BLOCK] int64: where the slots lie in their dense tensor. Each index stands for RUN consecutive elements."""
-    if RUN == 1:
+def positions_of(indices, index_bases, tensor, slots, mask, RUN: tl.constexpr):
+    """[BLOCK] int64: where the slots lie in their dense tensor.
+
+    Each index stands for RUN consecutive elements, or is an offset from the base of its FRAME slots.
+    """
+    if index_bases is not None:
+        base = tl.load(index_bases + slots // FRAME + tensor, mask=mask, other=0)
+        offset = tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first")
+        return base.to(tl.int64) + offset.to(tl.int64)
+    elif RUN == 1:
         return tl.load(indices + slots, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)
     else:
         first = tl.load(indices + slots // RUN, mask=mask, other=0, eviction_policy="evict_first").to(tl.int64)

@@ -11,17 +11,23 @@ inline int element_size(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : 2;
 }
 
+enum class IndexType : int { kInt32, kInt64, kOffset16 };
+
+constexpr int64_t kIndexFrame = 256;  // slots that share a base
+
 // Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it: slot s
-// lies at indices[s / run_length] + s % run_length, and starts and ends are multiples of run_length, a power of two.
+// lies at indices[s / run_length] + s % run_length, and starts and ends are multiples of run_length, a power of two; or,
+// with index_bases and a run_length of 1, at index_bases[s / kIndexFrame + i] + indices[s].
 // Nothing is known of the alignment of positions. The pointers to lists are to host memory.
 struct Segments {
   int64_t count = 0;
   void* const* dense = nullptr;     // [count]
   const int64_t* starts = nullptr;  // [count]
   const int64_t* ends = nullptr;    // [count]
-  const void* indices = nullptr;    // [nnz / run_length] int32, or int64 if wide_indices
-  bool wide_indices = false;
+  const void* indices = nullptr;    // [nnz / run_length] of index_type
+  IndexType index_type = IndexType::kInt32;
   int run_length = 1;
+  const int32_t* index_bases = nullptr;  // [nnz / kIndexFrame + count], with kOffset16
 };
 
 // The part that AdamW and SGD share. Exactly one of grad and dense_grads is given; null is "not given" for the rest.

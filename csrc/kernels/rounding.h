@@ -5,29 +5,28 @@
 
 namespace sparse_opt {
 
+// 32 random bits for the parameter, and 16 low ones for each moment.
 struct RandomWords {
   uint32_t param, exp_avg, exp_avg_sq;
 };
 
-// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Key: the seed. Counter: the
-// compact slot and the step. The fourth word is not used.
+// Philox2x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Counter: the compact slot's low
+// word and the step. Key: the seed, with what is above 32 bits of it and of the slot mixed in. Ten rounds of Philox4x32
+// were what bound a step from compact gradients.
 SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, uint32_t step) {
-  uint32_t c0 = static_cast<uint32_t>(slot), c1 = static_cast<uint32_t>(slot >> 32), c2 = step, c3 = 0;
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  uint32_t c0 = static_cast<uint32_t>(slot), c1 = step;
+  uint32_t key = static_cast<uint32_t>(seed) + static_cast<uint32_t>(seed >> 32) * 0xBB67AE85u +
+                 static_cast<uint32_t>(slot >> 32) * 0x85EBCA6Bu;
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
-    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(product1);
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(product0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t product = static_cast<uint64_t>(0xD256D193u) * c0;
+    c0 = static_cast<uint32_t>(product >> 32) ^ key ^ c1;
+    c1 = static_cast<uint32_t>(product);
+    key += 0x9E3779B9u;
   }
-  return {c0, c1, c2};
+  return {c0, c1, c1 >> 16};
 }
 
 // x rounded to T, away from zero with probability (|x| - below) / (above - below), where below and above are its

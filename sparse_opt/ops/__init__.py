@@ -12,6 +12,9 @@ A run may begin anywhere in its tensor and go on from one row into the next. To 
 
     indexed_swap_([weight], held, torch.tensor([8, 96]), [0], [64], run_length=32)
 
+Where a mask takes elements one by one, `narrow_indices` puts int32 indices into two bytes each: uint16 offsets, and an
+int32 base for every 256 slots and each segment, for the ops' `indices` and `index_bases`.
+
 The tensors of a list share one device and one dtype and are contiguous; a tensor in error is named in a ValueError.
 Positions are trusted: comparing them with the tensors' sizes would read them back from the device, and `MaskSet` has
 done it. `backend` is one of reference, cpu, triton, cuda or auto; see `sparse_opt.backends`.
@@ -27,14 +30,17 @@ import torch
 from torch import Tensor
 
 from . import registry as registry
+from .narrow import can_narrow, narrow_indices
 
 __all__ = [
+    "can_narrow",
     "delta_apply_",
     "delta_encode",
     "indexed_adamw_",
     "indexed_sgd_",
     "indexed_swap_",
     "masked_grad_gather_",
+    "narrow_indices",
 ]
 
 
@@ -62,6 +68,7 @@ def indexed_adamw_(
     stochastic_rounding: bool = False,
     seed: int = 0,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """AdamW on the active elements: updates `params`, `exp_avg`, `exp_avg_sq` and `master` in place.
@@ -72,7 +79,7 @@ def indexed_adamw_(
 
     Args:
         params: n tensors, bf16, fp16 or fp32, any shapes.
-        indices: [nnz / run_length] int32 or int64.
+        indices: [nnz / run_length] int32 or int64; or [nnz] uint16 beside `index_bases`.
         starts, ends: n host integers each.
         exp_avg, exp_avg_sq: [nnz] fp32 or bf16, both the same.
         lr: one fp32 element on the device.
@@ -85,10 +92,11 @@ def indexed_adamw_(
         grad_scale: one fp32 element that the gradient is divided by first, as `torch.amp.GradScaler` sets it.
         found_inf: one fp32 element; if it is not zero, nothing changes.
         stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random, from
-            Philox4x32-10 with key `seed` and counter (compact slot, step): a repeated step repeats its bits.
+            Philox2x32-7 with key `seed` and counter (compact slot, step): a repeated step repeats its bits.
         seed: 0 <= seed < 2**63.
         run_length: consecutive elements that each index stands for, a power of two; 1 where a mask takes elements one
             by one. With a mask of pattern `run32` (see `MaskSet`) 32: fewer indices, and neighbours moved together.
+        index_bases: [nnz // 256 + n] int32, with `indices` in uint16 and run_length 1: see `narrow_indices`.
 
     Raises:
         ValueError: an argument of the wrong dtype, device, shape, length or layout.
@@ -116,6 +124,7 @@ def indexed_adamw_(
         stochastic_rounding=stochastic_rounding,
         seed=seed,
         run_length=run_length,
+        index_bases=index_bases,
         backend=backend,
     )
 
@@ -143,6 +152,7 @@ def indexed_sgd_(
     stochastic_rounding: bool = False,
     seed: int = 0,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """SGD on the active elements, as `torch.optim.SGD`: updates `params`, `momentum_buffer` and `master` in place.
@@ -176,6 +186,7 @@ def indexed_sgd_(
         stochastic_rounding=stochastic_rounding,
         seed=seed,
         run_length=run_length,
+        index_bases=index_bases,
         backend=backend,
     )
 
@@ -193,6 +204,7 @@ def masked_grad_gather_(
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """out (+)= scale * dense[indices], with the sum of squares and a non-finite flag from the same pass.
@@ -200,7 +212,7 @@ def masked_grad_gather_(
     Args:
         out: [nnz] bf16, fp16 or fp32, written at the slots of the segments. The sum is made in fp32.
         dense: n tensors, bf16, fp16 or fp32.
-        indices, starts, ends, run_length: as in `indexed_adamw_`.
+        indices, starts, ends, run_length, index_bases: as in `indexed_adamw_`.
         scale: one fp32 element on the device.
         accumulate: add to `out` instead of overwriting it.
         sum_sq: [n] fp32, set to the sum of squares of each segment as stored in `out`; the same bits on every run
@@ -221,6 +233,7 @@ def masked_grad_gather_(
         sum_sq=sum_sq,
         found_inf=found_inf,
         run_length=run_length,
+        index_bases=index_bases,
         backend=backend,
     )
 
@@ -234,6 +247,7 @@ def indexed_swap_(
     ends: Sequence[int],
     *,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Exchange dense[indices] with `compact`, bit for bit; twice is the identity.
@@ -241,12 +255,14 @@ def indexed_swap_(
     Args:
         dense: n tensors of one dtype with elements of 1, 2, 4 or 8 bytes.
         compact: [nnz] of the same dtype.
-        indices, starts, ends, run_length: as in `indexed_adamw_`.
+        indices, starts, ends, run_length, index_bases: as in `indexed_adamw_`.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    torch.ops.sparse_opt.indexed_swap_(dense, compact, indices, starts, ends, run_length=run_length, backend=backend)
+    torch.ops.sparse_opt.indexed_swap_(
+        dense, compact, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend
+    )
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .narrow import FRAME
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -89,10 +91,14 @@ def _segments(
     starts: Sequence[int],
     ends: Sequence[int],
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     if not 1 <= run_length <= LONGEST_RUN or run_length & (run_length - 1):
         _fail(op, f"run_length is {run_length}, wanted a power of two from 1 to {LONGEST_RUN}")
-    _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
+    if index_bases is None:
+        _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
+    else:
+        _narrow(op, indices, len(dense), run_length, index_bases)
     if len(starts) != len(dense) or len(ends) != len(dense):
         _fail(op, f"starts holds {len(starts)} and ends {len(ends)} numbers, {name} holds {len(dense)} tensors")
     nnz = indices.numel() * run_length
@@ -104,12 +110,20 @@ def _segments(
             _fail(op, f"segment {i} is [{start}, {end}), wanted multiples of run_length {run_length}")
         if end - start > t.numel():
             _fail(op, f"segment {i} has {end - start} slots, but {name}[{i}] has {t.numel()} elements")
-        if indices.dtype == torch.int32 and t.numel() > 2**31:
-            _fail(op, f"{name}[{i}] has {t.numel()} elements, which int32 indices cannot reach; wanted int64")
+        if indices.dtype != torch.int64 and t.numel() > 2**31:
+            found = "int32 indices" if index_bases is None else "int32 index_bases"
+            _fail(op, f"{name}[{i}] has {t.numel()} elements, which {found} cannot reach; wanted int64 indices")
     order = sorted((s, e) for s, e in zip(starts, ends, strict=True) if e > s)
     for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
             _fail(op, f"two segments overlap at compact slot {start}; wanted disjoint segments")
+
+
+def _narrow(op: str, indices: Tensor, count: int, run_length: int, index_bases: Tensor) -> None:
+    _flat(op, "indices", indices, indices.device, (torch.uint16,))
+    _flat(op, "index_bases", index_bases, indices.device, (torch.int32,), indices.numel() // FRAME + count)
+    if run_length != 1:
+        _fail(op, f"run_length is {run_length}, wanted 1 with index_bases")
 
 
 def _gradient(
@@ -133,7 +147,7 @@ def _step_arguments(
     op: str, params: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int], kw: dict[str, Any]
 ) -> None:
     device, run_length = indices.device, kw["run_length"]
-    _segments(op, "params", params, indices, starts, ends, run_length)
+    _segments(op, "params", params, indices, starts, ends, run_length, kw["index_bases"])
     _dense(op, "params", params, device, FLOAT_DTYPES)
     _gradient(op, params, indices, run_length, kw["grad"], kw["dense_grads"])
     if kw["master"] is not None:
@@ -174,7 +188,7 @@ def indexed_sgd_(params, indices, starts, ends, momentum_buffer, lr, steps, **kw
 
 def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
     op, device = "masked_grad_gather_", indices.device
-    _segments(op, "dense", dense, indices, starts, ends, kw["run_length"])
+    _segments(op, "dense", dense, indices, starts, ends, kw["run_length"], kw["index_bases"])
     _dense(op, "dense", dense, device, FLOAT_DTYPES)
     _compact(op, "out", out, FLOAT_DTYPES, indices, kw["run_length"])
     _scalar(op, "scale", kw["scale"], device)
@@ -195,9 +209,9 @@ def _like_dense(op: str, name: str, t: Tensor, dense: Sequence[Tensor], indices:
     _compact(op, name, t, (dtype,), indices, run_length)
 
 
-def indexed_swap_(dense, compact, indices, starts, ends, *, run_length) -> None:  # type: ignore[no-untyped-def]
+def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_bases) -> None:  # type: ignore[no-untyped-def]
     op = "indexed_swap_"
-    _segments(op, "dense", dense, indices, starts, ends, run_length)
+    _segments(op, "dense", dense, indices, starts, ends, run_length, index_bases)
     _movable(op, "dense", dense, indices.device)
     _like_dense(op, "compact", compact, dense, indices, run_length)
 

@@ -2,8 +2,8 @@
 
 A call names n dense tensors and flat compact buffers over all of them. Segment i, the compact slots
 [starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened, each the first of
-`run_length` consecutive ones. Arithmetic is fp32 whatever the storage, and each operation is rounded on its own, so
-that every backend can give the same bits.
+`run_length` consecutive ones, or an offset from one of `index_bases`. Arithmetic is fp32 whatever the storage, and each
+operation is rounded on its own, so that every backend can give the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .narrow import widened
 from .rounding import random_words, stochastic_round
 
 # Any dtype of these sizes can be moved or compared by its bits.
@@ -26,12 +27,19 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def _segments(
-    dense: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int], run_length: int = 1
+    dense: Sequence[Tensor],
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     """(i, compact slice, flat dense tensor, int64 positions in it) of each segment that is not empty."""
     within_run = torch.arange(run_length, device=indices.device)
     for i, (tensor, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
-        if end > start:
+        if end > start and index_bases is not None:
+            yield i, slice(start, end), tensor.view(-1), widened(indices, index_bases, i, start, end).long()
+        elif end > start:
             runs = indices[start // run_length : end // run_length].long()
             yield i, slice(start, end), tensor.view(-1), (runs[:, None] + within_run).view(-1)
 
@@ -87,17 +95,18 @@ def indexed_adamw_(
     stochastic_rounding: bool = False,
     seed: int = 0,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     if found_inf is not None and found_inf.item() != 0:
         return
     decay = 1.0 - lr.float() * weight_decay
-    for i, where, param, positions in _segments(params, indices, starts, ends, run_length):
+    for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
         t = int(steps[i].item())
         # lr / (1 - beta1^t) and sqrt(1 - beta2^t) in fp64: 1 - beta^t loses its digits in fp32 at small t.
         step_size = (lr.double() / (1.0 - beta1**t)).float()
         sqrt_bias_correction2 = torch.tensor(math.sqrt(1.0 - beta2**t), dtype=torch.float32, device=lr.device)
         g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
-        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 4
+        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 3
         p = param[positions].float() if master is None else master[where]
         m, v = exp_avg[where].float(), exp_avg_sq[where].float()
 
@@ -137,13 +146,14 @@ def indexed_sgd_(
     stochastic_rounding: bool = False,
     seed: int = 0,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     if found_inf is not None and found_inf.item() != 0:
         return
-    for i, where, param, positions in _segments(params, indices, starts, ends, run_length):
+    for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
         t = int(steps[i].item())
         g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
-        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 4
+        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 3
         p = param[positions].float() if master is None else master[where]
 
         g = g + p * weight_decay
@@ -170,10 +180,11 @@ def masked_grad_gather_(
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
     if sum_sq is not None:
         sum_sq.zero_()
-    for i, where, tensor, positions in _segments(dense, indices, starts, ends, run_length):
+    for i, where, tensor, positions in _segments(dense, indices, starts, ends, run_length, index_bases):
         g = tensor[positions].float()
         if scale is not None:
             g = g * scale
@@ -195,8 +206,9 @@ def indexed_swap_(
     ends: Sequence[int],
     *,
     run_length: int = 1,
+    index_bases: Tensor | None = None,
 ) -> None:
-    for _, where, tensor, positions in _segments(dense, indices, starts, ends, run_length):
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends, run_length, index_bases):
         bits, compact_bits = as_bits(tensor), as_bits(compact)
         held = bits[positions]
         bits[positions] = compact_bits[where]

@@ -18,7 +18,7 @@ _SEGMENTS = "Tensor indices, int[] starts, int[] ends"
 _STEP = "Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None"
 _SCALARS = "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None"
 _ROUNDING = "bool stochastic_rounding=False, int seed=0"
-_RUNS = "int run_length=1"
+_RUNS = "int run_length=1, Tensor? index_bases=None"
 
 # Without the argument `backend`, which the public ops add and the native ones do not have.
 SCHEMAS = {

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
+from ..ops import can_narrow
 from .buckets import Bucket, compact
-from .segments import Segments, index_dtype, longest_run
+from .segments import Segments, index_dtype, laid_out, longest_run
 
 # While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
 # may not run backward outside, nor the other way round. Outside again the bits and so the version are the old ones.
@@ -36,6 +37,7 @@ class BaseWeights(Segments):
         return cls(
             bucket.params,
             bucket.indices,
+            bucket.index_bases,
             bucket.starts,
             bucket.ends,
             bucket.run_length,
@@ -47,9 +49,7 @@ class BaseWeights(Segments):
         """Exchange the model's weights with the base, bit for bit."""
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
-        self.ops.indexed_swap_(
-            self.params, self.values, self.indices, self.starts, self.ends, run_length=self.run_length
-        )
+        self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
 
     def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
         """(parameter, (positions, values)) of each."""
@@ -67,7 +67,7 @@ def rebuild(
     """
     active = {p: (b, i) for b in buckets for i, p in enumerate(b.params)}
     longest = max(b.run_length for b in buckets)
-    split: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[tuple[Parameter, Tensor, Tensor]]] = {}
+    split: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], list[tuple[Parameter, Tensor, Tensor]]] = {}
     for param in dict.fromkeys([*active, *held]):
         flat = param.detach().view(-1)
         nothing = torch.empty(0, dtype=index_dtype(param), device=param.device)
@@ -77,15 +77,16 @@ def rebuild(
         base = flat[union.long()]
         base[torch.searchsorted(union, held_positions)] = held_values
         run_length = longest_run(union, longest)
-        key = (param.device, param.dtype, union.dtype, run_length)
+        key = (param.device, param.dtype, union.dtype, run_length, run_length == 1 and can_narrow(union))
         split.setdefault(key, []).append((param, union[::run_length], base))
     bases = []
-    for (device, _, _, run_length), parts in split.items():
+    for (device, _, _, run_length, narrow), parts in split.items():
         params, indices, values = (list(column) for column in zip(*parts, strict=True))
         ends = list(itertools.accumulate(part.numel() for part in values))
         starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
         ops = backends.functions(device, backend)
-        bases.append(BaseWeights(params, torch.cat(indices), starts, ends, run_length, torch.cat(values), ops))
+        where = (*laid_out(indices, starts, ends, narrow), starts, ends, run_length)
+        bases.append(BaseWeights(params, *where, torch.cat(values), ops))
     return bases
 
 

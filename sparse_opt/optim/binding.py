@@ -51,6 +51,8 @@ def build_buckets(
 ) -> list[Bucket]:
     """The buckets of all groups, in the groups' order, without state and gradients. `pattern` is the mask's."""
     return [
-        build_bucket(group, names, params, active, run_length=run_length, ordinal=ordinal, op=op, backend=backend)
-        for ordinal, (group, names, params, run_length) in enumerate(bucket_keys(groups, active, pattern))
+        build_bucket(
+            group, names, params, active, run_length=run_length, narrow=narrow, ordinal=ordinal, op=op, backend=backend
+        )
+        for ordinal, (group, names, params, run_length, narrow) in enumerate(bucket_keys(groups, active, pattern))
     ]

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
-from .segments import Segments, index_dtype, run_length_of
+from ..ops import can_narrow
+from .segments import Segments, index_dtype, laid_out, run_length_of
 
 
 @dataclass(eq=False)
 class Bucket(Segments):
-    """The active parameters of one group, device, dtype, index width and run length, and their compact buffers."""
+    """The active parameters of one group, device, dtype and layout of indices, and their compact buffers."""
 
     group: dict[str, Any]
     names: list[str]
@@ -65,22 +66,25 @@ class Bucket(Segments):
 
 def bucket_keys(
     groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str
-) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter], int]]:
-    """Split each group's active parameters by what one op call can take: device, dtype, index width, run length.
+) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter], int, bool]]:
+    """Split each group's active parameters by what one op call can take: device, dtype, and layout of indices.
 
-    A mask's pattern has one run length, and 1 for parameters whose rows do not hold whole runs.
+    The last two results are the run length and whether indices take two bytes. A mask's pattern has one run length,
+    and 1 for parameters whose rows do not hold whole runs. Two bytes suffice unless active elements lie far apart.
     """
     for group in groups:
-        split: dict[tuple[torch.device, torch.dtype, torch.dtype, int], tuple[list[str], list[Parameter]]] = {}
+        split: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], tuple[list[str], list[Parameter]]] = {}
         # A gradient carrier may stand behind the parameters; it has no name.
         for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
-                key = (param.device, param.dtype, index_dtype(param), run_length_of(param.shape, pattern))
+                run_length = run_length_of(param.shape, pattern)
+                narrow = run_length == 1 and can_narrow(active[param])
+                key = (param.device, param.dtype, index_dtype(param), run_length, narrow)
                 names, params = split.setdefault(key, ([], []))
                 names.append(name)
                 params.append(param)
-        for (_, _, _, run_length), (names, params) in split.items():
-            yield group, names, params, run_length
+        for (_, _, _, run_length, narrow), (names, params) in split.items():
+            yield group, names, params, run_length, narrow
 
 
 def build_bucket(
@@ -90,6 +94,7 @@ def build_bucket(
     active: dict[Parameter, Tensor],
     *,
     run_length: int,
+    narrow: bool,
     ordinal: int,
     op: str,
     backend: str | None,
@@ -99,10 +104,13 @@ def build_bucket(
     counts = [active[p].numel() for p in params]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     starts = [end - count for end, count in zip(ends, counts, strict=True)]
-    indices = torch.cat([active[p][::run_length].to(index_dtype(p)) for p in params]).to(device)
+    parts = [active[p][::run_length].to(index_dtype(p)) for p in params]
+    indices, index_bases = (None if t is None else t.to(device) for t in laid_out(parts, starts, ends, narrow))
+    layout = {"run_length": run_length, "index_bases": index_bases}
     return Bucket(
         params=params,
         indices=indices,
+        index_bases=index_bases,
         starts=starts,
         ends=ends,
         run_length=run_length,
@@ -110,7 +118,7 @@ def build_bucket(
         names=names,
         ordinal=ordinal,
         ops=backends.functions(device, backend),
-        native=backends.bind(op, params, indices, starts, ends, run_length=run_length, backend=backend),
+        native=backends.bind(op, params, indices, starts, ends, **layout, backend=backend),
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),
         sum_sq=torch.zeros(len(params), device=device),

@@ -50,8 +50,14 @@ def hook(optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i
 
     def gather(param: Tensor) -> None:
         owner, target = optimizer(), bucket()
-        if owner is not None and target is not None:
-            owner._receive(target, i, param)
+        if owner is None or target is None:
+            return
+        # A model has hundreds of hooks: in the usual case one native call does all of it.
+        if target.native is not None and owner._receives_plainly():
+            if target.native.receive_(i, target.grad, target.received[i], target.sum_sq):
+                target.received[i] = True
+                return
+        owner._receive(target, i, param)
 
     return gather
 
@@ -72,7 +78,7 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
             accumulate=bucket.received[i],
             sum_sq=bucket.sum_sq[i : i + 1],
             found_inf=found_inf,
-            run_length=bucket.run_length,
+            **bucket.layout([i]),
         )
     bucket.received[i] = True
 
@@ -94,7 +100,7 @@ def gather_all_(bucket: Bucket) -> None:
             accumulate=False,
             sum_sq=sum_sq,
             found_inf=None,
-            run_length=bucket.run_length,
+            **bucket.layout(present),
         )
     if len(present) < len(bucket.params):
         bucket.sum_sq.zero_()

@@ -1,15 +1,17 @@
-"""Where the active elements of some parameters lie: one index for each, or one for each run of them."""
+"""Where the active elements of some parameters lie: one index for each, in two bytes or more, or one for each run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..mask_patterns import PATTERNS, matrix_shape
+from ..ops.narrow import bases_of, narrow_indices, widened
 
 # The longest first. Longer runs would save little: with 64 the indices take a 16th of a byte per active element.
 RUN_LENGTHS = (64, 32, 16)
@@ -24,7 +26,9 @@ class Segments:
     """
 
     params: list[Parameter]
-    indices: Tensor  # [nnz / run_length] int32 or int64, the first position of each run in the flattened parameter
+    # [nnz / run_length] int32 or int64, the first position of each run in the flattened parameter; or uint16 offsets
+    indices: Tensor
+    index_bases: Tensor | None  # of offsets, else None: see `ops.narrow_indices`
     starts: list[int]
     ends: list[int]
     run_length: int
@@ -36,10 +40,31 @@ class Segments:
     def segment(self, i: int) -> slice:
         return slice(self.starts[i], self.ends[i])
 
+    def layout(self, which: Sequence[int] | None = None) -> dict[str, Any]:
+        """How the ops are to read `indices`, in a call for all parameters or for those numbered `which`, ascending."""
+        bases = self.index_bases
+        if bases is not None and which is not None and len(which) < len(self.params):
+            bases = bases_of(bases, which, [self.starts[i] for i in which], self.nnz)
+        return {"run_length": self.run_length, "index_bases": bases}
+
+    @property
+    def index_bytes(self) -> int:
+        return self.indices.nbytes + (0 if self.index_bases is None else self.index_bases.nbytes)
+
     def positions(self, i: int) -> Tensor:
-        """[nnz of params[i]] the position of every active element."""
+        """[nnz of params[i]] the position of every active element, int32 or int64."""
+        if self.index_bases is not None:
+            return widened(self.indices, self.index_bases, i, self.starts[i], self.ends[i])
         runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length]
         return expanded(runs, self.run_length)
+
+
+def laid_out(
+    parts: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], narrow: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(indices, index_bases) of segments whose indices are `parts`, laid end to end."""
+    indices = torch.cat(list(parts))
+    return narrow_indices(indices, starts, ends) if narrow else (indices, None)
 
 
 def index_dtype(param: Tensor) -> torch.dtype:

@@ -193,6 +193,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # Gradients
 
+    def _receives_plainly(self) -> bool:
+        """Whether `_receive` would only gather."""
+        return not (self._inside_base or self._stepped or self._carriers or self._clip_coef is not None)
+
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
         grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
@@ -364,7 +368,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             steps = bucket.steps[where]
         dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
         target = (params, bucket.indices, starts, ends)
-        arguments |= {"steps": steps, "dense_grads": dense_grads, "run_length": bucket.run_length}
+        arguments |= {"steps": steps, "dense_grads": dense_grads, **bucket.layout(present)}
         self._update(bucket, getattr(bucket.ops, self._op), target, **arguments)
         torch.autograd.graph.increment_version(params)
 
@@ -442,11 +446,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             for name, flat in bucket.state.items():
                 total["master" if name == "master" else "state"] += flat.nbytes
-            total["indices"] += bucket.indices.nbytes
+            total["indices"] += bucket.index_bytes
             total["grad"] += 0 if bucket.grad is None else bucket.grad.nbytes
         shared = {id(b.indices) for b in self._buckets}
         for base in self._bases:
-            total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.indices.nbytes)
+            total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.index_bytes)
         return total
 
     def __getstate__(self) -> dict[str, Any]:

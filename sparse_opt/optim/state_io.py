@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from .base_weights import BaseWeights, rebuild
 from .buckets import Bucket
-from .segments import Segments, expanded, index_dtype
+from .segments import Segments, index_dtype
 
 _BASE = ("base_indices", "base")
 
@@ -43,7 +43,7 @@ def with_indices(
     holders: list[tuple[str, Segments]] = [("indices", b) for b in buckets] + [("base_indices", b) for b in bases]
     for key, holder in holders:
         if id(holder.indices) not in made:
-            made[id(holder.indices)] = expanded(holder.indices, holder.run_length)
+            made[id(holder.indices)] = torch.cat([holder.positions(i) for i in range(len(holder.params))])
         for i, param in enumerate(holder.params):
             shown[param][key] = made[id(holder.indices)][holder.segment(i)]
     return shown

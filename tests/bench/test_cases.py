@@ -68,7 +68,7 @@ def test_one_wrong_bit_outside_the_mask_is_found(monkeypatch):
     case = case_of("indexed_swap_")
     assert isinstance(case, cases.SwapCase)
     outside = min(set(range(case.dense[0].numel())) - set(case.active.indices[: case.active.ends[0]].tolist()))
-    spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest: flip(dense[0], outside))
+    spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: flip(dense[0], outside))
     message = rf"indexed_swap_ on backend fast: dense\[0\]: 1 of 561 elements.* at {outside} "
     with pytest.raises(WrongResult, match=message):
         check(case, "fast")
@@ -112,5 +112,5 @@ def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
     n_calls = len(backends.OPS) * len(sanitize_ops.DTYPES) * len(sanitize_ops.DENSITIES) * len(names)
     assert f"{n_calls} calls of 6 ops on {', '.join(names)}: 0 wrong" in capsys.readouterr().out
 
-    spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest: dense[0].zero_())
+    spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: dense[0].zero_())
     assert sanitize_ops.main(["--device", "cpu"]) == 1

@@ -48,6 +48,15 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
         "SparseAdamW.step, dense gradients, lr 1e-6",
         "SparseAdamW.step, compact gradients, lr 1e-6",
     }
+    on_weights |= {
+        f"{op}, int32 indices"
+        for op in (
+            "indexed_adamw_, dense gradients",
+            "indexed_adamw_, compact gradients",
+            "masked_grad_gather_",
+            "indexed_swap_",
+        )
+    }
     on_delta = {"delta_encode", "delta_apply_"}
     wanted = {(work, density) for work in on_weights for density in (0.025, 0.1)}
     wanted |= {(work, density) for work in on_delta for density in (0.01, 0.025, 0.1)}
@@ -81,8 +90,8 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
 def test_a_wrong_result_is_not_timed_and_fails_the_check(tmp_path, capsys, monkeypatch, needs_extension):
     true_op = cases.ops.indexed_swap_
 
-    def wrong(dense, compact, *where, backend):
-        true_op(dense, compact, *where, backend=backend)
+    def wrong(dense, compact, *where, backend, **options):
+        true_op(dense, compact, *where, backend=backend, **options)
         if backend != "reference":
             dense[0].zero_()
 
@@ -93,7 +102,8 @@ def test_a_wrong_result_is_not_timed_and_fails_the_check(tmp_path, capsys, monke
     found = [failure.split(":")[0] for failure in report["failures"]]
     n_backends = len(backends.available("cpu")) - 1  # the reference is not judged by itself
     # One for each density and backend; base_weights() calls the kernels past this function, and is right.
-    assert found == ["indexed_swap_"] * 2 * n_backends
+    each = ["indexed_swap_"] * n_backends + ["indexed_swap_, int32 indices"] * n_backends
+    assert found == each * 2
     assert not any(row["work"] == "indexed_swap_" for row in report["kernels"]["rows"])
     assert "gpu-check: FAILED" in capsys.readouterr().out
 

@@ -27,8 +27,8 @@ def test_the_table_is_printed_written_and_judged(tmp_path, capsys, monkeypatch):
     assert "SparseAdamW.step, dense gradients, tile64" in rows
     assert report["kernels"]["left_out"] == {}
     narrow = [row for row in report["kernels"]["rows"] if "bf16 moments" in row["work"]]
-    # int32 indices and two bf16 moments; narrower indices would make it 6
-    assert {row["bytes_per_active"] for row in narrow} <= {8.0, 6.0}
+    # Two bf16 moments and a two-byte index, and of its bases 1/64 and some for each matrix.
+    assert all(6.0 < row["bytes_per_active"] < 6.05 for row in narrow)
     out = capsys.readouterr().out
     assert kernels.text(report) in out
     assert "targets, set for an H200" in out

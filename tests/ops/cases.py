@@ -7,9 +7,13 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from sparse_opt.ops import narrow_indices
+from sparse_opt.ops.narrow import widened
+
 SHAPES = [(7, 33), (1,), (129,), (4, 5, 6), (64, 64), (3, 1030)]
 MASKS = ("random", "empty", "full", "single", "ragged", "some-empty")
-RUN_LENGTHS = (1, 16, 64)
+# How indices are stored: one for each element, in two bytes, or one for each run of so many.
+LAYOUTS = ("element", "narrow", "run16", "run64")
 
 
 def runs_of(kind: str, count: int, i: int, generator: torch.Generator) -> Tensor:
@@ -47,6 +51,7 @@ class Case:
     lr: Tensor
     steps: Tensor
     run_length: int = 1
+    index_bases: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -55,6 +60,8 @@ class Case:
 
     def positions(self, i: int) -> Tensor:
         """The active elements of tensor i, one by one."""
+        if self.index_bases is not None:
+            return widened(self.indices, self.index_bases, i, self.starts[i], self.ends[i]).long()
         runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length].long()
         return torch.cat([torch.arange(n, n + self.run_length) for n in [0, *runs.tolist()]])[self.run_length :]
 
@@ -93,8 +100,9 @@ def make(
     step: int = 3,
     shapes: list[tuple[int, ...]] | None = None,
     seed: int = 0,
-    run_length: int = 1,
+    layout: str = "element",
 ) -> Case:
+    run_length = int(layout.removeprefix("run")) if layout.startswith("run") else 1
     generator = torch.Generator().manual_seed(seed)
     shapes = SHAPES if shapes is None else shapes
     grad_dtype = grad_dtype or dtype
@@ -107,13 +115,15 @@ def make(
     ends = [run_length + sum(counts[: i + 1]) for i in range(len(counts))]
     starts = [e - c for e, c in zip(ends, counts, strict=True)]
     outside = torch.zeros(1, dtype=torch.int64)
-    indices = torch.cat([outside, *picked, outside])
+    indices, index_bases = torch.cat([outside, *picked, outside]).to(index_dtype), None
+    if layout == "narrow":
+        indices, index_bases = narrow_indices(indices, starts, ends)
     nnz = indices.numel() * run_length
     params = [randn(*s).mul_(0.02).to(dtype) for s in shapes]
     return Case(
         params=[p.to(device) for p in params],
         dense_grads=[randn(*s).to(grad_dtype).to(device) for s in shapes],
-        indices=indices.to(index_dtype).to(device),
+        indices=indices.to(device),
         starts=starts,
         ends=ends,
         grad=randn(nnz).to(grad_dtype).to(device),
@@ -123,6 +133,7 @@ def make(
         lr=torch.tensor([1e-2], device=device),
         steps=torch.tensor([float(step + 5 * i) for i in range(len(shapes))], device=device),
         run_length=run_length,
+        index_bases=None if index_bases is None else index_bases.to(device),
     )
 
 

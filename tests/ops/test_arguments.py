@@ -143,6 +143,33 @@ def test_other_ops():
         ops.indexed_sgd_(c.params, *segments, None, c.lr, c.steps, grad=c.grad, momentum=0.9)
 
 
+def test_narrow_indices():
+    case = make(torch.device("cpu"), layout="narrow")
+    segments = (case.indices, case.starts, case.ends)
+    swap = ops.indexed_swap_
+    with pytest.raises(ValueError, match=r"indices is torch.uint16, wanted int32 or int64"):
+        swap(case.params, case.grad, *segments)
+    with pytest.raises(ValueError, match=r"indices is torch.int32, wanted uint16"):
+        swap(case.params, case.grad, case.indices.int(), case.starts, case.ends, index_bases=case.index_bases)
+    with pytest.raises(ValueError, match=r"index_bases has \d+ elements, wanted \d+"):
+        swap(case.params, case.grad, *segments, index_bases=case.index_bases[1:])
+    with pytest.raises(ValueError, match=r"index_bases is torch.int64, wanted int32"):
+        swap(case.params, case.grad, *segments, index_bases=case.index_bases.long())
+    with pytest.raises(ValueError, match=r"run_length is 2, wanted 1 with index_bases"):
+        swap(case.params, case.grad, *segments, index_bases=case.index_bases, run_length=2)
+    far = torch.tensor([0, 70_000, 3, 2**31], dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"segment 0 has positions .* from 0 to 70000 past the first"):
+        ops.narrow_indices(far, [0], [2])
+    with pytest.raises(ValueError, match=r"segment 1 has .* up to 2147483648; wanted"):
+        ops.narrow_indices(far, [2, 3], [3, 4])
+    with pytest.raises(ValueError, match="not in ascending order"):
+        ops.narrow_indices(far, [2, 0], [4, 2])
+    assert not ops.can_narrow(far[:2]) and not ops.can_narrow(far[3:])
+    assert ops.can_narrow(far[:1]) and ops.can_narrow(far[:0])
+    even = torch.arange(0, 1 << 20, 257)  # 256 of them reach 65535
+    assert ops.can_narrow(even) and not ops.can_narrow(even + torch.arange(even.numel()))
+
+
 @pytest.mark.parametrize(
     ("run_length", "ends", "message"),
     [

@@ -1,4 +1,4 @@
-"""Lists longer than the tables that CUDA kernels take as arguments (64 and 800 tensors), and the native schemas."""
+"""Lists longer than the tables that CUDA kernels take as arguments (8 and 320 tensors), and the native schemas."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sparse_opt import backends, ops
 from sparse_opt.ops.registry import SCHEMAS
 
 
-@pytest.mark.parametrize("count", [65, 801, 1700])
+@pytest.mark.parametrize("count", [9, 321, 700])
 def test_long_lists(count, place):
     device, backend = torch.device(place[0]), place[1]
-    if backend == "triton" and device.type == "cpu" and count > 65:
+    if backend == "triton" and device.type == "cpu" and count > 9:
         pytest.skip("the interpreter takes a minute for this; Triton keeps no tables of fixed length")
     case = make(device, shapes=[(1 + i % 37,) for i in range(count)], mask="ragged")
     results = []

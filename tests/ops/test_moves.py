@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import MASKS, RUN_LENGTHS, assert_same_bits, bits_of, make
+from cases import LAYOUTS, MASKS, assert_same_bits, bits_of, make
 
 from sparse_opt import ops
 
@@ -26,18 +26,19 @@ def gather(case, backend, **options):
         case.starts,
         case.ends,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
         **{**case.extra, **options},
     )
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-def test_gather(dtype, accumulate, run_length, mask, place):
+def test_gather(dtype, accumulate, layout, mask, place):
     device, backend = torch.device(place[0]), place[1]
-    case = make(device, dtype=dtype, mask=mask, run_length=run_length)
+    case = make(device, dtype=dtype, mask=mask, layout=layout)
     if not accumulate:
         case.grad.fill_(math.nan)  # every slot of a segment must be written
     case.extra = {"scale": torch.tensor([0.3], device=device)}
@@ -54,8 +55,8 @@ def test_gather(dtype, accumulate, run_length, mask, place):
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("dense_dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
-def test_gather_dtypes(run_length, index_dtype, dense_dtype, out_dtype, place):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gather_dtypes(layout, index_dtype, dense_dtype, out_dtype, place):
     shapes = [(5, 33), (70,)]
     case = make(
         torch.device(place[0]),
@@ -63,7 +64,7 @@ def test_gather_dtypes(run_length, index_dtype, dense_dtype, out_dtype, place):
         index_dtype=index_dtype,
         mask="ragged",
         shapes=shapes,
-        run_length=run_length,
+        layout=layout,
     )
     case.grad = case.grad.to(out_dtype)
     want, got = case.clone(), case.clone()
@@ -72,10 +73,10 @@ def test_gather_dtypes(run_length, index_dtype, dense_dtype, out_dtype, place):
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
-def test_gather_norm_is_the_same_on_every_run_and_of_what_was_stored(run_length, any_place):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gather_norm_is_the_same_on_every_run_and_of_what_was_stored(layout, any_place):
     device, backend = any_place
-    case = make(torch.device(device), shapes=[(300, 701)], run_length=run_length)
+    case = make(torch.device(device), shapes=[(300, 701)], layout=layout)
     case.grad = case.grad.bfloat16()  # stored in bf16: the sum is of the rounded values
     results = []
     for _ in range(3):
@@ -126,25 +127,24 @@ def any_bits(shape, dtype, generator, device):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ANY, ids=name_of)
-def test_swap_moves_bits(dtype, run_length, index_dtype, place):
+def test_swap_moves_bits(dtype, layout, index_dtype, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(3)
     for mask in MASKS:
-        case = make(device, index_dtype=index_dtype, mask=mask, run_length=run_length)
+        case = make(device, index_dtype=index_dtype, mask=mask, layout=layout)
         case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
         case.grad = any_bits(case.grad.shape, dtype, generator, device)
         want, got = case.clone(), case.clone()
+        how = {"run_length": case.run_length, "index_bases": case.index_bases}
         for c, name in ((want, "reference"), (got, backend)):
-            ops.indexed_swap_(c.params, c.grad, c.indices, c.starts, c.ends, run_length=run_length, backend=name)
+            ops.indexed_swap_(c.params, c.grad, c.indices, c.starts, c.ends, backend=name, **how)
         for a, b in zip((*got.params, got.grad), (*want.params, want.grad), strict=True):
             assert torch.equal(bits_of(a), bits_of(b)), mask
         if mask not in ("empty",):
             assert not torch.equal(bits_of(got.grad), bits_of(case.grad))
-        ops.indexed_swap_(
-            got.params, got.grad, got.indices, got.starts, got.ends, run_length=run_length, backend=backend
-        )
+        ops.indexed_swap_(got.params, got.grad, got.indices, got.starts, got.ends, backend=backend, **how)
         for a, b in zip((*got.params, got.grad), (*case.params, case.grad), strict=True):
             assert torch.equal(bits_of(a), bits_of(b)), mask
 
@@ -212,12 +212,12 @@ def test_opcheck(dtype, any_place):
     sum_sq, flag = torch.zeros(2, device=device), torch.zeros(1, device=device)
     name = {"backend": backend}
     check = torch.library.opcheck
-    runs = make(torch.device(device), dtype=dtype, mask="full", shapes=[(3, 11), (17,)], run_length=16)
-    where = (runs.indices, runs.starts, runs.ends)
-    check(
-        torch.ops.sparse_opt.masked_grad_gather_.default, (runs.grad, runs.params, *where), {"run_length": 16, **name}
-    )
-    check(torch.ops.sparse_opt.indexed_swap_.default, (runs.params, runs.grad, *where), {"run_length": 16, **name})
+    for layout in ("run16", "narrow"):
+        other = make(torch.device(device), dtype=dtype, mask="full", shapes=[(3, 11), (17,)], layout=layout)
+        where = (other.indices, other.starts, other.ends)
+        how = {"run_length": other.run_length, "index_bases": other.index_bases, **name}
+        check(torch.ops.sparse_opt.masked_grad_gather_.default, (other.grad, other.params, *where), how)
+        check(torch.ops.sparse_opt.indexed_swap_.default, (other.params, other.grad, *where), how)
     check(
         torch.ops.sparse_opt.masked_grad_gather_.default,
         (case.grad, case.dense_grads, *segments),

@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from cases import MASKS, RUN_LENGTHS, assert_same_bits, make
+from cases import LAYOUTS, MASKS, assert_same_bits, make
 
 from sparse_opt import ops
+from sparse_opt.ops import narrow_indices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAMW = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -34,6 +35,7 @@ def run_adamw(case, backend, *, compact=True, master=False, **options):
         dense_grads=None if compact else case.dense_grads,
         master=case.master if master else None,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
         **{**ADAMW, **case.extra, **options},
     )
@@ -52,6 +54,7 @@ def run_sgd(case, backend, *, compact=True, master=False, buffer=True, **options
         dense_grads=None if compact else case.dense_grads,
         master=case.master if master else None,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
         **{**(SGD if buffer else {"weight_decay": 0.1}), **case.extra, **options},
     )
@@ -74,11 +77,11 @@ def check(run, case, place, rounds=2, **options):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", RUNS)
-def test_masks(op, dtype, run_length, mask, place):
-    case = make(torch.device(place[0]), dtype=dtype, mask=mask, run_length=run_length)
+def test_masks(op, dtype, layout, mask, place):
+    case = make(torch.device(place[0]), dtype=dtype, mask=mask, layout=layout)
     got = check(RUNS[op], case, place)
     for i, (before, after) in enumerate(zip(case.params, got.params, strict=True)):
         inactive = torch.ones(before.numel(), dtype=torch.bool, device=before.device)
@@ -93,17 +96,17 @@ def test_masks(op, dtype, run_length, mask, place):
 @pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("master", [False, True], ids=["", "master"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", RUNS)
-def test_storage(op, dtype, run_length, moments, master, rounding, compact, place):
+def test_storage(op, dtype, layout, moments, master, rounding, compact, place):
     case = make(
         torch.device(place[0]),
         dtype=dtype,
         moment_dtype=moments,
-        mask="ragged" if run_length > 1 else "random",
+        mask="ragged" if layout.startswith("run") else "random",
         shapes=[(5, 33), (70,)],
-        run_length=run_length,
+        layout=layout,
     )
     check(RUNS[op], case, place, compact=compact, master=master, stochastic_rounding=rounding, seed=2**40 + 17)
 
@@ -111,32 +114,54 @@ def test_storage(op, dtype, run_length, moments, master, rounding, compact, plac
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", RUNS)
-def test_gradient_and_index_dtypes(op, run_length, compact, index_dtype, grad_dtype, place):
+def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype, place):
     case = make(
         torch.device(place[0]),
         dtype=torch.bfloat16,
         grad_dtype=grad_dtype,
         index_dtype=index_dtype,
-        run_length=run_length,
+        layout=layout,
     )
     check(RUNS[op], case, place, rounds=1, compact=compact)
 
 
-@pytest.mark.parametrize("run_length", [2, 8, 128, 2048])
+@pytest.mark.parametrize("layout", ["run2", "run8", "run128", "run2048"])
 @pytest.mark.parametrize("op", RUNS)
-def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, run_length, place):
+def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, layout, place):
     shapes = [(5, 1031), (2047,), (3, 2100)]
-    case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="ragged", shapes=shapes, run_length=run_length)
+    case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="ragged", shapes=shapes, layout=layout)
     check(RUNS[op], case, place, compact=False, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("op", RUNS)
+def test_offsets_past_the_sign_bit(op, place):
+    """256 elements that span nearly all that two bytes can hold, and segments that begin and end inside a frame."""
+    case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="empty", shapes=[(300_000,), (3,), (70_001,)])
+    far = torch.arange(0, 300_000, 254, dtype=torch.int32)
+    picked = [far, torch.tensor([0, 2]), far[far < 70_001]]
+    ends = torch.tensor([len(p) for p in picked]).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    nnz = ends[-1]
+    generator = torch.Generator().manual_seed(1)
+    for name in ("grad", "exp_avg", "exp_avg_sq", "master"):
+        random = torch.rand(nnz, generator=generator).to(getattr(case, name))
+        setattr(case, name, random)
+    indices, bases = narrow_indices(torch.cat(picked).int(), starts, ends)
+    assert int(indices.int().max()) > 2**15
+    case.indices, case.index_bases = indices.to(place[0]), bases.to(place[0])
+    case.starts, case.ends = starts, ends
+    for i, positions in enumerate(picked):
+        assert torch.equal(case.positions(i).cpu(), positions.long())
+    check(RUNS[op], case, place, compact=False)
 
 
 @pytest.mark.parametrize("op", RUNS)
 def test_runs_are_their_elements(op, any_place):
     """One index for a run gives the bits that one for each of its elements gives."""
     device, backend = any_place
-    case = make(torch.device(device), dtype=torch.bfloat16, run_length=16)
+    case = make(torch.device(device), dtype=torch.bfloat16, layout="run16")
     elements = case.clone()
     outside = torch.zeros(16, dtype=torch.int64)
     positions = [outside, *(case.positions(i) for i in range(len(case.params))), outside]
@@ -246,13 +271,14 @@ def test_empty_list(any_place):
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("run_length", [1, 16])
-def test_opcheck(run_length, dtype, compact, any_place):
+@pytest.mark.parametrize("layout", ["element", "narrow", "run16"])
+def test_opcheck(layout, dtype, compact, any_place):
     device, backend = any_place
-    shapes = [(3, 5 + run_length), (4,)]
-    case = make(torch.device(device), dtype=dtype, mask="ragged", shapes=shapes, run_length=run_length)
+    shapes = [(3, 21), (4,)]
+    case = make(torch.device(device), dtype=dtype, mask="ragged", shapes=shapes, layout=layout)
     gradient = {"grad": case.grad} if compact else {"dense_grads": case.dense_grads}
-    common = dict(gradient, master=case.master, run_length=run_length, backend=backend)
+    how = {"run_length": case.run_length, "index_bases": case.index_bases, "backend": backend}
+    common = dict(gradient, master=case.master, **how)
     segments = (case.params, case.indices, case.starts, case.ends)
     torch.library.opcheck(
         torch.ops.sparse_opt.indexed_adamw_.default,

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 # Parameter -> pointer or scalar type; None: the argument is left out; the value itself for a constexpr (upper case).
 _RANGE = {"start": "i64", "end": "i64"}
-_LIST = {"blocks": "*i64", "indices": "*i32", **_RANGE, "BLOCK": 1024, "RUN": 1}
+_LIST = {"blocks": "*i64", "indices": "*i32", "index_bases": None, **_RANGE, "BLOCK": 1024, "RUN": 1}
 _STEP = {
     **_LIST,
     "param_table": "*i64",
@@ -61,11 +61,12 @@ _GATHER = {
 }
 _MOVE = {**_LIST, "dense_table": "*i64", "BITS": "int16"}
 _DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
-_DELTA_APPLY = {name: kind for name, kind in _MOVE.items() if name != "RUN"}
+_DELTA_APPLY = {name: kind for name, kind in _MOVE.items() if name not in ("RUN", "index_bases")}
 
 _ONE_TENSOR = {"blocks": None}
 _DENSE_GRADS = {"grad": None, "grad_table": "*i64", "GRAD": "float16"}
 _RUNS = {"RUN": 32}
+_NARROW = {"indices": "*u16", "index_bases": "*i32"}
 _BARE = {"clip_coef": None, "grad_scale": None, "found_inf": None}
 _BF16_MOMENTS = {"exp_avg": "*bf16", "exp_avg_sq": "*bf16"}
 
@@ -87,12 +88,15 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "indexed_adamw",
             {**_ADAMW, **_RUNS, **_ONE_TENSOR, "param_table": "*bf16"},
         ),
+        ("adamw-narrow", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_NARROW}),
         ("sgd", "indexed_sgd", "indexed_sgd", _SGD),
+        ("sgd-narrow", "indexed_sgd", "indexed_sgd", {**_SGD, **_NARROW}),
         ("sgd-runs", "indexed_sgd", "indexed_sgd", {**_SGD, **_RUNS, **_DENSE_GRADS}),
         ("sgd-nesterov-stochastic", "indexed_sgd", "indexed_sgd", {**_SGD, "NESTEROV": True, "STOCHASTIC": True}),
         ("sgd-no-momentum", "indexed_sgd", "indexed_sgd", {**_SGD, "momentum_buffer": None, "master": "*fp32"}),
         ("gather", "masked_grad_gather", "masked_grad_gather", _GATHER),
         ("gather-one", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_ONE_TENSOR, "dense_table": "*fp16"}),
+        ("gather-narrow", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_NARROW}),
         ("gather-runs", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_RUNS}),
         (
             "gather-bare",
@@ -107,6 +111,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             {"partials": "*fp32", "firsts": "*i64", "count": "i64", "sum_sq": "*fp32", "BLOCK": 1024},
         ),
         ("swap", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i16"}),
+        ("swap-narrow", "indexed_swap", "indexed_swap", {**_MOVE, **_NARROW, "compact": "*i16"}),
         ("swap-runs", "indexed_swap", "indexed_swap", {**_MOVE, **_RUNS, "compact": "*i16"}),
         ("swap-8-bytes", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i64", "BITS": "int64"}),
         ("delta-count", "delta_codec", "delta_count", {**_DELTA, "counts": "*i32"}),

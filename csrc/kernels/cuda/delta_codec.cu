@@ -297,11 +297,12 @@ void delta_find(const DeltaArguments& args, cudaStream_t stream) {
 
 void delta_pack(const DeltaArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    dispatch_index(args.wide_indices, [&]<typename Index>() {
+    const auto pack = [&]<typename Index>() {
       for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
         delta_pack_kernel<Word, Index><<<(blocks + kWarps - 1) / kWarps, kThreads, 0, stream>>>(table, args);
       });
-    });
+    };
+    args.wide_indices ? pack.template operator()<int64_t>() : pack.template operator()<int32_t>();
   });
 }
 

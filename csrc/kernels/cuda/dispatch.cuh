@@ -24,12 +24,19 @@ void dispatch_dtype(DType dtype, Call call) {
   }
 }
 
+// call.template operator()<Index>(): the type that the indices are stored in.
 template <typename Call>
-void dispatch_index(bool wide, Call call) {
-  if (wide) {
-    call.template operator()<int64_t>();
-  } else {
-    call.template operator()<int32_t>();
+void dispatch_index(IndexType type, Call call) {
+  switch (type) {
+    case IndexType::kInt32:
+      call.template operator()<int32_t>();
+      break;
+    case IndexType::kInt64:
+      call.template operator()<int64_t>();
+      break;
+    case IndexType::kOffset16:
+      call.template operator()<uint16_t>();
+      break;
   }
 }
 
@@ -53,6 +60,9 @@ void dispatch_word(int element_size, Call call) {
 
 // Compact data is read and written once: it should not push dense lines, which neighbours share, out of the caches.
 __device__ __forceinline__ float load_once(const float* p) {
+  return __ldcs(p);
+}
+__device__ __forceinline__ uint16_t load_once(const uint16_t* p) {
   return __ldcs(p);
 }
 __device__ __forceinline__ int32_t load_once(const int32_t* p) {

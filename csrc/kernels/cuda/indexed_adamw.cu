@@ -65,16 +65,8 @@ void launch(const AdamWArguments& args, cudaStream_t stream) {
 }  // namespace
 
 void indexed_adamw(const AdamWArguments& args, cudaStream_t stream) {
-  dispatch_dtype(args.param_dtype, [&]<typename Param>() {
-    dispatch_layout(args.segments, [&]<typename Layout>() {
-      if (args.moment_dtype == DType::kBFloat16) {
-        args.stochastic_rounding ? launch<Layout, Param, bfloat16, true>(args, stream)
-                                 : launch<Layout, Param, bfloat16, false>(args, stream);
-      } else {
-        args.stochastic_rounding ? launch<Layout, Param, float, true>(args, stream)
-                                 : launch<Layout, Param, float, false>(args, stream);
-      }
-    });
+  dispatch_step(args, [&]<typename Layout, typename Param, typename Moment, bool Stochastic>() {
+    launch<Layout, Param, Moment, Stochastic>(args, stream);
   });
 }
 

@@ -1,8 +1,7 @@
 // The loop of the kernels that move bits between dense[indices] and a compact buffer.
 #pragma once
 
-#include "dispatch.cuh"
-#include "segment_table.cuh"
+#include "slots.cuh"
 
 namespace sparse_opt::cuda {
 
@@ -22,10 +21,8 @@ __global__ void __launch_bounds__(kMoveThreads)
   const BlockRange range = block_range(table, kMoveSlots);
   Word* dense = static_cast<Word*>(table.dense[range.segment]);
   Word* compact = static_cast<Word*>(args.compact);
-  const Index* indices = static_cast<const Index*>(args.segments.indices);
   const int64_t first = range.origin + threadIdx.x;
-  const int run_length = args.segments.run_length, shift = __ffs(run_length) - 1;
-  Index position[kMoveUnroll];
+  PositionOf<Index> position[kMoveUnroll];
   Word held[kMoveUnroll], value[kMoveUnroll];
   bool active[kMoveUnroll];
 #pragma unroll
@@ -33,7 +30,7 @@ __global__ void __launch_bounds__(kMoveThreads)
     const int64_t slot = first + j * kMoveThreads;
     active[j] = slot >= range.begin && slot < range.end;
     if (!active[j]) continue;
-    position[j] = load_once(indices + (slot >> shift)) + static_cast<Index>(slot & (run_length - 1));
+    position[j] = position_at<Index>(args.segments, range.number, slot);
     value[j] = compact[slot];
   }
   if (Swap) {
@@ -54,7 +51,7 @@ __global__ void __launch_bounds__(kMoveThreads)
 template <bool Swap>
 void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    dispatch_index(args.segments.wide_indices, [&]<typename Index>() {
+    dispatch_index(args.segments.index_type, [&]<typename Index>() {
       for_each_table(args.segments, nullptr, kMoveSlots,
                      [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                        if (blocks == 0) return;

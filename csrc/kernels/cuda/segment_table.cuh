@@ -21,13 +21,14 @@ constexpr int kUnroll = 4;
 // % active, dense gradients) AdamW took 3.45 ms so, 3.86 ms with four turns and 3.52 ms with eight elements in flight.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
-// Parameters may take 32764 bytes from CUDA 12.1 on (sm_70 and later), 4096 before. Few tensors get a small table, as
-// every launch copies its parameters.
-constexpr int kSmallTable = 64;
+// Every launch copies its parameters, so a table is not much larger than lists are: one tensor, of a gradient's hook, or
+// those of a model of 8 B parameters (Llama's has 291). More take several launches. Parameters may take 32764 bytes from
+// CUDA 12.1 on (sm_70 and later), 4096 before.
+constexpr int kSmallTable = 8;
 #if CUDART_VERSION >= 12010
-constexpr int kLargeTable = 800;
+constexpr int kLargeTable = 320;
 #else
-constexpr int kLargeTable = kSmallTable;
+constexpr int kLargeTable = 64;
 #endif
 
 template <int Capacity>
@@ -47,9 +48,11 @@ __host__ __device__ inline int64_t aligned_start(int64_t start) {
   return start & ~int64_t{31};
 }
 
-// Where a block works: slots [begin, end) of segment `segment` of the table, handed to threads from `origin` on.
+// Where a block works: slots [begin, end) of segment `segment` of the table, which is number `number` of the call,
+// handed to threads from `origin` on.
 struct BlockRange {
   int segment;
+  int64_t number;
   int64_t origin, begin, end;
 };
 
@@ -68,7 +71,7 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
   const int64_t start = table.starts[low], end = table.ends[low];
   const int64_t origin = aligned_start(start) + (block - table.first_block[low]) * slots_per_block;
   const int64_t last = origin + slots_per_block;
-  return {low, origin, origin < start ? start : origin, last < end ? last : end};
+  return {low, table.segment_offset + low, origin, origin < start ? start : origin, last < end ? last : end};
 }
 
 template <int Capacity>
@@ -79,7 +82,7 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
 // The slots of one turn of a block that takes several, kSlots each; the first turn has some.
 __device__ __forceinline__ BlockRange turn_of(const BlockRange& block, int turn) {
   const int64_t origin = block.origin + turn * kSlots, last = origin + kSlots;
-  return {block.segment, origin, origin < block.begin ? block.begin : origin, last < block.end ? last : block.end};
+  return {block.segment, block.number, origin, origin < block.begin ? block.begin : origin, last < block.end ? last : block.end};
 }
 
 inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {

@@ -4,11 +4,28 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "dispatch.cuh"
 #include "segment_table.cuh"
 
 namespace sparse_opt::cuda {
+
+// What a position is held in, where indices are stored as Index.
+template <typename Index>
+using PositionOf = std::conditional_t<std::is_same_v<Index, int64_t>, int64_t, int32_t>;
+
+// Where `slot` of the call's segment `number` lies. A warp's slots are in one frame, so that its bases are one load.
+template <typename Index>
+__device__ __forceinline__ PositionOf<Index> position_at(const Segments& segments, int64_t number, int64_t slot) {
+  const Index* indices = static_cast<const Index*>(segments.indices);
+  if constexpr (std::is_same_v<Index, uint16_t>) {
+    return __ldg(segments.index_bases + slot / kIndexFrame + number) + load_once(indices + slot);
+  } else {
+    const int shift = __ffs(segments.run_length) - 1;
+    return load_once(indices + (slot >> shift)) + static_cast<Index>(slot & (segments.run_length - 1));
+  }
+}
 
 template <typename Index>
 struct ElementSlots {
@@ -17,20 +34,17 @@ struct ElementSlots {
 
   int64_t first;  // slot j is first + j * kThreads
   bool in_range[kUnroll];
-  Index position[kUnroll];
+  PositionOf<Index> position[kUnroll];
 
   __device__ __forceinline__ int64_t slot(int j) const { return first + j * kThreads; }
   __device__ __forceinline__ bool active(int j) const { return in_range[j]; }
 
   __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
     first = range.origin + threadIdx.x;
-    const int shift = __ffs(segments.run_length) - 1;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
       in_range[j] = slot(j) >= range.begin && slot(j) < range.end;
-      if (!in_range[j]) continue;
-      const Index start = load_once(static_cast<const Index*>(segments.indices) + (slot(j) >> shift));
-      position[j] = start + static_cast<Index>(slot(j) & (segments.run_length - 1));
+      if (in_range[j]) position[j] = position_at<Index>(segments, range.number, slot(j));
     }
   }
 
@@ -136,7 +150,7 @@ struct RunSlots {
     in_range = first >= range.begin && first < range.end;
     if (!in_range) return;
     const int64_t run = first >> (__ffs(segments.run_length) - 1);
-    const int64_t start = segments.wide_indices ? static_cast<const int64_t*>(segments.indices)[run]
+    const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
                                                 : static_cast<const int32_t*>(segments.indices)[run];
     position = start + (first & (segments.run_length - 1));
   }
@@ -172,10 +186,9 @@ template <typename Call>
 void dispatch_layout(const Segments& segments, Call call) {
   if (segments.run_length % kUnroll == 0) {
     call.template operator()<RunSlots>();
-  } else if (segments.wide_indices) {
-    call.template operator()<ElementSlots<int64_t>>();
   } else {
-    call.template operator()<ElementSlots<int32_t>>();
+    dispatch_index(segments.index_type,
+                   [&]<typename Index>() { call.template operator()<ElementSlots<Index>>(); });
   }
 }
 

@@ -84,4 +84,20 @@ struct StepSlots : Layout {
   }
 };
 
+// call.template operator()<Layout, Param, Moment, Stochastic>()
+template <typename Call>
+void dispatch_step(const StepArguments& args, Call call) {
+  dispatch_dtype(args.param_dtype, [&]<typename Param>() {
+    dispatch_layout(args.segments, [&]<typename Layout>() {
+      if (args.moment_dtype == DType::kBFloat16) {
+        args.stochastic_rounding ? call.template operator()<Layout, Param, bfloat16, true>()
+                                 : call.template operator()<Layout, Param, bfloat16, false>();
+      } else {
+        args.stochastic_rounding ? call.template operator()<Layout, Param, float, true>()
+                                 : call.template operator()<Layout, Param, float, false>();
+      }
+    });
+  });
+}
+
 }  // namespace sparse_opt::cuda

@@ -1,0 +1,120 @@
+"""Indices of two bytes in the optimizers: the bits that int32 indices give, and half their memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.optim import base_weights, buckets
+
+
+def make_model(device):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(300, 400), torch.nn.Tanh(), torch.nn.Linear(400, 300), torch.nn.Linear(300, 8)]
+    return torch.nn.Sequential(*layers).to(device, torch.bfloat16)
+
+
+def make_mask(model, seed=0):
+    """All layers at 3 %, but for the second, of which two elements are active that lie far apart."""
+    mask = MaskSet.random(model, density=0.03, seed=seed)
+    far = torch.tensor([seed, 119_999], dtype=mask["2.weight"].dtype)
+    return MaskSet({**mask.indices, "2.weight": far}, mask.shapes, pattern="element")
+
+
+def train(model, optimizer, seeds, without=()):
+    for seed in seeds:
+        for micro_batch in range(2):
+            x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2 * seed + micro_batch))
+            model(x.to(model[0].weight)).float().square().mean().backward()
+            for name, param in model.named_parameters():
+                if name in without and optimizer.grads == "dense":
+                    param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(a, b):
+    x, y = a.state_dict()["state"], b.state_dict()["state"]
+    return x.keys() == y.keys() and all(torch.equal(value, y[i][name]) for i in x for name, value in x[i].items())
+
+
+@pytest.fixture
+def both(device, monkeypatch):
+    """`both(**options)`: a model and its optimizer with narrow indices, and the same with int32 ones."""
+
+    def build(**options):
+        pairs = []
+        for narrow in (True, False):
+            with monkeypatch.context() as patch:
+                if not narrow:
+                    patch.setattr(buckets, "can_narrow", lambda positions: False)
+                    patch.setattr(base_weights, "can_narrow", lambda positions: False)
+                model = make_model(device)
+                pairs.append((model, SparseAdamW(model, make_mask(model), lr=1e-2, **options)))
+        return pairs
+
+    return build
+
+
+def test_only_what_lies_far_apart_takes_four_bytes(device):
+    model = make_model(device)
+    mask = make_mask(model)
+    optimizer = SparseAdamW(model, mask)
+    assert [(b.indices.dtype, b.names) for b in optimizer._buckets] == [
+        (torch.uint16, ["0.weight", "0.bias", "2.bias", "3.weight"]),
+        (torch.int32, ["2.weight"]),
+    ]
+    narrow = optimizer._buckets[0]
+    wanted = 2 * narrow.nnz + 4 * (narrow.nnz // 256 + 4) + 4 * 2
+    assert optimizer.nbytes()["indices"] == wanted
+    state = optimizer.state_dict()["state"]
+    for i, name in enumerate(optimizer.param_groups[0]["param_names"]):
+        if mask[name].numel():
+            assert state[i]["indices"].dtype == torch.int32
+            assert torch.equal(state[i]["indices"].cpu(), mask[name].int())
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_training_gives_the_same_bits(grads, both):
+    (narrow, a), (wide, b) = both(grads=grads, master_weights=True)
+    for model, optimizer in ((narrow, a), (wide, b)):
+        train(model, optimizer, range(4))
+        train(model, optimizer, range(4, 6), without=("0.bias",))  # a call with some of the segments
+        train(model, optimizer, range(6, 8), without=("0.weight", "3.weight"))
+    assert same(a, b)
+    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_frozen_branch(both):
+    """With compact gradients, a step for which some parameters received nothing."""
+    (narrow, a), (wide, b) = both()
+    for model, optimizer in ((narrow, a), (wide, b)):
+        train(model, optimizer, range(2))
+        for seed in range(2, 4):
+            x = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed)).to(model[0].weight)
+            with torch.no_grad():
+                hidden = model[1](model[0](x))
+            model[3](model[2](hidden)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(a, b)
+
+
+def test_state_base_weights_and_a_new_mask(both):
+    (narrow, a), (wide, b) = both()
+    start = [p.detach().clone() for p in narrow.parameters()]
+    for model, optimizer in ((narrow, a), (wide, b)):
+        train(model, optimizer, range(3))
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, range(3, 5))
+        optimizer.load_state_dict(saved)  # moments of three steps, weights of five
+        optimizer.set_mask(make_mask(model, seed=1))
+        train(model, optimizer, range(5, 7))
+        with optimizer.base_weights():
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+    assert same(a, b)
+    assert {base.indices.dtype for base in a._bases} == {torch.uint16, torch.int32}
