@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt import MaskSet, backends
 from sparse_opt.ops.reference import as_bits
 
 from . import backward, floors, inputs, peers, targets
@@ -162,9 +162,7 @@ class KernelBench:
         gathers = {targets.GATHER: narrow, targets.GATHER + targets.WIDE: active}
         self._cases({name: inputs.gather_case(grads, where) for name, where in gathers.items()}, density, others)
         swaps = {targets.SWAP: narrow, targets.SWAP + targets.WIDE: active}
-        self._cases(
-            {name: inputs.swap_case(params, where, self.generator) for name, where in swaps.items()}, density
-        )
+        self._cases({name: inputs.swap_case(params, where, self.generator) for name, where in swaps.items()}, density)
 
     def _fused_step(self, params: list[Tensor], grads: list[Tensor]) -> list[Work]:
         step = peers.torch_adamw_step(parameters(self._named(params)), grads, fused=True)

@@ -74,7 +74,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     transformers, trl, datasets = (import_module(name) for name in ("transformers", "trl", "datasets"))
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+    class Watch(transformers.TrainerCallback):  # type: ignore[name-defined]
         """Times each step, the device waited for, and forgets the peak of setting up."""
 
         def __init__(self) -> None:

@@ -222,6 +222,10 @@ def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]
         _fail(op, "new holds no tensor, wanted at least one")
     _same_shapes(op, "old", old, "new", new)
     _movable(op, "new", new, new[0].device)
+    if new[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: a CUDA graph is being captured, which cannot wait for the number of changes; call it outside of one"
+        )
     _dense(op, "old", old, new[0].device, (new[0].dtype,))
 
 

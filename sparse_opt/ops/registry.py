@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import backends
 from . import checks
 
-_SEGMENTS = "Tensor indices, int[] starts, int[] ends"
+_SEGMENTS = "Tensor indices, SymInt[] starts, SymInt[] ends"
 _STEP = "Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None"
 _SCALARS = "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None"
 _ROUNDING = "bool stochastic_rounding=False, int seed=0"
@@ -41,7 +41,7 @@ SCHEMAS = {
     ),
     "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *, {_RUNS}", "()"),
     "delta_encode": ("(Tensor[] old, Tensor[] new, *", "(Tensor indices, Tensor values, Tensor counts)"),
-    "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends, *", "()"),
+    "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, SymInt[] starts, SymInt[] ends, *", "()"),
 }
 
 _library = torch.library.Library("sparse_opt", "DEF")
@@ -70,6 +70,13 @@ def _bump_versions(mutated: list[tuple[int, str]], args: tuple[Any, ...], kwargs
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
+def _unknown_until_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a traced function reads a length or a segment from a tensor: `run` checks those when it has numbers."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # sympy; loaded already where one traces
+
+    return any(free_unbacked_symbols(value) for value in (*args, *kwargs.values()) if not isinstance(value, str))
+
+
 def _register(name: str) -> None:
     arguments, returns = SCHEMAS[name]
 
@@ -92,7 +99,8 @@ def _register(name: str) -> None:
     def fake(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _with_defaults(name, args, kwargs)
         kwargs.pop("backend")
-        check(*args, **kwargs)
+        if not _unknown_until_run(args, kwargs):
+            check(*args, **kwargs)
         return _fake_delta_encode(*args) if name == "delta_encode" else None
 
     _library.impl(name, run, "CompositeExplicitAutograd")

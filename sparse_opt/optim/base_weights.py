@@ -67,7 +67,7 @@ def rebuild(
     """
     active = {p: (b, i) for b in buckets for i, p in enumerate(b.params)}
     longest = max(b.run_length for b in buckets)
-    split: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], list[tuple[Parameter, Tensor, Tensor]]] = {}
+    split: dict[tuple[Any, ...], list[tuple[Parameter, Tensor, Tensor]]] = {}
     for param in dict.fromkeys([*active, *held]):
         flat = param.detach().view(-1)
         nothing = torch.empty(0, dtype=index_dtype(param), device=param.device)
@@ -77,17 +77,27 @@ def rebuild(
         base = flat[union.long()]
         base[torch.searchsorted(union, held_positions)] = held_values
         run_length = longest_run(union, longest)
-        key = (param.device, param.dtype, union.dtype, run_length, run_length == 1 and can_narrow(union))
+        narrow = run_length == 1 and can_narrow(union)
+        key = (bucket, param.device, param.dtype, union.dtype, run_length, narrow)
         split.setdefault(key, []).append((param, union[::run_length], base))
     bases = []
-    for (device, _, _, run_length, narrow), parts in split.items():
+    for (bucket, device, _, _, run_length, narrow), parts in split.items():
         params, indices, values = (list(column) for column in zip(*parts, strict=True))
         ends = list(itertools.accumulate(part.numel() for part in values))
         starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
         ops = backends.functions(device, backend)
-        where = (*laid_out(indices, starts, ends, narrow), starts, ends, run_length)
-        bases.append(BaseWeights(params, *where, torch.cat(values), ops))
+        where = laid_out(indices, starts, ends, narrow)
+        if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
+            where = bucket.indices, bucket.index_bases  # one copy for both
+        bases.append(BaseWeights(params, *where, starts, ends, run_length, torch.cat(values), ops))
     return bases
+
+
+def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
+    return all(
+        x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 @contextmanager

@@ -23,10 +23,10 @@ from sparse_opt import ops
 
 true_op = ops.indexed_swap_
 
-def {kind}(dense, *others, backend):
+def {kind}(dense, *others, backend, **options):
     if backend != "reference":
         {action}
-    true_op(dense, *others, backend=backend)
+    true_op(dense, *others, backend=backend, **options)
 
 ops.indexed_swap_ = {kind}
 """

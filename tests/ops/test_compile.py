@@ -53,6 +53,7 @@ def adamw(case: Case, backend: str) -> list[Tensor]:
         case.steps,
         grad=case.grad * 0.5,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
     )
     return [p * 2 for p in case.params] + [case.exp_avg * 2]
@@ -77,6 +78,7 @@ def adamw_with_everything(case: Case, backend: str) -> list[Tensor]:
         stochastic_rounding=True,
         seed=2**40 + 17,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
     )
     return [p * 2 for p in case.params] + [case.master * 2]
@@ -94,6 +96,7 @@ def sgd(case: Case, backend: str) -> list[Tensor]:
         dense_grads=[g * 0.5 for g in case.dense_grads],
         momentum=0.9,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
     )
     return [p * 2 for p in case.params]
@@ -112,6 +115,7 @@ def gather(case: Case, backend: str) -> list[Tensor]:
         sum_sq=sum_sq,
         found_inf=found_inf,
         run_length=case.run_length,
+        index_bases=case.index_bases,
         backend=backend,
     )
     return [case.grad * 2, sum_sq * 2, found_inf]
@@ -120,10 +124,24 @@ def gather(case: Case, backend: str) -> list[Tensor]:
 def swap(case: Case, backend: str) -> list[Tensor]:
     inside, outside = [p * 2 for p in case.params], case.master.to(case.params[0].dtype)
     ops.indexed_swap_(
-        inside, outside, case.indices, case.starts, case.ends, run_length=case.run_length, backend=backend
+        inside,
+        outside,
+        case.indices,
+        case.starts,
+        case.ends,
+        run_length=case.run_length,
+        index_bases=case.index_bases,
+        backend=backend,
     )
     ops.indexed_swap_(
-        case.params, outside, case.indices, case.starts, case.ends, run_length=case.run_length, backend=backend
+        case.params,
+        outside,
+        case.indices,
+        case.starts,
+        case.ends,
+        run_length=case.run_length,
+        index_bases=case.index_bases,
+        backend=backend,
     )
     return [*inside, outside]
 
@@ -164,14 +182,16 @@ def assert_equal_bits(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "run_length"), [(torch.float32, 1), (torch.bfloat16, 16)], ids=["fp32-elements", "bf16-runs"]
+    ("dtype", "layout"),
+    [(torch.float32, "element"), (torch.float32, "narrow"), (torch.bfloat16, "run16")],
+    ids=["fp32-elements", "fp32-narrow", "bf16-runs"],
 )
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("op", FUNCTIONS)
-def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, run_length, where):
+def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, where):
     device, backend = where
     function = FUNCTIONS[op]
-    case = make(device, dtype=dtype, run_length=1 if op in DELTAS else run_length)
+    case = make(device, dtype=dtype, layout="element" if op in DELTAS else layout)
     want, got = case.clone(), case.clone()
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
     for _ in range(2):  # what one call leaves behind is what the next starts from
@@ -349,14 +369,16 @@ def capture(work: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "run_length"), [(torch.float32, 1), (torch.bfloat16, 16)], ids=["fp32-elements", "bf16-runs"]
+    ("dtype", "layout"),
+    [(torch.float32, "element"), (torch.float32, "narrow"), (torch.bfloat16, "run16")],
+    ids=["fp32-elements", "fp32-narrow", "bf16-runs"],
 )
 @pytest.mark.parametrize("compiler", ["eager", *COMPILERS])
 @pytest.mark.parametrize("op", CAPTURED)
-def test_replays_are_eager_calls(op, compiler, dtype, run_length, gpu_backend):
+def test_replays_are_eager_calls(op, compiler, dtype, layout, gpu_backend):
     function = FUNCTIONS[op]
     captured = function if compiler == "eager" else torch.compile(function, fullgraph=True, backend=compiler)
-    case = make(torch.device("cuda"), dtype=dtype, run_length=1 if op in DELTAS else run_length)
+    case = make(torch.device("cuda"), dtype=dtype, layout="element" if op in DELTAS else layout)
     want, got, other = case.clone(), case.clone(), case.clone()
     results: list[Tensor] = []
 
