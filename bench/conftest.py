@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from .environment import environment
+from .shapes import SUITE_NUMEL
 
-# Small enough for a minute or two on two cores; past the caches of most CPUs, and rotated past the L2 of a GPU.
-DEFAULT_NUMEL = 1 << 20
 DEFAULT_ROUNDS = 100
 
 
@@ -18,7 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sparse_opt.bench")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     group.addoption("--bench_device", default=default, help=f"where the ops are timed ({default})")
-    group.addoption("--bench_numel", type=int, default=DEFAULT_NUMEL, help=f"elements of all tensors ({DEFAULT_NUMEL})")
+    small, large = SUITE_NUMEL["cpu"], SUITE_NUMEL["cuda"]
+    group.addoption("--bench_numel", type=int, help=f"elements of all tensors ({small}; on a GPU {large})")
     # Threads that meet at a barrier wait for a core that anything else on the machine holds.
     group.addoption("--bench_threads", type=int, default=1, help="CPU threads (1: the steadiest)")
     group.addoption(

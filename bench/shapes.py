@@ -68,6 +68,11 @@ LLAMA_64M = llama_matrices(
 )
 
 
+# Elements of a case of `pytest bench`: past most caches of a CPU, and a minute or two on two cores; past the L2 of a GPU,
+# where many small sets of buffers, to be rotated past it, take longer to check than to time.
+SUITE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+
 def total_numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """The number of elements of all matrices together."""
     return sum(math.prod(shape) for shape in shapes.values())

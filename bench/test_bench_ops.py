@@ -23,7 +23,7 @@ from . import floors
 from .cases import Case, check
 from .inputs import random_active, random_case, random_tensors
 from .optimizers import Gradients, check_first_step, index_itemsize, mask_of, parameters, sparse_adamw
-from .shapes import LLAMA_64M, scaled
+from .shapes import LLAMA_64M, SUITE_NUMEL, scaled
 from .timing import n_buffer_sets, samples
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -57,7 +57,7 @@ class Session:
 
     def __init__(self, config: pytest.Config, wanted: dict[tuple[object, ...], list[str]]) -> None:
         self.device = torch.device(config.getoption("--bench_device"))
-        self.numel: int = config.getoption("--bench_numel")
+        self.numel: int = config.getoption("--bench_numel") or SUITE_NUMEL[self.device.type]
         self.n_rounds: int = config.getoption("--bench_rounds")
         self.wanted = wanted  # test and its parameters without the backend -> the backends that were selected
         self.found: dict[tuple[object, ...], dict[str, Measured]] = {}

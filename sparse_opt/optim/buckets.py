@@ -105,8 +105,8 @@ def build_bucket(
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     starts = [end - count for end, count in zip(ends, counts, strict=True)]
     parts = [active[p][::run_length].to(index_dtype(p)) for p in params]
-    indices, index_bases = (None if t is None else t.to(device) for t in laid_out(parts, starts, ends, narrow))
-    layout = {"run_length": run_length, "index_bases": index_bases}
+    indices, index_bases = laid_out(parts, starts, ends, narrow)
+    indices, index_bases = indices.to(device), None if index_bases is None else index_bases.to(device)
     return Bucket(
         params=params,
         indices=indices,
@@ -118,7 +118,9 @@ def build_bucket(
         names=names,
         ordinal=ordinal,
         ops=backends.functions(device, backend),
-        native=backends.bind(op, params, indices, starts, ends, **layout, backend=backend),
+        native=backends.bind(
+            op, params, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend
+        ),
         lr=torch.zeros(1, device=device),
         steps=torch.zeros(len(params), device=device),
         sum_sq=torch.zeros(len(params), device=device),

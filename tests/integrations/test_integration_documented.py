@@ -1,0 +1,40 @@
+"""The code in docs/integrations.md runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sparse_opt import DeltaLog
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+BLOCKS = {
+    heading: code
+    for section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    for heading, code in [
+        (section.partition("\n")[0], "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)))
+    ]
+    if code
+}
+
+
+def test_every_trainer_has_its_block():
+    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Delta log"]
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
+def test_its_integration_runs(lab, monkeypatch, tmp_path, kind):
+    plain = lab(kind)
+    lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
+    monkeypatch.chdir(tmp_path)
+    names = {"tokenizer": lab.tokenizer, "reward": plain.reward_funcs if kind == "GRPO" else None}
+    names |= {"model": lab.model(), "args": lab.args(kind, max_steps=10), "rows": lab.rows(kind)}
+    exec(BLOCKS[kind], names)
+    assert names["trainer"].state.global_step == 10
+    assert names["trainer"].sparse_optimizer.mask.nnz < 0.11 * lab.model().num_parameters()
+    if kind == "DPO":
+        exec(BLOCKS["Delta log"], names)
+        assert names["state"].keys() == dict(lab.model().state_dict()).keys()
+        assert DeltaLog.open("delta_logs").steps == (0, 10)

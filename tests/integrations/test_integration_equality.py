@@ -1,0 +1,304 @@
+"""The same losses, gradient norms and weights as theirs with `torch.optim.AdamW`, step for step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.integrations import SparseArguments
+
+EPS = 2**-23
+STEPS = 30
+# Losses of order one. A step rounds each weight otherwise than theirs once, and a loss sums some 100 products of them:
+# sqrt(100) roundings a step, if they are independent.
+LOSS_TOLERANCE = STEPS * 10 * EPS
+# Squares of some 26,000 gradients, summed in another order: sqrt(26,000) roundings, and the weights' own error.
+NORM_TOLERANCE = 160 * EPS + LOSS_TOLERANCE
+
+CASES = {
+    "Trainer": ("Trainer", {}),
+    "SFT": ("SFT", {}),
+    "DPO": ("DPO", {}),
+    "GRPO": ("GRPO", {}),
+    "GRPO with a reference": ("GRPO", {"beta": 0.3}),
+}
+
+
+def assert_same_curve(ours, theirs):
+    assert len(ours) == len(theirs) == STEPS
+    assert max(row["grad_norm"] for row in theirs) > 0.5  # some steps are clipped
+    assert len({row["learning_rate"] for row in theirs}) > 20
+    assert theirs[-1].get("kl", 1.0) > 100 * LOSS_TOLERANCE  # the policy has left the reference
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=NORM_TOLERANCE)
+        assert a["learning_rate"] == b["learning_rate"]
+        for name in {"loss", "entropy", "kl"} & b.keys():
+            assert a[name] == pytest.approx(b[name], abs=LOSS_TOLERANCE), name
+
+
+class SharedCompletions:
+    """Ours trains on the completions of theirs.
+
+    A token is the argmax of noise over probabilities. Once in some ten thousand tokens rounding decides it, and after
+    that the two are different runs.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[object] = []
+        self.agreed: list[bool] = []
+
+    def record(self, trainer):
+        """`trainer`, which keeps what it generates."""
+        generate = trainer._generate_single_turn
+
+        def recorded(*args, **kwargs):
+            self.made.append(generate(*args, **kwargs))
+            return self.made[-1]
+
+        trainer._generate_single_turn = recorded
+        return trainer
+
+    def replay(self, trainer):
+        """`trainer`, which generates the same again, and then goes on with what was kept."""
+        generate = trainer._generate_single_turn
+
+        def replayed(*args, **kwargs):
+            kept = self.made[len(self.agreed)]
+            self.agreed.append(generate(*args, **kwargs) == kept)
+            return kept
+
+        trainer._generate_single_turn = replayed
+        return trainer
+
+
+def run_both(make_theirs, make_ours, is_grpo: bool):
+    """Both trainers, trained. One is done before the other is made: making one seeds the random numbers."""
+    if not is_grpo:
+        theirs = make_theirs()
+        theirs.train()
+        ours = make_ours()
+        ours.train()
+        return theirs, ours
+    shared = SharedCompletions()
+    theirs = shared.record(make_theirs())
+    theirs.train()
+    ours = shared.replay(make_ours())
+    ours.train()
+    assert len(shared.agreed) == len(shared.made) == STEPS
+    assert sum(shared.agreed) > 0.9 * STEPS
+    return theirs, ours
+
+
+def assert_same_weights(ours, theirs, start):
+    moved = 0.0
+    for name, p in ours.named_parameters():
+        # Adam's step is up to the learning rate, 3e-3, whatever the gradient: rounding moves weights whose gradient
+        # is rounding itself by more than it moves losses.
+        torch.testing.assert_close(p, theirs.get_parameter(name), rtol=0, atol=1e-4, msg=name)
+        moved = max(moved, (p - start.get_parameter(name)).abs().max().item())
+    assert moved > 1e-2
+
+
+class OnlyActive(TrainerCallback):
+    """Puts back what weight decay did to inactive weights: decay touches active elements only in ours."""
+
+    def __init__(self, mask: MaskSet) -> None:
+        self.mask = mask
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            active = torch.zeros_like(p, dtype=torch.bool)
+            if name in self.mask.indices:
+                active.view(-1)[self.mask.indices[name].long()] = True
+            self.start[name] = (active, self.start[name])
+            p.register_hook(lambda grad, active=active: grad * active)
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                active, start = self.start[name]
+                p.copy_(torch.where(active, p, start))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_every_weight_active_equals_theirs(lab, curve, case, grads):
+    kind, changes = CASES[case]
+    mask, sparse = lab.random_mask(1.0), SparseArguments(grads=grads)
+    theirs, ours = run_both(
+        lambda: lab(kind, **changes), lambda: lab(kind, mask=mask, sparse=sparse, **changes), kind == "GRPO"
+    )
+    assert_same_curve(curve(ours), curve(theirs))
+    assert_same_weights(ours.model, theirs.model, lab.model())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tenth_active_equals_theirs_with_masked_gradients(lab, curve, case):
+    kind, changes = CASES[case]
+    # Without the embedding: a parameter that is frozen in ours and has a gradient of zeros in theirs.
+    mask = lab.random_mask(0.1, without=("embed_tokens",))
+    theirs, ours = run_both(
+        lambda: lab(kind, given={"callbacks": [OnlyActive(mask)]}, **changes),
+        lambda: lab(kind, mask=mask, **changes),
+        kind == "GRPO",
+    )
+    assert_same_curve(curve(ours), curve(theirs))
+    start = lab.model()
+    assert_same_weights(ours.model, theirs.model, start)
+    for name, p in ours.model.named_parameters():
+        changed = (p != start.get_parameter(name)).view(-1).nonzero().view(-1)
+        assert set(changed.tolist()) <= set(mask.indices[name].tolist() if name in mask.indices else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dpo_by_base_weights_equals_a_separate_reference_model(lab, curve, weights, dtype):
+    mask, sparse = lab.random_mask(0.1), SparseArguments(master_weights=dtype != torch.float32)
+    runs = []
+    # TRL takes only modules' dropout away: what attention drops must not reach the reference.
+    for reference in (None, lab.model(dtype, attention_dropout=0.1)):
+        trainer = lab(
+            "DPO",
+            mask=mask,
+            sparse=sparse,
+            model=lab.model(dtype, attention_dropout=0.1),
+            given={"ref_model": reference, "eval_dataset": lab.rows("DPO")},
+        )
+        before = trainer.evaluate()
+        trainer.train()
+        after = trainer.evaluate()
+        runs.append((curve(trainer), weights(trainer.model), before["eval_loss"], after["eval_loss"]))
+        assert (reference is None) == (sum(p.numel() for p in trainer.ref_model.parameters()) == 0)
+    (by_base, p, *evaluated), (by_model, q, *evaluated_too) = runs
+    assert [row["loss"] for row in by_base] == [row["loss"] for row in by_model]
+    assert all(torch.equal(p[name], q[name]) for name in p)
+    assert evaluated == evaluated_too
+    assert evaluated[0] == pytest.approx(0.6931, abs=1e-4 if dtype == torch.float32 else 5e-3)  # the policy is W0
+    assert evaluated[1] < evaluated[0] - 0.05
+
+
+def test_precomputed_references_are_those_of_the_base_weights(lab, curve):
+    mask, rows = lab.random_mask(0.1), lab.rows("DPO")
+    losses = {}
+    for precompute in (False, True):
+        trainer = lab("DPO", mask=mask, max_steps=6, precompute_ref_log_probs=precompute)
+        trainer.train()
+        # Rows that were not there when the trainer was built are asked of the reference after training.
+        losses[precompute] = [*(row["loss"] for row in curve(trainer)), trainer.evaluate(rows)["eval_loss"]]
+    assert losses[True] == pytest.approx(losses[False], abs=LOSS_TOLERANCE)
+
+
+def test_parameter_groups_are_the_trainers(lab):
+    theirs, ours = lab("Trainer"), lab("Trainer", mask=lab.random_mask(1.0))
+    names = {p: name for name, p in theirs.model.named_parameters()}
+    wanted = [
+        (group["weight_decay"], group["lr"], [names[p] for p in group["params"]])
+        for group in theirs.create_optimizer().param_groups
+    ]
+    groups = ours.create_optimizer().param_groups
+    assert [(group["weight_decay"], group["lr"], group["param_names"]) for group in groups] == wanted
+    assert all(names for *_, names in wanted)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e9])
+def test_the_logged_norm_without_clipping(lab, curve, max_grad_norm):
+    mask = lab.random_mask(1.0)
+    norms = []
+    for chosen in (None, mask):
+        trainer = lab("SFT", mask=chosen, max_steps=3, max_grad_norm=max_grad_norm)
+        trainer.train()
+        norms.append([row["grad_norm"] for row in curve(trainer)])
+    assert norms[1] == pytest.approx(norms[0], rel=NORM_TOLERANCE)
+    assert min(norms[0]) > 0.5
+
+
+def test_a_reentrant_checkpoint_behind_a_frozen_embedding_has_gradients(lab, weights):
+    mask = lab.random_mask(0.1, without=("embed_tokens",))
+    ends = []
+    for reentrant in (False, True):
+        trainer = lab(
+            "SFT",
+            mask=mask,
+            max_steps=3,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        )
+        trainer.train()
+        ends.append(weights(trainer.model))
+    start = lab.model()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(ends[0][name], start.get_parameter(name))
+    assert all(torch.equal(p, ends[1][n]) for n, p in ends[0].items())
+
+
+@pytest.mark.parametrize("form", ["file", ".pt file", "dictionary"])
+def test_a_mask_in_any_form(lab, weights, tmp_path, form):
+    mask = lab.random_mask(0.1)
+    shaped = {n: torch.zeros(mask.shapes[n], dtype=torch.bool) for n in mask.names}
+    for name, tensor in shaped.items():
+        tensor.view(-1)[mask[name].long()] = True
+    torch.save({"masks": shaped}, tmp_path / "mask.pt")
+    forms = {
+        "file": mask.save(tmp_path / "mask.safetensors"),
+        ".pt file": str(tmp_path / "mask.pt"),
+        "dictionary": shaped,
+    }
+    trainer = lab("SFT", mask=forms[form], max_steps=1)
+    trainer.train()
+    assert trainer.sparse_optimizer.mask == mask
+
+
+def test_a_model_by_name(lab):
+    trainer = lab("DPO", mask=lab.random_mask(0.1), model=str(lab.folder), max_steps=1)
+    trainer.train()
+    assert trainer.model.dtype == torch.float32
+
+
+def test_gradients_of_a_loop_that_was_left_are_not_added_to(lab):
+    class Stumbles(lab.CLASSES["SFT"][0]):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 2:
+                raise FloatingPointError("out of luck")
+            return super().compute_loss(*args, **kwargs)
+
+    class Waiting(TrainerCallback):
+        gradients = None
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 0:
+                self.gradients = [trainer.sparse_optimizer.compact_grad(p) for p in model.parameters()]
+
+    from sparse_opt.integrations import sparse_trainer
+
+    waiting = Waiting()
+    plain = lab("SFT", max_steps=1)
+    trainer = sparse_trainer(Stumbles)(
+        lab.model(),
+        args=copy.copy(plain.args),
+        train_dataset=plain.train_dataset,
+        processing_class=lab.tokenizer,
+        callbacks=[waiting],
+        mask=lab.random_mask(0.1),
+    )
+    with pytest.raises(FloatingPointError):
+        trainer.train()
+    assert any(trainer.sparse_optimizer.compact_grad(p) is not None for p in trainer.model.parameters())
+    trainer.train()
+    assert all(gradient is None for gradient in waiting.gradients)
+
+
+def test_the_buffers_are_those_of_the_optimizer_alone(lab, monkeypatch):
+    """Accelerate takes an optimizer's state out and loads it again, which holds parts of it twice for a while."""
+    mask, model = lab.random_mask(0.1), lab.model()
+    trainer = lab("SFT", mask=mask, max_steps=1)
+    monkeypatch.setattr(SparseAdamW, "load_state_dict", lambda *_: pytest.fail("a state was loaded"))
+    trainer.train()
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert trainer.sparse_optimizer.nbytes() == SparseAdamW(model.named_parameters(), mask).nbytes()

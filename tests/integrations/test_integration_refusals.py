@@ -1,0 +1,204 @@
+"""What can't be had is refused in one line that says why and what can."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
+
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.errors import ConfigError, MaskError
+from sparse_opt.integrations import SparseArguments, refusals, sparse_trainer
+
+
+def refused(lab, message, kind="SFT", error=ConfigError, **options):
+    options.setdefault("mask", lab.random_mask(0.1))
+    with pytest.raises(error, match=message) as caught:
+        lab(kind, **options)
+    assert "\n" not in str(caught.value) or error is MaskError
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "message"),
+    [
+        (KTOTrainer, "trl.trainer.kto_trainer.KTOTrainer has a loss .*; SFTTrainer, DPOTrainer, GRPOTrainer are"),
+        (SparseAdamW, "takes a subclass of transformers.Trainer, not sparse_opt.optim.adamw.SparseAdamW"),
+        (3, "takes a subclass of transformers.Trainer, not 3"),
+    ],
+)
+def test_other_classes(trainer_class, message):
+    with pytest.raises(TypeError, match=message):
+        sparse_trainer(trainer_class)
+
+
+def test_a_sparse_trainer_is_one_already_and_one_class():
+    assert sparse_trainer(Trainer) is sparse_trainer(Trainer)
+    assert sparse_trainer(DPOTrainer).__name__ == "SparseDPOTrainer"
+    with pytest.raises(TypeError, match="SparseTrainer is a sparse trainer already"):
+        sparse_trainer(sparse_trainer(Trainer))
+
+
+def test_classes_with_an_optimizer_of_their_own():
+    class Own(SFTTrainer):
+        def create_optimizer(self, model=None):
+            return torch.optim.SGD(self.model.parameters())
+
+    class Derived(Own):
+        pass
+
+    with pytest.raises(TypeError, match=r"Own overrides create_optimizer, which sparse_trainer does itself"):
+        sparse_trainer(Derived)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_classes_that_pass_arguments_on(lab, kind):
+    class PassingOn(lab.CLASSES[kind][0]):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class OfItsOwn(lab.CLASSES[kind][0]):
+        def __init__(self, model, **kwargs):
+            super().__init__(model, args=lab.args(kind, beta=0.3, max_steps=1), **kwargs)
+
+    options = {"train_dataset": lab.rows(kind), "processing_class": lab.tokenizer, "mask": lab.random_mask(0.1)}
+    if kind == "GRPO":
+        options["reward_funcs"] = lambda completion_ids, **_: [len(set(ids)) for ids in completion_ids]
+    for trainer in (
+        sparse_trainer(PassingOn)(lab.model(), args=lab.args(kind, beta=0.3, max_steps=1), **options),
+        sparse_trainer(OfItsOwn)(lab.model(), **options),
+    ):
+        assert trainer.beta == trainer.args.beta == 0.3
+        assert list(trainer.ref_model.parameters()) == []
+        trainer.train()
+
+
+def test_optimizers_of_the_callers(lab):
+    model = lab.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    refused(lab, "makes the optimizer itself", model=model, given={"optimizers": (optimizer, None)})
+    refused(lab, "is another optimizer's: set lr_scheduler_type", model=model, given={"optimizers": (None, scheduler)})
+    refused(lab, "makes the optimizer itself", given={"optimizer_cls_and_kwargs": (torch.optim.SGD, {})})
+    refused(lab, "optim is 'sgd': SparseAdamW stands in for adamw_torch and adamw_torch_fused", optim="sgd")
+
+
+def test_peft_models(lab):
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    refused(lab, "peft_config trains an adapter, a mask the model's own weights", given={"peft_config": config})
+    for kind in ("Trainer", "DPO"):
+        refused(lab, "with a PEFT adapter.*merge_and_unload", kind, model=peft.get_peft_model(lab.model(), config))
+    model = lab.model()
+    model.add_adapter(config)
+    refused(lab, "a LlamaForCausalLM with a PEFT adapter", model=model)
+
+
+def test_a_merged_adapter_is_a_model_like_any_other(lab):
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(lab.model(), config).merge_and_unload()
+    with pytest.raises(ValueError, match="active elements in 'model.embed_tokens.weight', which does not require grad"):
+        lab("SFT", mask=lab.random_mask(0.1), model=model, max_steps=1).train()
+    lab("SFT", mask=lab.random_mask(0.1), model=model.requires_grad_(True), max_steps=1).train()
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_reference_that_moves_or_is_not_kept(lab, kind):
+    beta = {"beta": 0.1}
+    refused(lab, "sync_ref_model=True moves the reference", kind, sync_ref_model=True, **beta)
+    sparse = SparseArguments(keep_base_weights=False)
+    refused(lab, "keep_base_weights=False leaves no reference", kind, sparse=sparse, **beta)
+    if kind == "GRPO":  # without a KL term there is none to keep
+        lab(kind, mask=lab.random_mask(0.1), sparse=sparse, max_steps=1).train()
+    else:
+        given = {"ref_model": lab.model()}
+        lab(kind, mask=lab.random_mask(0.1), sparse=sparse, max_steps=1, given=given).train()
+
+
+def test_the_arguments_keep_their_beta(lab):
+    args = lab.args("GRPO", beta=0.25)
+    trainer = lab("GRPO", mask=lab.random_mask(0.1), given={"args": args})
+    assert trainer.args is args
+    assert args.beta == trainer.beta == 0.25
+    args.sync_ref_model = True
+    with pytest.raises(ConfigError):
+        lab("GRPO", mask=lab.random_mask(0.1), given={"args": args})
+    args.sync_ref_model = False
+    with pytest.raises(AttributeError):  # in TRL's constructor
+        lab("GRPO", mask=lab.random_mask(0.1), given={"args": args, "reward_funcs": 3})
+    assert args.beta == 0.25
+
+
+def test_masks_of_other_models(lab):
+    foreign = MaskSet.from_bool({"model.elsewhere.weight": torch.ones(3, dtype=torch.bool)})
+    refused(lab, "model.elsewhere.weight", mask=foreign, error=MaskError)
+    refused(lab, "no-such-mask.safetensors", mask="no-such-mask.safetensors", error=MaskError)
+    refused(lab, "mask is a int, wanted a MaskSet, a path, or a dict of bool tensors", mask=3, error=TypeError)
+    sparse = sparse_trainer(SFTTrainer)
+    with pytest.raises(TypeError, match="mask"):
+        sparse(lab.model(), args=lab.args("SFT"))
+
+
+def test_casts_of_the_trained_weights_in_place(lab):
+    refused(
+        lab,
+        r"use_transformers_continuous_batching=True casts the trained weights to torch.bfloat16 in place, and "
+        r"model.embed_tokens.weight is torch.float32: load the model in torch.bfloat16",
+        "GRPO",
+        use_transformers_continuous_batching=True,
+        bf16=True,
+    )
+    refused(
+        lab,
+        "casts an fp32 lm_head to 16 bits and back: set cast_lm_head_to_fp32=False",
+        "GRPO",
+        model=lab.model(torch.bfloat16),
+        use_transformers_continuous_batching=True,
+        bf16=True,
+        cast_lm_head_to_fp32=True,
+    )
+    refused(lab, "bf16_full_eval=True casts the trained weights to torch.bfloat16", bf16_full_eval=True)
+    lab("SFT", mask=lab.random_mask(0.1), model=lab.model(torch.bfloat16), bf16_full_eval=True)
+
+
+def test_a_log_that_can_not_follow(lab, tmp_path):
+    sparse = SparseArguments(delta_log_dir=tmp_path / "log")
+    refused(lab, "auto_find_batch_size begins a run anew", sparse=sparse, auto_find_batch_size=True)
+
+
+COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), SparseArguments(amp_scaling=True)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "precision", "n_gpu", "sparse", "message"),
+    [
+        ("DEEPSPEED", "no", 1, DENSE, "DEEPSPEED keeps weights and gradients in buffers of its own"),
+        ("FSDP", "no", 1, DENSE, "FSDP keeps weights and gradients.*DistributedDataParallel and .*grads='dense'"),
+        ("MULTI_GPU", "no", 1, COMPACT, r"MULTI_GPU: .* use SparseArguments\(grads='dense'\)"),
+        ("MULTI_GPU", "no", 1, DENSE, None),
+        ("NO", "no", 2, COMPACT, "2 GPUs in one process run under DataParallel: start it with `accelerate launch`"),
+        ("NO", "fp16", 1, COMPACT, r"fp16 .* use SparseArguments\(amp_scaling=True\), grads='dense', or bf16"),
+        ("NO", "fp16", 1, SCALED, None),
+        ("NO", "fp16", 1, DENSE, None),
+        ("NO", "bf16", 1, COMPACT, None),
+    ],
+)
+def test_ways_of_running(distributed, precision, n_gpu, sparse, message):
+    """By stand-ins for the accelerator: most of them can't be made on a machine without GPUs."""
+    accelerator = SimpleNamespace(distributed_type=DistributedType(distributed), mixed_precision=precision)
+    args = SimpleNamespace(n_gpu=n_gpu)
+    if message is None:
+        refusals.of_accelerator(accelerator, args, sparse)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            refusals.of_accelerator(accelerator, args, sparse)
+
+
+def test_a_sharded_model():
+    model = SimpleNamespace(is_distributed_loading_by_transformers=True)
+    with pytest.raises(ConfigError, match="sharded over devices"):
+        refusals.of_model(model)
