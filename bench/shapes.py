@@ -68,7 +68,7 @@ LLAMA_64M = llama_matrices(
 )
 
 
-# Elements of a case of `pytest bench`: past most caches of a CPU, and a minute or two on two cores; past the L2 of a GPU,
+# Elements of a case of `pytest bench`: past most caches of a CPU, and a minute or two on two cores; past a GPU's L2,
 # where many small sets of buffers, to be rotated past it, take longer to check than to time.
 SUITE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 

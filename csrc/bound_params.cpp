@@ -37,7 +37,8 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
   if (index_bases_.has_value()) {
     const int64_t frames = indices_.numel() / kIndexFrame + 1;
-    for (size_t i = 0; i < params_.size(); ++i) own_bases_[i] = index_bases_->narrow(0, static_cast<int64_t>(i), frames);
+    for (size_t i = 0; i < params_.size(); ++i)
+      own_bases_[i] = index_bases_->narrow(0, static_cast<int64_t>(i), frames);
   }
   if (!indices_.is_cuda()) return;
   int64_t partials = 0;

@@ -56,8 +56,8 @@ class BoundParams {
   int64_t run_length_;
   std::optional<at::Tensor> index_bases_;
   std::vector<std::optional<at::Tensor>> own_bases_;  // of each parameter, for a call with it alone
-  at::Tensor partial_sums_;             // on a GPU: fp32, what the gathers left for sum_squares_
-  std::vector<int64_t> first_partial_;  // of each parameter
+  at::Tensor partial_sums_;                           // on a GPU: fp32, what the gathers left for sum_squares_
+  std::vector<int64_t> first_partial_;                // of each parameter
 };
 
 }  // namespace sparse_opt

@@ -102,8 +102,7 @@ inline IndexType checked_index_type(const at::Tensor& indices, const std::option
 // `pointers` are those of the dense tensors, and must outlive the result.
 inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
                                  const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                                 int64_t run_length = 1,
-                                 const std::optional<at::Tensor>& index_bases = std::nullopt) {
+                                 int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt) {
   const int64_t nnz = checked_slots(indices, run_length);
   const auto count = static_cast<int64_t>(dense.size());
   Segments segments;

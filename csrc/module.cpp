@@ -53,8 +53,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<BoundParams>(m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
       .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
                     std::optional<at::Tensor>>(),
-           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
-           "index_bases"_a = std::nullopt)
+           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads)
       .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a)

@@ -67,8 +67,7 @@ void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArr
                     const at::Tensor& steps, const OptionalTensor& grad, OptionalTensors dense_grads,
                     const OptionalTensor& master, double beta1, double beta2, double eps, double weight_decay,
                     const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                    bool stochastic_rounding, int64_t seed, int64_t run_length,
-                    const OptionalTensor& index_bases) {
+                    bool stochastic_rounding, int64_t seed, int64_t run_length, const OptionalTensor& index_bases) {
   StepCall<AdamWArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
                                 grad_scale, found_inf, stochastic_rounding, seed, run_length, index_bases);
   call.args.exp_avg = call.state("exp_avg", exp_avg, indices);
@@ -88,8 +87,7 @@ void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArray
                   const OptionalTensor& grad, OptionalTensors dense_grads, const OptionalTensor& master,
                   double momentum, double dampening, bool nesterov, double weight_decay,
                   const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                  bool stochastic_rounding, int64_t seed, int64_t run_length,
-                    const OptionalTensor& index_bases) {
+                  bool stochastic_rounding, int64_t seed, int64_t run_length, const OptionalTensor& index_bases) {
   StepCall<SgdArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
                               grad_scale, found_inf, stochastic_rounding, seed, run_length, index_bases);
   if (momentum_buffer.has_value()) {

@@ -16,9 +16,9 @@ enum class IndexType : int { kInt32, kInt64, kOffset16 };
 constexpr int64_t kIndexFrame = 256;  // slots that share a base
 
 // Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it: slot s
-// lies at indices[s / run_length] + s % run_length, and starts and ends are multiples of run_length, a power of two; or,
-// with index_bases and a run_length of 1, at index_bases[s / kIndexFrame + i] + indices[s].
-// Nothing is known of the alignment of positions. The pointers to lists are to host memory.
+// lies at indices[s / run_length] + s % run_length, and starts and ends are multiples of run_length, a power of two;
+// or, with index_bases and a run_length of 1, at index_bases[s / kIndexFrame + i] + indices[s]. Nothing is known of the
+// alignment of positions. The pointers to lists are to host memory.
 struct Segments {
   int64_t count = 0;
   void* const* dense = nullptr;     // [count]

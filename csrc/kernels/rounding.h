@@ -10,9 +10,9 @@ struct RandomWords {
   uint32_t param, exp_avg, exp_avg_sq;
 };
 
-// Philox2x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Counter: the compact slot's low
-// word and the step. Key: the seed, with what is above 32 bits of it and of the slot mixed in. Ten rounds of Philox4x32
-// were what bound a step from compact gradients.
+// Philox2x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Counter: the compact slot's
+// low word and the step. Key: the seed, with what is above 32 bits of it and of the slot mixed in. Ten rounds of
+// Philox4x32 were what bound a step from compact gradients.
 SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, uint32_t step) {
   uint32_t c0 = static_cast<uint32_t>(slot), c1 = step;
   uint32_t key = static_cast<uint32_t>(seed) + static_cast<uint32_t>(seed >> 32) * 0xBB67AE85u +

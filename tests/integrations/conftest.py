@@ -111,7 +111,7 @@ class Lab:
     def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
         from transformers import LlamaForCausalLM
 
-        return LlamaForCausalLM.from_pretrained(self.folder, dtype=dtype, **config)
+        return LlamaForCausalLM.from_pretrained(self.folder, dtype=dtype, **config).to(self.device)
 
     def random_mask(self, density: float = 0.1, without: tuple[str, ...] = ()) -> MaskSet:
         """A mask; parameters whose name holds one of `without` have no active element."""

@@ -21,9 +21,9 @@ constexpr int kUnroll = 4;
 // % active, dense gradients) AdamW took 3.45 ms so, 3.86 ms with four turns and 3.52 ms with eight elements in flight.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
-// Every launch copies its parameters, so a table is not much larger than lists are: one tensor, of a gradient's hook, or
-// those of a model of 8 B parameters (Llama's has 291). More take several launches. Parameters may take 32764 bytes from
-// CUDA 12.1 on (sm_70 and later), 4096 before.
+// Every launch copies its parameters, so a table is not much larger than lists are: one tensor, of a gradient's hook,
+// or those of a model of 8 B parameters (Llama's has 291). More take several launches. Parameters may take 32764 bytes
+// from CUDA 12.1 on (sm_70 and later), 4096 before.
 constexpr int kSmallTable = 8;
 #if CUDART_VERSION >= 12010
 constexpr int kLargeTable = 320;
@@ -82,7 +82,8 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
 // The slots of one turn of a block that takes several, kSlots each; the first turn has some.
 __device__ __forceinline__ BlockRange turn_of(const BlockRange& block, int turn) {
   const int64_t origin = block.origin + turn * kSlots, last = origin + kSlots;
-  return {block.segment, block.number, origin, origin < block.begin ? block.begin : origin, last < block.end ? last : block.end};
+  return {block.segment, block.number, origin, origin < block.begin ? block.begin : origin,
+          last < block.end ? last : block.end};
 }
 
 inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {

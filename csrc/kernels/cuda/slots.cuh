@@ -151,7 +151,7 @@ struct RunSlots {
     if (!in_range) return;
     const int64_t run = first >> (__ffs(segments.run_length) - 1);
     const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
-                                                : static_cast<const int32_t*>(segments.indices)[run];
+                                                                   : static_cast<const int32_t*>(segments.indices)[run];
     position = start + (first & (segments.run_length - 1));
   }
 
@@ -187,8 +187,7 @@ void dispatch_layout(const Segments& segments, Call call) {
   if (segments.run_length % kUnroll == 0) {
     call.template operator()<RunSlots>();
   } else {
-    dispatch_index(segments.index_type,
-                   [&]<typename Index>() { call.template operator()<ElementSlots<Index>>(); });
+    dispatch_index(segments.index_type, [&]<typename Index>() { call.template operator()<ElementSlots<Index>>(); });
   }
 }
 
