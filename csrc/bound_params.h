@@ -31,8 +31,9 @@ class BoundParams {
   // done, if it has none or one that is not strided.
   bool receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const;
 
-  // The ops of these names on the list, with `grad` or else the gradients held, which are let go. Bump the parameters'
-  // versions: kernels write through pointers, which autograd does not see.
+  // The ops of these names on the list, with `grad` or else the gradients held, which are let go. `steps` are those
+  // done before, and counted up. Bump the parameters' versions: kernels write through pointers, which autograd does not
+  // see.
   void indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
                       const at::Tensor& steps, const std::optional<at::Tensor>& grad,
                       const std::optional<at::Tensor>& master, double beta1, double beta2, double eps,
@@ -49,6 +50,7 @@ class BoundParams {
   std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad);
   void check_numels() const;
   void bump_versions() const;
+  void before_step(const at::Tensor& steps, const std::optional<at::Tensor>& found_inf) const;
 
   std::vector<at::Tensor> params_, grads_;
   at::Tensor indices_;  // [nnz / run_length]

@@ -122,6 +122,15 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
   Device::run(args);
 }
 
+// The optimizers' own counts, before their step: one more for each tensor, unless found_inf says that nothing changes.
+template <typename Device>
+void count_steps_(const at::Tensor& steps, const OptionalTensor& found_inf) {
+  float* counts = float_data("steps", steps, steps.numel(), steps.device());
+  const float* flag = optional_float_data("found_inf", found_inf, 1, steps.device());
+  const typename Device::Guard guard(steps.device());
+  Device::count_steps(counts, steps.numel(), flag);
+}
+
 struct MoveCall {
   std::vector<void*> dense;
   MoveArguments args;
@@ -212,6 +221,7 @@ void implement_ops(Library& m) {
   m.impl("indexed_sgd_", &indexed_sgd_<Device>);
   m.impl("masked_grad_gather_", &masked_grad_gather_<Device>);
   m.impl("indexed_swap_", &indexed_swap_<Device>);
+  m.impl("count_steps_", &count_steps_<Device>);
   m.impl("delta_encode", &delta_encode<Device>);
   m.impl("delta_apply_", &delta_apply_<Device>);
 }

@@ -27,7 +27,9 @@ TORCH_LIBRARY(sparse_opt_native, m) {
   m.def(
       "indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends, *, "
       "int run_length=1, Tensor? index_bases=None) -> ()");
-  // Of the optimizers' hooks, on a GPU: see ops_cuda.cpp.
+  // Of the optimizers.
+  m.def("count_steps_(Tensor(a!) steps, Tensor? found_inf) -> ()");
+  // Of their hooks, on a GPU: see ops_cuda.cpp.
   m.def(
       "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
       "Tensor(b!) partial_sums, int first_partial, Tensor(c!)? found_inf, int run_length, Tensor? index_bases) -> ()");
@@ -51,6 +53,10 @@ struct Cpu {
   static void run(const AdamWArguments& args) { cpu::indexed_adamw(args, parallel_for); }
   static void run(const SgdArguments& args) { cpu::indexed_sgd(args, parallel_for); }
   static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
+  static void count_steps(float* steps, int64_t count, const float* found_inf) {
+    if (found_inf != nullptr && *found_inf != 0.0f) return;
+    for (int64_t i = 0; i < count; ++i) steps[i] += 1.0f;
+  }
   static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
   static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
 

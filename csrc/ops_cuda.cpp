@@ -32,6 +32,9 @@ struct Cuda {
     cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>(), stream());
     cuda::sum_partials(args.segments, partial_sums.const_data_ptr<float>(), args.sum_sq, stream());
   }
+  static void count_steps(float* steps, int64_t count, const float* found_inf) {
+    cuda::count_steps(steps, count, found_inf, stream());
+  }
   static void run_swap(const MoveArguments& args) { cuda::indexed_swap(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 

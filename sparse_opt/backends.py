@@ -151,10 +151,10 @@ def bind(
 ) -> Any:
     """Parameters and segments converted to C++ once, which spares a step most of its host time.
 
-    The object has the ops `indexed_adamw_` and `indexed_sgd_` as methods without those arguments; `take_grads()` holds
-    the dense gradients for the next one, or says False where a parameter has none; `gather_(i, ...)` gathers a gradient
-    of one parameter, and `receive_(i, ...)` the one it has, and lets it go. None where the backend that is chosen for
-    `op` is not native.
+    The object has the ops `indexed_adamw_` and `indexed_sgd_` as methods without those arguments, which also count
+    `steps` up; `take_grads()` holds the dense gradients for the next one, or says False where a parameter has none;
+    `gather_(i, ...)` gathers a gradient of one parameter, and `receive_(i, ...)` the one it has, and lets it go. None
+    where the backend that is chosen for `op` is not native.
     """
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None

@@ -338,8 +338,6 @@ class SparseOptimizer(torch.optim.Optimizer):
                 "DistributedDataParallel); use grads='dense'"
             )
         scalars = self._scalars(bucket.device, grad_scale, found_inf)
-        found_inf = scalars["found_inf"]
-        counted = 1.0 if found_inf is None else (found_inf == 0).float()
         arguments = {
             "lr": bucket.refresh_lr(),
             "grad": bucket.grad if gathered else None,
@@ -349,7 +347,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             **scalars,
         }
         if bucket.native is not None and (all(bucket.received) if gathered else bucket.native.take_grads()):
-            bucket.steps.add_(counted)
             self._update(bucket, getattr(bucket.native, self._op), (), steps=bucket.steps, **arguments)
             return
 
@@ -357,6 +354,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         present = [i for i, g in enumerate(grads) if (bucket.received[i] if gathered else g is not None)]
         if not present:
             return
+        found_inf = scalars["found_inf"]
+        counted = 1.0 if found_inf is None else (found_inf == 0).float()
         if len(present) == len(bucket.params):
             params, starts, ends, steps = bucket.params, bucket.starts, bucket.ends, bucket.steps
             steps.add_(counted)

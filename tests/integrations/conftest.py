@@ -200,5 +200,5 @@ def curve() -> Callable[[Any], list[dict[str, float]]]:
 
 @pytest.fixture(scope="session")
 def weights() -> Callable[[Any], dict[str, torch.Tensor]]:
-    """name -> copy of the parameter."""
-    return lambda model: {name: p.detach().clone() for name, p in model.named_parameters()}
+    """name -> copy of the parameter, on the CPU."""
+    return lambda model: {name: p.detach().cpu().clone() for name, p in model.named_parameters()}

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers.generation import ContinuousBatchingConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 
@@ -63,6 +64,7 @@ def test_vllm_is_sent_the_weights_of_each_step(lab, weights):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_continuous_batching_generates_from_the_weights_of_each_step(lab, weights, dtype):
+    page_size = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
     trainer = lab(
         "GRPO",
         mask=lab.random_mask(0.1),
@@ -74,7 +76,7 @@ def test_continuous_batching_generates_from_the_weights_of_each_step(lab, weight
         use_transformers_continuous_batching=True,
         transformers_continuous_batching_config={
             "num_blocks": 8,
-            "page_size": 32,
+            page_size: 32,
             "max_batch_tokens": 64,
             "max_requests_per_batch": 8,
         },

@@ -16,6 +16,9 @@ void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream);
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
 
+// steps[i] += 1 for i in [0, count), unless found_inf, which may be null, holds something else than 0.
+void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream);
+
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 // Fills args.sampled.
 void delta_sample(const DeltaArguments& args, cudaStream_t stream);
