@@ -34,7 +34,8 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       ends_(std::move(ends)),
       run_length_(run_length),
       index_bases_(std::move(index_bases)),
-      own_bases_(params_.size()) {
+      own_bases_(params_.size()),
+      received_(params_.size()) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
   if (index_bases_.has_value()) {
     const int64_t frames = indices_.numel() / kIndexFrame + 1;
@@ -92,10 +93,17 @@ void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& o
           accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_, own_bases_[i]);
 }
 
-bool BoundParams::receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const {
-  at::Tensor& grad = params_.at(i).mutable_grad();
-  if (!grad.defined() || grad.layout() != at::kStrided) return false;
-  gather_(i, std::exchange(grad, at::Tensor()), out, accumulate, sum_sq, std::nullopt);
+void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) {
+  out_ = out;
+  sum_sq_ = sum_sq;
+}
+
+bool BoundParams::receive(size_t i) {
+  at::Tensor& grad = params_[i].mutable_grad();
+  if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  gather_(static_cast<int64_t>(i), std::exchange(grad, at::Tensor()), out_, received_[i], sum_sq_, std::nullopt);
+  received_[i] = true;
   return true;
 }
 

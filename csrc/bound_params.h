@@ -27,9 +27,18 @@ class BoundParams {
                const std::optional<at::Tensor>& found_inf) const;
   void sum_squares_(const at::Tensor& sum_sq) const;
 
-  // gather_ of the gradient that parameter i has, which is let go: what a hook does, in one call. False, and nothing
-  // done, if it has none or one that is not strided.
-  bool receive_(int64_t i, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq) const;
+  // What the hooks of gradient_hook.h do while they are told to: gather_ the gradient that parameter i has into the
+  // buffers named here, and let it go. False, and nothing done, if they are told not to, or it has none or one that is
+  // not strided.
+  void receive_into(const at::Tensor& out, const at::Tensor& sum_sq);
+  void set_receiving(bool receiving) { receiving_ = receiving; }
+  bool receive(size_t i);
+
+  // Of each parameter: whether a gradient is in the buffer, for the next one to be added to.
+  const std::vector<bool>& received() const { return received_; }
+  void set_received(std::vector<bool> received) { received_ = std::move(received); }
+  void mark_received(size_t i) { received_.at(i) = true; }
+  const at::Tensor& param(size_t i) const { return params_.at(i); }
 
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. `steps` are those
   // done before, and counted up. Bump the parameters' versions: kernels write through pointers, which autograd does not
@@ -60,6 +69,9 @@ class BoundParams {
   std::vector<std::optional<at::Tensor>> own_bases_;  // of each parameter, for a call with it alone
   at::Tensor partial_sums_;                           // on a GPU: fp32, what the gathers left for sum_squares_
   std::vector<int64_t> first_partial_;                // of each parameter
+  at::Tensor out_, sum_sq_;                           // of receive
+  std::vector<bool> received_;
+  bool receiving_ = false;
 };
 
 }  // namespace sparse_opt

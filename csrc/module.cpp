@@ -11,6 +11,7 @@
 #endif
 
 #include "bound_params.h"
+#include "gradient_hook.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -50,14 +51,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "How the extension was built: a dict of strings and bools.");
 
   using sparse_opt::BoundParams;
-  py::class_<BoundParams>(m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
+  py::class_<BoundParams, std::shared_ptr<BoundParams>>(
+      m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
       .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
                     std::optional<at::Tensor>>(),
            "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads)
       .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a)
-      .def("receive_", &BoundParams::receive_, "i"_a, "out"_a, "accumulate"_a, "sum_sq"_a)
+      .def("receive_into", &BoundParams::receive_into, "out"_a, "sum_sq"_a)
+      .def("set_receiving", &BoundParams::set_receiving, "receiving"_a)
+      .def_property("received", &BoundParams::received, &BoundParams::set_received)
+      .def("mark_received", &BoundParams::mark_received, "i"_a)
+      .def(
+          "hook",
+          [](const std::shared_ptr<BoundParams>& bound, size_t i, const py::dict& functions) {
+            sparse_opt::GradientHook::install(bound, i, functions.ptr());
+          },
+          "i"_a, "functions"_a)
       .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a)
       .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
            py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,

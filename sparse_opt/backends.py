@@ -153,8 +153,8 @@ def bind(
 
     The object has the ops `indexed_adamw_` and `indexed_sgd_` as methods without those arguments, which also count
     `steps` up; `take_grads()` holds the dense gradients for the next one, or says False where a parameter has none;
-    `gather_(i, ...)` gathers a gradient of one parameter, and `receive_(i, ...)` the one it has, and lets it go. None
-    where the backend that is chosen for `op` is not native.
+    `gather_(i, ...)` gathers a gradient of one parameter, and `hook(i, ...)` puts a native hook that does so before the
+    parameter's Python ones. None where the backend that is chosen for `op` is not native.
     """
     if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
         return None

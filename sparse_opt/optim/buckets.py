@@ -29,11 +29,28 @@ class Bucket(Segments):
     sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter
     grad: Tensor | None = None  # [nnz]
     state: dict[str, Tensor] = field(default_factory=dict)  # name -> [nnz]
-    received: list[bool] = field(default_factory=list)  # compact gradient present since zero_grad
     filled_lr: float | None = None
 
     def __post_init__(self) -> None:
-        self.received = [False] * len(self.params)
+        self._received = [False] * len(self.params)  # where no native object keeps it
+
+    @property
+    def received(self) -> list[bool]:
+        """Of each parameter: whether a compact gradient is there since zero_grad."""
+        return self._received if self.native is None else list(self.native.received)
+
+    @received.setter
+    def received(self, received: list[bool]) -> None:
+        if self.native is None:
+            self._received = received
+        else:
+            self.native.received = received
+
+    def mark_received(self, i: int) -> None:
+        if self.native is None:
+            self._received[i] = True
+        else:
+            self.native.mark_received(i)
 
     @property
     def device(self) -> torch.device:

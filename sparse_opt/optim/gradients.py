@@ -50,14 +50,8 @@ def hook(optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i
 
     def gather(param: Tensor) -> None:
         owner, target = optimizer(), bucket()
-        if owner is None or target is None:
-            return
-        # A model has hundreds of hooks: in the usual case one native call does all of it.
-        if target.native is not None and owner._receives_plainly():
-            if target.native.receive_(i, target.grad, target.received[i], target.sum_sq):
-                target.received[i] = True
-                return
-        owner._receive(target, i, param)
+        if owner is not None and target is not None:
+            owner._receive(target, i, param)
 
     return gather
 
@@ -80,7 +74,7 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
             found_inf=found_inf,
             **bucket.layout([i]),
         )
-    bucket.received[i] = True
+    bucket.mark_received(i)
 
 
 def gather_all_(bucket: Bucket) -> None:

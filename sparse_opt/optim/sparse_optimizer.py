@@ -120,6 +120,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.zero_grad()
             if self.amp_scaling:
                 self._carriers = {b.device: gradients.Carrier(b.device) for b in buckets}
+            self._tell_hooks()
 
     def _allocate(self, bucket: Bucket) -> None:
         for name in self._state_names(bucket.group):
@@ -152,9 +153,13 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _add_hooks(self) -> None:
         for bucket in self._buckets:
+            if bucket.native is not None:
+                bucket.native.receive_into(bucket.grad, bucket.sum_sq)
             for i, param in enumerate(bucket.params):
                 run = gradients.hook(weakref.ref(self), weakref.ref(bucket), i)
                 self._handles.append(param.register_post_accumulate_grad_hook(run))
+                if bucket.native is not None:  # does the work of `run` wherever it only gathers
+                    bucket.native.hook(i, param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]  # torch's own
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -193,9 +198,12 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # Gradients
 
-    def _receives_plainly(self) -> bool:
-        """Whether `_receive` would only gather."""
-        return not (self._inside_base or self._stepped or self._carriers or self._clip_coef is not None)
+    def _tell_hooks(self) -> None:
+        """Let native hooks do `_receive`'s work while it would only gather; to be called when that has changed."""
+        plain = not (self._inside_base or self._stepped or self._carriers or self._clip_coef is not None)
+        for bucket in self._buckets:
+            if bucket.native is not None:
+                bucket.native.set_receiving(plain)
 
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
@@ -228,6 +236,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.received = [False] * len(bucket.params)
         self._hide_carriers()
+        self._tell_hooks()
 
     def _hide_carriers(self) -> None:
         for carrier in self._carriers.values():
@@ -289,6 +298,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
         self._clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._tell_hooks()
         self.grad_norm = norm
         return norm
 
@@ -318,6 +328,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._clip_coef = None
         self._stepped = True
         self._hide_carriers()
+        self._tell_hooks()
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
@@ -395,11 +406,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
         self._inside_base = True
+        self._tell_hooks()
         try:
             with base_weights.swapped(self._bases):
                 yield
         finally:
             self._inside_base = False
+            self._tell_hooks()
 
     def _refuse(self, what: str) -> None:
         if self._closed:
