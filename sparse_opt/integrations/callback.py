@@ -33,7 +33,7 @@ class SparseCallback(TrainerCallback):
         trainer, options = self._trainer, self._trainer.sparse_arguments
         assert trainer.sparse_optimizer is not None
         trainer.sparse_optimizer.zero_grad()  # the Trainer clears the model's `.grad`, where compact ones are not
-        self._close()
+        self.close()
         if state.global_step > 0:
             trainer._resume(state, kwargs["train_dataloader"])
         if options.delta_log_dir is None or not state.is_world_process_zero:
@@ -62,8 +62,10 @@ class SparseCallback(TrainerCallback):
         elif step in log.steps:
             self._require_same(step, "the weights that the resumed run has there")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._close()
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A run that another callback has stopped: its last weights, before the best ones are loaded."""
+        if self._log is not None and control.should_training_stop and state.global_step > self._log.steps[-1]:
+            self._log.append(state.global_step)
 
     def _require_same(self, step: int, what: str) -> None:
         log = self._log
@@ -74,7 +76,8 @@ class SparseCallback(TrainerCallback):
                 f"{log.directory}: step {step} is not {what}: choose another delta_log_dir, which begins with W0 too"
             )
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let go of the delta log, for others to append to."""
         if self._log is not None:
             self._log.close()
             self._log = None

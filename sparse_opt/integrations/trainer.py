@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..optim import SparseAdamW
 from . import refusals
 from .arguments import Mask, SparseArguments, as_mask
@@ -35,6 +36,8 @@ class SparseTrainer(_Trainer):
         self.sparse_arguments = SparseArguments() if sparse is None else sparse
         self.sparse_optimizer: SparseAdamW | None = None
         self.sparse_mask = as_mask(mask)
+        if not self.sparse_mask.nnz:
+            raise ConfigError("the mask has no active element")
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         refusals.of_call(bound)
         with self._without_reference(bound):
@@ -43,7 +46,8 @@ class SparseTrainer(_Trainer):
         refusals.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
-        self.add_callback(SparseCallback(self))
+        self._sparse_callback = SparseCallback(self)
+        self.add_callback(self._sparse_callback)
 
     @contextmanager
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
@@ -54,6 +58,17 @@ class SparseTrainer(_Trainer):
         """The Trainer's, then refusals of what its accelerator would do to model and gradients."""
         super().create_accelerator_and_postprocess()
         refusals.of_accelerator(self.accelerator, self.args, self.sparse_arguments)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's. Once it is over, also by an exception, the model has no hooks and nothing frozen of ours."""
+        if self.sparse_optimizer is not None:
+            self.sparse_optimizer.attach()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.sparse_optimizer is not None:
+                self.sparse_optimizer.detach()
+            self._sparse_callback.close()
 
     # The optimizer
 
@@ -142,10 +157,5 @@ class SparseTrainer(_Trainer):
     def _load_best_model(self) -> None:
         """The Trainer's, and the fp32 master weights follow the weights that it put into the model."""
         super()._load_best_model()
-        optimizer = self.sparse_optimizer
-        assert optimizer is not None
-        for group in optimizer.param_groups:
-            for name, param in zip(group["param_names"], group["params"], strict=True):
-                master = optimizer.state.get(param, {}).get("master")
-                if master is not None:
-                    master.copy_(param.detach().view(-1)[optimizer.mask[name].to(param.device).long()])
+        assert self.sparse_optimizer is not None
+        self.sparse_optimizer.refresh_master_weights()

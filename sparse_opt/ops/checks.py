@@ -113,7 +113,12 @@ def _segments(
         if indices.dtype != torch.int64 and t.numel() > 2**31:
             found = "int32 indices" if index_bases is None else "int32 index_bases"
             _fail(op, f"{name}[{i}] has {t.numel()} elements, which {found} cannot reach; wanted int64 indices")
-    order = sorted((s, e) for s, e in zip(starts, ends, strict=True) if e > s)
+    order = [(s, e) for s, e in zip(starts, ends, strict=True) if e > s]
+    if index_bases is not None and any(b[0] < a[1] for a, b in itertools.pairwise(order)):
+        _fail(
+            op, f"starts are {list(starts)}, wanted ascending segments with index_bases, as narrow_indices takes them"
+        )
+    order.sort()
     for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
             _fail(op, f"two segments overlap at compact slot {start}; wanted disjoint segments")

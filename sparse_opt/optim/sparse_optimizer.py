@@ -166,13 +166,39 @@ class SparseOptimizer(torch.optim.Optimizer):
             handle.remove()
         self._handles = []
 
+    def detach(self) -> None:
+        """Leave the model to others for a while: no hook, nothing frozen. State stays, and so does `base_weights`."""
+        self._remove_hooks()
+        self._unfreeze()
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Undo `detach`. Master weights follow weights that have been changed meanwhile."""
+        self._refuse("attach")
+        self.detach()
+        self.refresh_master_weights()
+        active = {p for bucket in self._buckets for p in bucket.params}
+        self._freeze(p for _, p in self._named() if p not in active)
+        if self.grads == "compact":
+            self._add_hooks()
+
     def close(self) -> None:
         """Give the model back: remove the hooks and unfreeze what was frozen. The optimizer can't step after it."""
         if self._inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
-        self._remove_hooks()
-        self._unfreeze()
+        self.detach()
         self._closed = True
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """To be called when something else has set active weights: their master weights take the new values.
+
+        The others keep what fp32 holds beyond the weight. Without this the next step would put the old values back.
+        """
+        for bucket in self._buckets:
+            if "master" in bucket.state:
+                master, weights = bucket.state["master"], compact(bucket)
+                master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
 
     @torch.no_grad()
     def set_mask(self, mask: MaskSet) -> None:

@@ -6,15 +6,12 @@ import subprocess
 import sys
 from importlib import metadata
 
-import accelerate
 import pytest
 import torch
 import transformers
-import trl
 
 from sparse_opt.integrations import factory, versions
 
-THEIRS = (transformers.Trainer, trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, accelerate.Accelerator)
 LOADED = ("transformers", "trl", "accelerate", "peft", "datasets", "packaging")
 
 
@@ -53,18 +50,58 @@ def test_a_trainer_of_an_old_version_is_refused_before_anything_is_made(monkeypa
         factory.sparse_trainer.__wrapped__(transformers.Trainer)
 
 
-@pytest.mark.parametrize("kind", ["Trainer", "DPO"])
-def test_their_trainers_are_as_they_were(lab, curve, kind):
-    def snapshot():
-        modules = [sys.modules[c.__module__] for c in THEIRS] + [trl.trainer.utils, torch.optim, torch.nn.utils]
-        return [dict(vars(thing)) for thing in (*THEIRS, *modules)]
+# In a process of its own, that looks at their modules before ours is imported.
+UNCHANGED = """
+import sys
+import accelerate, torch, transformers, trl
+import trl.trainer.utils
 
-    before_run = lab(kind, max_steps=4)
-    before_run.train()
-    before = snapshot()
+classes = transformers.Trainer, trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, accelerate.Accelerator
+modules = [sys.modules[c.__module__] for c in classes] + [trl.trainer.utils, torch.optim, torch.nn.utils]
+before = [dict(vars(thing)) for thing in (*classes, *modules)]
+
+import sparse_opt
+from sparse_opt.integrations import sparse_trainer
+
+ours = [sparse_trainer(c) for c in classes[:4]]
+import sparse_opt.integrations.callback, sparse_opt.integrations.references, sparse_opt.integrations.trainer
+
+after = [dict(vars(thing)) for thing in (*classes, *modules)]
+for a, b in zip(before, after):
+    # What Python adds to a class that has subclasses, and names of submodules that someone imported.
+    changed = [name for name in a if name not in b or a[name] is not b[name]]
+    changed += [name for name in b if name not in a and not hasattr(b[name], "__path__")]
+    assert not changed, changed
+print("unchanged", len(ours))
+"""
+
+
+def test_their_classes_and_modules_are_as_they_were(tmp_path):
+    looked = subprocess.run([sys.executable, "-c", UNCHANGED], cwd=tmp_path, capture_output=True, text=True)
+    assert looked.stdout.strip() == "unchanged 4", looked.stderr
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "DPO"])
+def test_their_trainers_train_as_they_did(lab, curve, kind):
+    before = lab(kind, max_steps=4)
+    before.train()
     lab(kind, mask=lab.random_mask(0.1), max_steps=4).train()
-    assert snapshot() == before
-    after_run = lab(kind, max_steps=4)
-    after_run.train()
-    assert [row["loss"] for row in curve(after_run)] == [row["loss"] for row in curve(before_run)]
-    assert type(after_run.optimizer.optimizer) is torch.optim.AdamW
+    after = lab(kind, max_steps=4)
+    after.train()
+    assert [row["loss"] for row in curve(after)] == [row["loss"] for row in curve(before)]
+    assert type(after.optimizer.optimizer) is torch.optim.AdamW
+
+
+def test_a_model_that_was_trained_is_a_model_like_any_other(lab, weights):
+    model, untouched = lab.model(), lab.model()
+    ours = lab("SFT", mask=lab.random_mask(0.1, without=("embed_tokens",)), model=model, max_steps=2)
+    ours.train()
+    assert all(p.requires_grad and not p._post_accumulate_grad_hooks for p in model.parameters())
+    untouched.load_state_dict(model.state_dict())
+    ends = []
+    for m in (model, untouched):  # `ours` is alive
+        lab("SFT", model=m, max_steps=4).train()
+        ends.append(weights(m))
+    assert all(torch.equal(p, ends[1][n]) for n, p in ends[0].items())
+    assert not torch.equal(ends[0]["model.embed_tokens.weight"], weights(lab.model())["model.embed_tokens.weight"])
+    lab("SFT", mask=lab.random_mask(0.1), model=model, max_steps=1).train()

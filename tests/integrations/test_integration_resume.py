@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from sparse_opt import DeltaLog
 from sparse_opt.errors import ConfigError, DeltaLogError
@@ -121,6 +122,28 @@ def test_master_weights_follow_the_best_model(lab, weights):
         assert torch.equal(optimizer.state[p]["master"].bfloat16(), p.view(-1)[mask[name].long()])
 
 
+def test_master_weights_follow_weights_that_were_set_between_runs(lab, weights):
+    mask = lab.random_mask(0.1)
+    trainer = lab(
+        "SFT",
+        mask=mask,
+        sparse=SparseArguments(master_weights=True),
+        model=lab.model(torch.bfloat16),
+        max_steps=2,
+    )
+    trainer.train()
+    weight = trainer.model.model.layers[0].self_attn.q_proj.weight
+    name = "model.layers.0.self_attn.q_proj.weight"
+    slot, position = 0, int(mask[name][0])
+    kept = trainer.sparse_optimizer.state[weight]["master"][1:].clone()
+    with torch.no_grad():
+        weight.view(-1)[position] = 1.5
+    trainer.sparse_optimizer.attach()
+    masters = trainer.sparse_optimizer.state[weight]["master"]
+    assert masters[slot] == 1.5
+    assert torch.equal(masters[1:], kept)  # with what they hold beyond the weight
+
+
 # Delta logs
 
 
@@ -151,6 +174,34 @@ def test_a_delta_log_has_the_weights_of_its_steps(lab, logged, weights, tmp_path
     assert same_bits(log.load(0), weights(lab.model()))
     assert log.metadata["method"] == "SparseDPOTrainer"
     assert [info.kind for info in log.info()] == ["keyframe", "patch", "patch", "patch"]
+    DeltaLog.open(tmp_path / "log").append(9, trainer.model)  # nobody holds it any more
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_run_that_a_callback_stops_has_its_last_weights_in_the_log(lab, logged, weights, tmp_path):
+    trainer = logged(given={"callbacks": [StopAt(5)]}, save_strategy="no")
+    trainer.train()
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 3, 5)
+    assert same_bits(log.load(5), weights(trainer.model))
+
+
+def test_a_run_that_fails_lets_go_of_its_log(logged, tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise FloatingPointError("out of luck")
+
+    trainer = logged(given={"callbacks": [Fails()]}, save_strategy="no")
+    with pytest.raises(FloatingPointError):
+        trainer.train()
     DeltaLog.open(tmp_path / "log").append(9, trainer.model)  # nobody holds it any more
 
 

@@ -19,11 +19,16 @@ def modules(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel_files(clean_copy, python, tmp_path_factory) -> set[str]:
+def wheel(clean_copy, python, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     built = python(*BUILD, out, cwd=clean_copy, **NO_NATIVE)
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_files(wheel) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
@@ -31,6 +36,15 @@ def wheel_files(clean_copy, python, tmp_path_factory) -> set[str]:
 def test_the_only_top_level_name_is_sparse_opt(wheel_files):
     top_level = {name.split("/")[0] for name in wheel_files}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"sparse_opt"}
+
+
+def test_nothing_of_it_runs_before_it_is_imported(wheel, wheel_files):
+    """No .pth file, which Python runs when it starts, and no entry point, which other packages look for and load."""
+    assert [name for name in wheel_files if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))] == []
+    (name,) = (name for name in wheel_files if name.endswith(".dist-info/entry_points.txt"))
+    with zipfile.ZipFile(wheel) as archive:
+        lines = archive.read(name).decode().split("\n")
+    assert [line for line in lines if line] == ["[console_scripts]", "sparse-opt = sparse_opt.cli.main:main"]
 
 
 @pytest.mark.parametrize("folder", MAPPED)
