@@ -43,11 +43,13 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" after it where files differ; outside a repository, SPARSE_OPT_COMMIT."""
+    """SPARSE_OPT_COMMIT where it is set; else the checkout's commit, with "-dirty" after it where files differ."""
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
     folder = Path(__file__).resolve().parent
     head = _git(folder, "rev-parse", "HEAD")
     if not head:
-        return os.environ.get(COMMIT_VARIABLE)
+        return None
     return head + ("-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
 
 

@@ -144,6 +144,7 @@ class KernelBench:
         narrow = inputs.narrowed(active)
         for kind in STEP_NAMES:
             name = f"indexed_adamw_, {kind} gradients"
+            self._restart(params)
             wide = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
             self._cases({name: dataclasses.replace(wide, active=narrow), name + targets.WIDE: wide}, density)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and docs/from_peft.md, made from the JSON of measured runs.
+"""The tables of the pages in docs/ that show measured runs, made from the JSON of measured runs.
 
 A table stands between a line `<!-- table: NAME -->` and a line `<!-- end -->`; everything between them is replaced.
 `--check` changes nothing and ends with 1 where a table is not what the results give.
@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import baseline_report, dram_bytes, floors, kernels, spread, targets
+from . import baseline_report, dram_bytes, floors, kernels, spread, targets, trl_memory
 from .report import markdown_table
 
 DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
-DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"))
+DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"))
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
@@ -176,6 +176,18 @@ def modes_table(results: Path) -> str:
     )
 
 
+def trl_memory_table(results: Path) -> str:
+    """DPO in TRL's trainer, theirs and ours."""
+    report = _load(results / "trl_memory.json")
+    settings = report["settings"]
+    where = (
+        f"{machine_line(report['environment'])}, TRL {report['versions']['trl']}. {settings['shape'].upper()} shape, "
+        f"{settings['batch_size']} pair(s) of {settings['sequence_length']} tokens a step, density "
+        f"{settings['density']:.1%}."
+    )
+    return f"{where}\n\n{markdown_table(trl_memory.HEADERS, trl_memory.cells(report['results']))}"
+
+
 def _load(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
@@ -185,6 +197,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernel_table,
     "baselines": baseline_table,
     "modes": modes_table,
+    "trl_memory": trl_memory_table,
     "dram_bytes": dram_table,
     "pytest_cpu": pytest_table,
     "pytest_spread": spread_table,

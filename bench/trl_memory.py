@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": {name: import_module(name).__version__ for name in PACKAGES},
         "environment": environment(device),
     }
-    print(_text(results))
+    print(table(HEADERS, cells(results)))
     write_json(args.output, report)
     firsts = [result["losses"][0] for result in results]
     if max(firsts) - min(firsts) > LOSS_TOLERANCE:
@@ -255,9 +255,13 @@ def _child(job_file: Path) -> int:
     return 0
 
 
-def _text(results: list[dict[str, Any]]) -> str:
+HEADERS = ("mode", "trained", "peak GiB", "reserved GiB", "step ms", "first loss", "last loss")
+
+
+def cells(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each mode, in the order of HEADERS."""
     gib = 2**30
-    rows = [
+    return [
         [
             result["mode"],
             f"{result['n_trained']:,}",
@@ -269,7 +273,6 @@ def _text(results: list[dict[str, Any]]) -> str:
         ]
         for result in results
     ]
-    return table(["mode", "trained", "peak GiB", "reserved GiB", "step ms", "first loss", "last loss"], rows)
 
 
 if __name__ == "__main__":

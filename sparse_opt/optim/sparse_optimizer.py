@@ -159,7 +159,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 run = gradients.hook(weakref.ref(self), weakref.ref(bucket), i)
                 self._handles.append(param.register_post_accumulate_grad_hook(run))
                 if bucket.native is not None:  # does the work of `run` wherever it only gathers
-                    bucket.native.hook(i, param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]  # torch's own
+                    bucket.native.hook(i, param._post_accumulate_grad_hooks)
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

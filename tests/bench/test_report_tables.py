@@ -58,7 +58,10 @@ def test_a_document_without_known_tables_is_an_error(text, tmp_path, capsys):
     document = tmp_path / "performance.md"
     document.write_text(text)
     assert report_tables.main(words(document)) == 1
-    assert "wanted of kernels, baselines, modes, dram_bytes, pytest_cpu, pytest_spread" in capsys.readouterr().err
+    assert (
+        "wanted of kernels, baselines, modes, trl_memory, dram_bytes, pytest_cpu, pytest_spread"
+        in capsys.readouterr().err
+    )
     assert document.read_text() == text
 
 
