@@ -29,6 +29,17 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
 }  // namespace
 
 SPARSE_OPT_MULTIVERSION
+void widen(const Segments& segments, int64_t segment, int64_t begin, int64_t size, int32_t* __restrict positions) {
+  const uint16_t* __restrict offsets = static_cast<const uint16_t*>(segments.indices) + begin;
+  for (int64_t k = 0; k < size;) {
+    const int64_t frame = (begin + k) / kIndexFrame;
+    const int64_t last = std::min(size, (frame + 1) * kIndexFrame - begin);
+    const int32_t base = segments.index_bases[frame + segment];
+    for (; k < last; ++k) positions[k] = base + offsets[k];
+  }
+}
+
+SPARSE_OPT_MULTIVERSION
 void convert_to_float(DType dtype, const void* values, int64_t n, float* out) {
   switch (dtype) {
     case DType::kFloat32:

@@ -75,53 +75,37 @@ void scatter_words(Word* dense, const Index* indices, int64_t n, const Word* val
 
 // The indices of one block, compact slots [begin, begin + size).
 struct BlockIndices {
-  const Segments* segments;
-  int64_t segment, begin, size;
+  const void* indices;  // of the call
+  const void* first;    // the block's first, int32 or int64
+  bool wide;
+  int run_length;
+  int64_t begin, size;
 
   // call(pointer to the block's first index)
   template <typename Call>
   void with_indices(Call call) const {
-    switch (segments->index_type) {
-      case IndexType::kInt32:
-        call(static_cast<const int32_t*>(segments->indices) + begin);
-        break;
-      case IndexType::kInt64:
-        call(static_cast<const int64_t*>(segments->indices) + begin);
-        break;
-      case IndexType::kOffset16: {
-        alignas(64) int32_t positions[kBlock];
-        widen(positions);
-        call(static_cast<const int32_t*>(positions));
-        break;
-      }
-    }
-  }
-
-  void widen(int32_t* positions) const {
-    const uint16_t* offsets = static_cast<const uint16_t*>(segments->indices) + begin;
-    for (int64_t k = 0; k < size;) {
-      const int64_t frame = (begin + k) / kIndexFrame;
-      const int64_t last = std::min(size, (frame + 1) * kIndexFrame - begin);
-      const int32_t base = segments->index_bases[frame + segment];
-      for (; k < last; ++k) positions[k] = base + offsets[k];
+    if (wide) {
+      call(static_cast<const int64_t*>(first));
+    } else {
+      call(static_cast<const int32_t*>(first));
     }
   }
 
   template <typename Word>
   void prefetch(const void* dense) const {
-    if (segments->run_length > 1) return prefetch_runs(static_cast<const Word*>(dense));
+    if (run_length > 1) return prefetch_runs(static_cast<const Word*>(dense));
     with_indices([&](auto* at) { prefetch_words(static_cast<const Word*>(dense), at, size); });
   }
 
   template <typename Word>
   void gather(const void* dense, void* out) const {
-    if (segments->run_length > 1) return gather_runs(static_cast<const Word*>(dense), static_cast<Word*>(out));
+    if (run_length > 1) return gather_runs(static_cast<const Word*>(dense), static_cast<Word*>(out));
     with_indices([&](auto* at) { gather_words(static_cast<const Word*>(dense), at, size, static_cast<Word*>(out)); });
   }
 
   template <typename Word>
   void scatter(void* dense, const void* values) const {
-    if (segments->run_length > 1) return scatter_runs(static_cast<Word*>(dense), static_cast<const Word*>(values));
+    if (run_length > 1) return scatter_runs(static_cast<Word*>(dense), static_cast<const Word*>(values));
     with_indices(
         [&](auto* at) { scatter_words(static_cast<Word*>(dense), at, size, static_cast<const Word*>(values)); });
   }
@@ -130,13 +114,11 @@ struct BlockIndices {
   // runs is not inlined: where masks take single elements, the code around it is as if there were none.
   template <typename Call>
   void for_each_run(Call call) const {
-    const int64_t run_length = segments->run_length;
-    const int shift = __builtin_ctzll(static_cast<uint64_t>(run_length));
+    const int shift = __builtin_ctz(static_cast<unsigned>(run_length));
     for (int64_t k = 0; k < size;) {
       const int64_t run = (begin + k) >> shift, skip = (begin + k) & (run_length - 1);
-      const int64_t start = segments->index_type == IndexType::kInt64
-                                ? static_cast<const int64_t*>(segments->indices)[run]
-                                : static_cast<const int32_t*>(segments->indices)[run];
+      const int64_t start =
+          wide ? static_cast<const int64_t*>(indices)[run] : static_cast<const int32_t*>(indices)[run];
       const int64_t length = std::min(run_length - skip, size - k);
       call(start + skip, k, length);
       k += length;
@@ -167,13 +149,23 @@ struct BlockIndices {
   }
 };
 
+// positions[k] of compact slot begin + k, where indices take two bytes.
+void widen(const Segments& segments, int64_t segment, int64_t begin, int64_t size, int32_t* positions);
+
 // body(block) for the blocks of a chunk, and prefetch(block) for what comes kPrefetchAhead slots later. The next chunk
 // is likely this thread's too, so the prefetch goes on into it.
 template <typename Prefetch, typename Body>
 void for_each_block(const Segments& segments, const Chunk& chunk, Prefetch prefetch, Body body) {
   const int64_t segment_end = segments.ends[chunk.segment];
+  alignas(64) int32_t positions[kBlock];  // of one block at a time
   const auto indices_of = [&](int64_t begin, int64_t end) {
-    return BlockIndices{&segments, chunk.segment, begin, end - begin};
+    const bool wide = segments.index_type == IndexType::kInt64;
+    const void* first = static_cast<const char*>(segments.indices) + begin * (wide ? 8 : 4);
+    if (segments.index_type == IndexType::kOffset16) {
+      widen(segments, chunk.segment, begin, end - begin, positions);
+      first = positions;
+    }
+    return BlockIndices{segments.indices, first, wide, segments.run_length, begin, end - begin};
   };
   int64_t asked = std::min(chunk.begin + kPrefetchAhead, segment_end);
   prefetch(indices_of(chunk.begin, asked));
