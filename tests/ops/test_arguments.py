@@ -157,6 +157,15 @@ def test_narrow_indices():
         swap(case.params, case.grad, *segments, index_bases=case.index_bases.long())
     with pytest.raises(ValueError, match=r"run_length is 2, wanted 1 with index_bases"):
         swap(case.params, case.grad, *segments, index_bases=case.index_bases, run_length=2)
+    with pytest.raises(ValueError, match="wanted ascending segments with index_bases"):
+        swap(
+            case.params[:2],
+            case.grad[:4],
+            torch.zeros(4, dtype=torch.uint16),
+            [3, 1],
+            [4, 2],
+            index_bases=torch.zeros(2, dtype=torch.int32),
+        )
     far = torch.tensor([0, 70_000, 3, 2**31], dtype=torch.int64)
     with pytest.raises(ValueError, match=r"segment 0 has positions .* from 0 to 70000 past the first"):
         ops.narrow_indices(far, [0], [2])

@@ -255,3 +255,38 @@ def test_dense_gradients_that_are_not_contiguous(device):
                     assert not p.grad.is_contiguous()
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_detach_leaves_the_model_alone_until_attach(grads, device):
+    model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 8)).to(device, torch.bfloat16)
+    mask = MaskSet.random({"0.weight": model[0].weight, "0.bias": model[0].bias}, density=0.5)
+    optimizer = SparseAdamW(model, mask, lr=1e-2, grads=grads, master_weights=True)
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def backward():
+        model(torch.ones(3, 12, device=device, dtype=torch.bfloat16)).square().sum().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.detach()
+    assert all(p.requires_grad for p in model.parameters())
+    backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    with optimizer.base_weights():
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # someone else trains it
+    optimizer.attach()
+    assert not any(p.requires_grad for p in model[1].parameters())
+    optimizer.zero_grad()
+    changed = model[0].weight.detach().clone()
+    backward()
+    assert (model[0].weight.grad is None) == (grads == "compact")
+    optimizer.step()
+    moved = (model[0].weight.float() - changed.float()).abs()
+    assert 0 < moved.max() < 0.1  # a step from the doubled weights, not back to the old masters
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="attach: the optimizer is closed"):
+        optimizer.attach()
