@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
-from ..ops import can_narrow
 from .buckets import Bucket, compact
-from .segments import Segments, index_dtype, laid_out, longest_run
+from .segments import Segments, index_dtype, laid_out, longest_run, takes_two_bytes
 
 # While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
 # may not run backward outside, nor the other way round. Outside again the bits and so the version are the old ones.
@@ -77,7 +76,7 @@ def rebuild(
         base = flat[union.long()]
         base[torch.searchsorted(union, held_positions)] = held_values
         run_length = longest_run(union, longest)
-        narrow = run_length == 1 and can_narrow(union)
+        narrow = takes_two_bytes(param, union, run_length)
         key = (bucket, param.device, param.dtype, union.dtype, run_length, narrow)
         split.setdefault(key, []).append((param, union[::run_length], base))
     bases = []

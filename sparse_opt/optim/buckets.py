@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
-from ..ops import can_narrow
-from .segments import Segments, index_dtype, laid_out, run_length_of
+from .segments import Segments, index_dtype, laid_out, run_length_of, takes_two_bytes
 
 
 @dataclass(eq=False)
@@ -95,7 +94,7 @@ def bucket_keys(
         for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
                 run_length = run_length_of(param.shape, pattern)
-                narrow = run_length == 1 and can_narrow(active[param])
+                narrow = takes_two_bytes(param, active[param], run_length)
                 key = (param.device, param.dtype, index_dtype(param), run_length, narrow)
                 names, params = split.setdefault(key, ([], []))
                 names.append(name)

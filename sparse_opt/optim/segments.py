@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..mask_patterns import PATTERNS, matrix_shape
-from ..ops.narrow import bases_of, narrow_indices, widened
+from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
 
 # The longest first. Longer runs would save little: with 64 the indices take a 16th of a byte per active element.
 RUN_LENGTHS = (64, 32, 16)
@@ -57,6 +57,11 @@ class Segments:
             return widened(self.indices, self.index_bases, i, self.starts[i], self.ends[i])
         runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length]
         return expanded(runs, self.run_length)
+
+
+def takes_two_bytes(param: Tensor, positions: Tensor, run_length: int) -> bool:
+    """Whether the indices of sorted `positions` in the flattened parameter are narrowed."""
+    return run_length == 1 and index_dtype(param) == torch.int32 and can_narrow(positions)
 
 
 def laid_out(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.optim import base_weights, buckets
+from sparse_opt.optim import segments
 
 
 def make_model(device):
@@ -50,8 +50,7 @@ def both(device, monkeypatch):
         for narrow in (True, False):
             with monkeypatch.context() as patch:
                 if not narrow:
-                    patch.setattr(buckets, "can_narrow", lambda positions: False)
-                    patch.setattr(base_weights, "can_narrow", lambda positions: False)
+                    patch.setattr(segments, "can_narrow", lambda positions: False)
                 model = make_model(device)
                 pairs.append((model, SparseAdamW(model, make_mask(model), lr=1e-2, **options)))
         return pairs
@@ -118,3 +117,11 @@ def test_state_base_weights_and_a_new_mask(both):
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
     assert same(a, b)
     assert {base.indices.dtype for base in a._bases} == {torch.uint16, torch.int32}
+
+
+def test_a_tensor_that_int32_does_not_reach_keeps_int64():
+    large = torch.empty(2**31 + 1, dtype=torch.bfloat16, device="meta")
+    positions = torch.arange(1000)
+    assert not segments.takes_two_bytes(large, positions, 1)
+    assert segments.takes_two_bytes(large[: 2**31 - 1], positions, 1)
+    assert not segments.takes_two_bytes(large[: 2**31 - 1], positions, 16)
