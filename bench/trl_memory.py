@@ -45,6 +45,7 @@ from .shapes import LLAMA_3_2_3B_SIZES
 
 MODES = ("trl", "precomputed", "sparse")
 SHAPES = {"3b": LLAMA_3_2_3B_SIZES, "tiny": SMALL}
+HEADERS = ("mode", "trained", "peak GiB", "reserved GiB", "step ms", "first loss", "last loss")
 PACKAGES = ("trl", "transformers", "accelerate")
 # Of the losses of the first step, before which all modes have the same weights. The policy is its reference there, so
 # that the loss is ln 2 but for bf16 log-probabilities that are summed in another order.
@@ -74,7 +75,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     transformers, trl, datasets = (import_module(name) for name in ("transformers", "trl", "datasets"))
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[name-defined]
+    class Watch(transformers.TrainerCallback):  # type: ignore[name-defined]  # a variable, to a type checker
         """Times each step, the device waited for, and forgets the peak of setting up."""
 
         def __init__(self) -> None:
@@ -253,9 +254,6 @@ def _child(job_file: Path) -> int:
         return 1
     write_json(job_file.with_name(f"{job.mode}_result.json"), result)
     return 0
-
-
-HEADERS = ("mode", "trained", "peak GiB", "reserved GiB", "step ms", "first loss", "last loss")
 
 
 def cells(results: list[dict[str, Any]]) -> list[list[str]]:

@@ -58,6 +58,11 @@ class Case:
     def nnz(self) -> int:
         return self.indices.numel() * self.run_length
 
+    @property
+    def layout(self) -> dict[str, object]:
+        """How the ops are to read `indices`."""
+        return {"run_length": self.run_length, "index_bases": self.index_bases}
+
     def positions(self, i: int) -> Tensor:
         """The active elements of tensor i, one by one."""
         if self.index_bases is not None:

@@ -52,8 +52,7 @@ def adamw(case: Case, backend: str) -> list[Tensor]:
         case.lr * 2,
         case.steps,
         grad=case.grad * 0.5,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
     )
     return [p * 2 for p in case.params] + [case.exp_avg * 2]
@@ -77,8 +76,7 @@ def adamw_with_everything(case: Case, backend: str) -> list[Tensor]:
         found_inf=case.lr * 0,
         stochastic_rounding=True,
         seed=2**40 + 17,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
     )
     return [p * 2 for p in case.params] + [case.master * 2]
@@ -95,8 +93,7 @@ def sgd(case: Case, backend: str) -> list[Tensor]:
         case.steps,
         dense_grads=[g * 0.5 for g in case.dense_grads],
         momentum=0.9,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
     )
     return [p * 2 for p in case.params]
@@ -114,8 +111,7 @@ def gather(case: Case, backend: str) -> list[Tensor]:
         accumulate=True,
         sum_sq=sum_sq,
         found_inf=found_inf,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
     )
     return [case.grad * 2, sum_sq * 2, found_inf]
@@ -129,8 +125,7 @@ def swap(case: Case, backend: str) -> list[Tensor]:
         case.indices,
         case.starts,
         case.ends,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
     )
     ops.indexed_swap_(
@@ -139,8 +134,7 @@ def swap(case: Case, backend: str) -> list[Tensor]:
         case.indices,
         case.starts,
         case.ends,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
     )
     return [*inside, outside]

@@ -25,8 +25,7 @@ def gather(case, backend, **options):
         case.indices,
         case.starts,
         case.ends,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
         **{**case.extra, **options},
     )
@@ -137,7 +136,7 @@ def test_swap_moves_bits(dtype, layout, index_dtype, place):
         case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
         case.grad = any_bits(case.grad.shape, dtype, generator, device)
         want, got = case.clone(), case.clone()
-        how = {"run_length": case.run_length, "index_bases": case.index_bases}
+        how = case.layout
         for c, name in ((want, "reference"), (got, backend)):
             ops.indexed_swap_(c.params, c.grad, c.indices, c.starts, c.ends, backend=name, **how)
         for a, b in zip((*got.params, got.grad), (*want.params, want.grad), strict=True):
@@ -215,7 +214,7 @@ def test_opcheck(dtype, any_place):
     for layout in ("run16", "narrow"):
         other = make(torch.device(device), dtype=dtype, mask="full", shapes=[(3, 11), (17,)], layout=layout)
         where = (other.indices, other.starts, other.ends)
-        how = {"run_length": other.run_length, "index_bases": other.index_bases, **name}
+        how = {**other.layout, **name}
         check(torch.ops.sparse_opt.masked_grad_gather_.default, (other.grad, other.params, *where), how)
         check(torch.ops.sparse_opt.indexed_swap_.default, (other.params, other.grad, *where), how)
     check(

@@ -34,8 +34,7 @@ def run_adamw(case, backend, *, compact=True, master=False, **options):
         grad=case.grad if compact else None,
         dense_grads=None if compact else case.dense_grads,
         master=case.master if master else None,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
         **{**ADAMW, **case.extra, **options},
     )
@@ -53,8 +52,7 @@ def run_sgd(case, backend, *, compact=True, master=False, buffer=True, **options
         grad=case.grad if compact else None,
         dense_grads=None if compact else case.dense_grads,
         master=case.master if master else None,
-        run_length=case.run_length,
-        index_bases=case.index_bases,
+        **case.layout,
         backend=backend,
         **{**(SGD if buffer else {"weight_decay": 0.1}), **case.extra, **options},
     )
@@ -277,7 +275,7 @@ def test_opcheck(layout, dtype, compact, any_place):
     shapes = [(3, 21), (4,)]
     case = make(torch.device(device), dtype=dtype, mask="ragged", shapes=shapes, layout=layout)
     gradient = {"grad": case.grad} if compact else {"dense_grads": case.dense_grads}
-    how = {"run_length": case.run_length, "index_bases": case.index_bases, "backend": backend}
+    how = {**case.layout, "backend": backend}
     common = dict(gradient, master=case.master, **how)
     segments = (case.params, case.indices, case.starts, case.ends)
     torch.library.opcheck(

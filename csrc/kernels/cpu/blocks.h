@@ -17,7 +17,7 @@ namespace sparse_opt::cpu {
 
 constexpr int64_t kBlock = 512;
 constexpr int64_t kPrefetchAhead = 512;  // 256 to 1024 differ by no more than the measurement does
-static_assert(kPrefetchAhead <= kBlock, "BlockIndices has room for kBlock positions");
+static_assert(kPrefetchAhead <= kBlock, "for_each_block has room for kBlock positions");
 constexpr int64_t kChunk = 16 * kBlock;
 
 struct Chunk {

@@ -1,4 +1,4 @@
-// Bytes per active element with fp32 everything: index 4 (of a run, shared), moments 8 read and 8 written, compact
+// Bytes per active element with fp32 everything: index 2 or 4 (of a run, shared), moments 8 read and 8 written, compact
 // gradient 4; and for each 64-byte line that the mask touches, 64 read and 64 written of the parameter and, with dense
 // gradients, 64 read of the gradient. The floor is their sum over the copy rate of memory: at 2.5 % a third of all
 // lines is touched, so 0.33 * 192 / 16 + 0.025 * 20 = 4.5 bytes per parameter, where dense AdamW moves 28.

@@ -1,5 +1,5 @@
-// Bytes per active element with fp32 everything: index 4 (of a run, shared), momentum 4 read and 4 written, compact
-// gradient 4; parameter and dense gradient by the line, as in indexed_adamw.cpp.
+// Bytes per active element with fp32 everything: index 2 or 4 (of a run, shared), momentum 4 read and 4 written,
+// compact gradient 4; parameter and dense gradient by the line, as in indexed_adamw.cpp.
 #include "../update.h"
 #include "kernels.h"
 #include "multiversion.h"

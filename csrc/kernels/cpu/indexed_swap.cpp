@@ -1,4 +1,4 @@
-// Bytes per active element: index 4 (of a run, shared), the compact element read and written; and 64 read and 64
+// Bytes per active element: index 2 or 4 (of a run, shared), the compact element read and written; and 64 read and 64
 // written for each 64-byte line of the dense tensors that the mask touches.
 #include <cstring>
 

@@ -1,5 +1,5 @@
-// Bytes per active element: index 4 (of a run, shared), out written (and read, to accumulate); and 64 read for each
-// 64-byte line of the dense tensors that the mask touches. The sums of squares cost no further pass.
+// Bytes per active element: index 2 or 4 (of a run, shared), out written (and read, to accumulate); and 64 read for
+// each 64-byte line of the dense tensors that the mask touches. The sums of squares cost no further pass.
 #include <atomic>
 #include <cmath>
 #include <limits>

@@ -1,7 +1,7 @@
-// Bytes per active element: index 4, or 4 a run, fp32 moments 8 read and 8 written, compact gradient 2 or 4. Memory is
-// fetched by 64-byte granules, so the parameter costs 64 read and, where bits change, 64 written, and a dense gradient
-// 64 read, for each granule that the mask touches: 1 - (1 - d)^32 of them in bf16 at density d. The floor is the sum
-// over the copy rate.
+// Bytes per active element: index 2 or 4, or 4 a run, fp32 moments 8 read and 8 written, compact gradient 2 or 4.
+// Memory is fetched by 64-byte granules, so the parameter costs 64 read and, where bits change, 64 written, and a dense
+// gradient 64 read, for each granule that the mask touches: 1 - (1 - d)^32 of them in bf16 at density d. The floor is
+// the sum over the copy rate.
 #include "kernels.h"
 #include "step.cuh"
 

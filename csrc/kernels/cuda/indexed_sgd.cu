@@ -1,5 +1,5 @@
-// Bytes per active element: index 4, fp32 momentum 4 read and 4 written, compact gradient 2 or 4; parameter and dense
-// gradient by 64-byte granules, as in indexed_adamw.cu.
+// Bytes per active element: index 2 or 4, fp32 momentum 4 read and 4 written, compact gradient 2 or 4; parameter and
+// dense gradient by 64-byte granules, as in indexed_adamw.cu.
 #include "kernels.h"
 #include "step.cuh"
 

@@ -1,7 +1,7 @@
-// Bytes per active element: index 4, or 4 a run, out written (and read, to accumulate); and 64 read for each 64-byte
-// granule of the dense tensors that the mask touches. Each block leaves one partial sum of squares, and a second kernel
-// adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor by tensor and
-// add up once.
+// Bytes per active element: index 2 or 4, or 4 a run, out written (and read, to accumulate); and 64 read for each
+// 64-byte granule of the dense tensors that the mask touches. Each block leaves one partial sum of squares, and a
+// second kernel adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor
+// by tensor and add up once.
 #include "kernels.h"
 #include "slots.cuh"
 
