@@ -284,6 +284,19 @@ class DeltaLog:
         chosen = set(layout.names if names is None else names)
         return StateDelta(self._base(), rebuild(layout, self._chain(step)), chosen)
 
+    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """(step, the named tensor at that step), on the CPU, for ascending logged steps.
+
+        A yielded tensor is good until the next one is asked for.
+
+        Raises:
+            DeltaLogError: as `load`; the name is not in the log.
+        """
+        if name not in self.layout.names:
+            raise DeltaLogError(f"{self.directory}: no tensor {name} in the log")
+        for step in steps:
+            yield step, rebuild(self.layout, self._chain(step))[name]
+
     def step_of(self, model_or_state: nn.Module | Mapping[str, Tensor]) -> int | None:
         """The last logged step whose state has the same bits as the model's now, by digest; None if there is none.
 

@@ -1,0 +1,458 @@
+"""The codec in numpy: the definition of every level, and slow.
+
+All functions take flat arrays of unsigned words, one for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .tables import Array, Sample, Tables
+from .words import (
+    BITMAP,
+    CLASSES,
+    LANE_ROWS,
+    LIST,
+    MODE_SHIFT,
+    RAW,
+    RAW_BIT,
+    ROW_SCALE_BITS,
+    RUN,
+    TILE,
+    VALUE_SCALE_BITS,
+    WordKind,
+)
+
+# A tensor of more words than this is sampled: each sixteenth block of so many words.
+SAMPLED_NUMEL = 2**20
+SAMPLE_BLOCK = 4096
+SAMPLE_STRIDE = 16
+
+WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class DamagedTile(ValueError):
+    """A record that no writer makes, of the tile with this number."""
+
+    def __init__(self, tile: int, why: str) -> None:
+        super().__init__(why)
+        self.tile = tile
+
+
+def differences(old: Array, new: Array, kind: WordKind) -> tuple[Array, Array]:
+    """(sign, magnitude) of each change: bool, and words."""
+    d = _ordered(new, kind) - _ordered(old, kind)
+    negative = d.view(_SIGNED[kind.size]) < 0
+    return negative, np.where(negative, np.zeros_like(d) - d, d)
+
+
+def moved(old: Array, negative: Array, magnitude: Array, kind: WordKind) -> Array:
+    """The new words."""
+    ordered = _ordered(old, kind) + np.where(negative, np.zeros_like(magnitude) - magnitude, magnitude)
+    return _ordered_back(ordered, kind)
+
+
+def classes(old: Array, kind: WordKind) -> Array:
+    """The class of each old word, int64."""
+    if kind.class_shift >= kind.bits:
+        return np.zeros(len(old), np.int64)
+    return (old >> old.dtype.type(kind.class_shift)).astype(np.int64) % CLASSES
+
+
+def symbols_of(negative: Array, magnitude: Array) -> tuple[Array, Array, Array]:
+    """(symbol, number of extra bits, extra bits as uint64) of each change."""
+    v = magnitude.astype(np.uint64) - np.uint64(1)
+    length = _floor_log2(v)
+    half = (v >> np.maximum(length - 1, 0).astype(np.uint64)) & np.uint64(1)
+    bucket = np.where(v < 4, v.astype(np.int64), 4 + 2 * (length - 2) + half.astype(np.int64))
+    extra = np.where(v < 4, 0, length - 1)
+    low = v & ((np.uint64(1) << extra.astype(np.uint64)) - np.uint64(1))
+    return 2 * bucket + negative, extra, low
+
+
+def magnitude_of(bucket: int, low: int) -> int:
+    """The magnitude with these extra bits."""
+    if bucket < 4:
+        return bucket + 1
+    length, half = 2 + (bucket - 4) // 2, bucket % 2
+    return (1 << length) + (half << (length - 1)) + low + 1
+
+
+def extra_bits(bucket: int) -> int:
+    return 0 if bucket < 4 else 1 + (bucket - 4) // 2
+
+
+def sample(old: Sequence[Array], new: Sequence[Array], kind: WordKind) -> Sample:
+    """Count classes, changes and symbols in all words of small tensors and in some blocks of large ones."""
+    seen = np.zeros((len(old), CLASSES), np.int64)
+    changed = np.zeros_like(seen)
+    symbols = np.zeros((CLASSES, kind.symbols), np.int64)
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        if len(a) > SAMPLED_NUMEL:
+            chosen = np.arange(len(a)) // SAMPLE_BLOCK % SAMPLE_STRIDE == 0
+            a, b = a[chosen], b[chosen]
+        of = classes(a, kind)
+        seen[i] = np.bincount(of, minlength=CLASSES)
+        where = a != b
+        changed[i] = np.bincount(of[where], minlength=CLASSES)
+        symbol, _, _ = symbols_of(*differences(a[where], b[where], kind))
+        np.add.at(symbols, (of[where], symbol), 1)
+    return Sample(seen, changed, symbols)
+
+
+def encode_fast_tile(old: Array, new: Array, kind: WordKind) -> tuple[int, bytes]:
+    """(head, record)"""
+    (where,) = (old != new).nonzero()
+    n, t = len(where), len(old)
+    if n == 0:
+        return 0, b""
+    runs = np.bincount(where // RUN, minlength=-(-t // RUN))
+    listed = new[where].tobytes() + runs.astype(np.uint8).tobytes() + (where % RUN).astype(np.uint8).tobytes()
+    forms = {
+        LIST: listed,
+        BITMAP: _filled(np.packbits(old != new, bitorder="little").tobytes(), 4) + new[where].tobytes(),
+        RAW: new.tobytes(),
+    }
+    if (runs == RUN).any():
+        del forms[LIST]
+    mode = min(forms, key=lambda mode: (-(-len(forms[mode]) // 4), mode))
+    return n | mode << MODE_SHIFT, _filled(forms[mode], 4)
+
+
+def apply_fast_tile(old: Array, head: int, record: Array) -> Array:
+    """The new words. Raises ValueError on what no writer makes."""
+    n, mode, t, size = head % (1 << MODE_SHIFT), head >> MODE_SHIFT, len(old), old.itemsize
+    new = old.copy()
+    if mode == RAW:
+        return _words(record, 0, t, old.dtype)
+    if mode == BITMAP:
+        changed = np.unpackbits(record[: 4 * -(-t // 32)], bitorder="little").astype(bool)
+        if changed.sum() != n or changed[t:].any():
+            raise ValueError(f"its bitmap has {changed.sum()} changes, wanted {n} below {t}")
+        new[changed[:t]] = _words(record, 4 * -(-t // 32), n, old.dtype)
+        return new
+    run_count = -(-t // RUN)
+    runs = record[n * size : n * size + run_count].astype(np.int64)
+    offsets = record[n * size + run_count : n * size + run_count + n].astype(np.int64)
+    if runs.sum() != n or len(offsets) != n:
+        raise ValueError(f"its runs hold {runs.sum()} changes, wanted {n}")
+    where = np.repeat(np.arange(run_count) * RUN, runs) + offsets
+    if (where >= t).any() or (np.diff(where) <= 0).any():
+        raise ValueError("its positions do not ascend within the tile")
+    new[where] = _words(record, 0, n, old.dtype)
+    return new
+
+
+def fast_bytes(head: int, t: int, size: int) -> int:
+    """Length of a record. Raises ValueError on a head that no writer makes."""
+    n, mode = head % (1 << MODE_SHIFT), head >> MODE_SHIFT
+    if n > t or mode > RAW or (n == 0 and head != 0):
+        raise ValueError(f"its head {head:#x} is none of a tile of {t} words")
+    if n == 0:
+        return 0
+    length = {LIST: n * size + -(-t // RUN) + n, BITMAP: 4 * -(-t // 32) + n * size, RAW: t * size}[mode]
+    return -(-length // 4) * 4
+
+
+def encode_packed_tile(old: Array, new: Array, kind: WordKind, width: int) -> tuple[int, bytes]:
+    """(head, record)"""
+    (where,) = (old != new).nonzero()
+    n, t = len(where), len(old)
+    if n == 0:
+        return 0, b""
+    k = (t // n).bit_length() - 1
+    high = np.zeros(n + ((t - 1) >> k), np.uint8)
+    high[(where >> k) + np.arange(n)] = 1
+    mode, positions = LIST, [_fields(where, k), high]
+    if n * k + len(high) > t:
+        mode, positions = BITMAP, [(old != new).astype(np.uint8)]
+    negative, magnitude = differences(old[where], new[where], kind)
+    big = magnitude > 1
+    escape = (1 << width) - 1
+    rest = magnitude[big].astype(np.uint64) - np.uint64(2)
+    escaped = rest >= escape
+    stream = np.concatenate(
+        [
+            *positions,
+            negative.astype(np.uint8),
+            big.astype(np.uint8),
+            _fields(np.minimum(rest, escape), width),
+            _fields(new[where][big][escaped], kind.bits),
+        ]
+    )
+    record = _filled(np.packbits(stream, bitorder="little").tobytes(), 4)
+    raw = _filled(new.tobytes(), 4)
+    return (n | RAW << MODE_SHIFT, raw) if len(raw) < len(record) else (n | mode << MODE_SHIFT, record)
+
+
+def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, width: int) -> Array:
+    """The new words. Raises ValueError on what no writer makes."""
+    n, mode, t = head % (1 << MODE_SHIFT), head >> MODE_SHIFT, len(old)
+    if n > t or mode > RAW or (n == 0) != (len(record) == 0) or (n == 0 and head):
+        raise ValueError(f"its head {head:#x} is none of a tile of {t} words")
+    if n == 0:
+        return old.copy()
+    if mode == RAW:
+        if len(record) != -(-t * kind.size // 4) * 4:
+            raise ValueError(f"its raw record has {len(record)} bytes, wanted {t} words")
+        return _words(record, 0, t, old.dtype)
+    stream = np.unpackbits(record, bitorder="little")
+    at = 0
+
+    def take(count: int) -> Array:
+        nonlocal at
+        if at + count > len(stream):
+            raise ValueError(f"its record ends at bit {len(stream)}, wanted {at + count} or more")
+        at += count
+        return stream[at - count : at]
+
+    if mode == BITMAP:
+        (where,) = take(t).nonzero()
+    else:
+        k = (t // n).bit_length() - 1
+        low = _numbers(take(n * k), k, n)
+        (set_bits,) = take(n + ((t - 1) >> k)).nonzero()
+        if len(set_bits) != n:
+            raise ValueError(f"its positions are {len(set_bits)}, wanted {n}")
+        where = ((set_bits - np.arange(n)) << k) + low.astype(np.int64)
+    if len(where) != n or (where >= t).any() or (np.diff(where) <= 0).any():
+        raise ValueError("its positions do not ascend within the tile")
+    negative, big = take(n).astype(bool), take(n).astype(bool)
+    m = int(big.sum())
+    rest = _numbers(take(m * width), width, m)
+    escaped = rest == (1 << width) - 1
+    words = _numbers(take(int(escaped.sum()) * kind.bits), kind.bits, int(escaped.sum()))
+    if stream[at:].any() or len(stream) - at >= 32:
+        raise ValueError(f"its record goes on after bit {at}")
+    magnitude = np.ones(n, np.uint64)
+    magnitude[big] = rest + np.uint64(2)
+    new = old.copy()
+    new[where] = moved(old[where], negative, magnitude.astype(old.dtype), kind)
+    new[where[big][escaped]] = words.astype(old.dtype)
+    return new
+
+
+def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, row: int) -> bytes | None:
+    """The record as u16 numbers, or None where nothing changed."""
+    if (old == new).all():
+        return None
+    t = len(old)
+    lanes = -(-t // LANE_ROWS)
+    f = tables.rows[row].astype(np.int64)[classes(old, kind)]
+    changed = old != new
+    symbol, extra, low = (np.zeros(t, np.int64), np.zeros(t, np.int64), np.zeros(t, np.uint64))
+    symbol[changed], extra[changed], low[changed] = symbols_of(*differences(old[changed], new[changed], kind))
+    table = tables.class_table[classes(old, kind)]
+    frequencies = tables.values.astype(np.int64)
+    before = np.cumsum(frequencies, axis=1) - frequencies
+    states = [1 << 16] * lanes
+    numbers: list[int] = []  # last to be read first
+
+    def push(lane: int, frequency: int, start: int, scale: int) -> None:
+        if states[lane] >> (32 - scale) >= frequency:
+            numbers.append(states[lane] & 0xFFFF)
+            states[lane] >>= 16
+        states[lane] = (states[lane] // frequency << scale) + states[lane] % frequency + start
+
+    # The decoder's steps, from the last one to the first.
+    for begin in range((t - 1) // lanes * lanes, -1, -lanes):
+        row_words = range(begin, min(begin + lanes, t))
+        moving = [i for i in row_words if changed[i]]
+        rounds = max((-(-int(extra[i]) // 16) for i in moving), default=0)
+        for round_ in reversed(range(rounds)):
+            for i in reversed([i for i in moving if extra[i] > 16 * round_]):
+                bits = min(16, int(extra[i]) - 16 * round_)
+                push(i - begin, 1, int(low[i]) >> 16 * round_ & (1 << bits) - 1, bits)
+        for i in reversed(moving):
+            push(i - begin, *(int(x[table[i], symbol[i]]) for x in (frequencies, before)), VALUE_SCALE_BITS)
+        for i in reversed(row_words):
+            unchanged = (1 << ROW_SCALE_BITS) - int(f[i])
+            push(i - begin, *((int(f[i]), unchanged) if changed[i] else (unchanged, 0)), ROW_SCALE_BITS)
+    heads = [half for state in states for half in (state & 0xFFFF, state >> 16)]
+    return np.array(heads + numbers[::-1], "<u2").tobytes()
+
+
+def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, row: int) -> Array:
+    """The new words. Raises ValueError on what no writer makes."""
+    t = len(old)
+    lanes = -(-t // LANE_ROWS)
+    numbers = record.view("<u2").astype(np.int64).tolist()
+    if len(numbers) < 2 * lanes:
+        raise ValueError(f"its record has {len(numbers)} numbers, wanted the states of {lanes} lanes")
+    states = [numbers[2 * lane] + (numbers[2 * lane + 1] << 16) for lane in range(lanes)]
+    at = 2 * lanes
+
+    def refill(lanes_of_step: Sequence[int]) -> None:
+        nonlocal at
+        for lane in lanes_of_step:
+            if states[lane] < 1 << 16:
+                if at == len(numbers):
+                    raise ValueError("its record ends too early")
+                states[lane] = (states[lane] << 16) + numbers[at]
+                at += 1
+
+    new = old.copy()
+    of = classes(old, kind)
+    f = tables.rows[row].astype(np.int64)[of].tolist()
+    frequencies = tables.values.astype(np.int64)
+    ends = np.cumsum(frequencies, axis=1)
+    for begin in range(0, t, lanes):
+        row_words = range(begin, min(begin + lanes, t))
+        moving: dict[int, list[int]] = {}  # word -> symbol, missing extra bits, extra bits
+        for i in row_words:
+            quotient, rest = divmod(states[i - begin], 1 << ROW_SCALE_BITS)
+            unchanged = (1 << ROW_SCALE_BITS) - f[i]
+            if rest < unchanged:
+                states[i - begin] = unchanged * quotient + rest
+            else:
+                states[i - begin] = f[i] * quotient + rest - unchanged
+                moving[i] = []
+        refill([i - begin for i in row_words])
+        for i in moving:
+            quotient, rest = divmod(states[i - begin], 1 << VALUE_SCALE_BITS)
+            table = tables.class_table[of[i]]
+            symbol = int(np.searchsorted(ends[table], rest, side="right"))
+            frequency = int(frequencies[table, symbol])
+            states[i - begin] = frequency * quotient + rest - int(ends[table, symbol]) + frequency
+            moving[i] = [symbol, extra_bits(symbol // 2), 0]
+        refill([i - begin for i in moving])
+        have = 0
+        while missing := [i for i in moving if moving[i][1] > have]:
+            for i in missing:
+                bits = min(16, moving[i][1] - have)
+                moving[i][2] |= states[i - begin] % (1 << bits) << have
+                states[i - begin] >>= bits
+            refill([i - begin for i in missing])
+            have += 16
+        for i, (symbol, _, low) in moving.items():
+            magnitude = np.array([magnitude_of(symbol // 2, low)], np.uint64).astype(old.dtype)
+            new[i : i + 1] = moved(old[i : i + 1], np.array([symbol % 2 == 1]), magnitude, kind)
+    if at != len(numbers) or any(state != 1 << 16 for state in states):
+        raise ValueError("its record does not end where its words do")
+    return new
+
+
+def encode_tiles(
+    old: Sequence[Array], new: Sequence[Array], level: str, kind: WordKind, width: int, tables: Tables | None
+) -> tuple[Array, Array, bytes]:
+    """(heads uint16, sizes, records) of all tiles; sizes in the level's unit, uint16 or for `tight` uint32."""
+    tile, heads, sizes, records = TILE[level], [], [], []
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        for begin in range(0, len(a), tile):
+            part = a[begin : begin + tile], b[begin : begin + tile]
+            if level == "tight":
+                assert tables is not None
+                head, raw = 0, _filled(part[1].tobytes(), 2)
+                record = encode_tight_tile(*part, kind, tables, int(tables.row_of[i])) or b""
+                if len(raw) < len(record):
+                    head, record = RAW_BIT, raw
+                sizes.append(head | len(record) // 2)
+            else:
+                if level == "fast":
+                    head, record = encode_fast_tile(*part, kind)
+                else:
+                    head, record = encode_packed_tile(*part, kind, width)
+                heads.append(head)
+                sizes.append(len(record) // 4)
+            records.append(record)
+    return np.array(heads, np.uint16), np.array(sizes, np.uint32), b"".join(records)
+
+
+def apply_tiles(
+    dense: Sequence[Array],
+    heads: Array,
+    sizes: Array,
+    records: Array,
+    level: str,
+    kind: WordKind,
+    width: int,
+    tables: Tables | None,
+) -> None:
+    """Decode in place. `records` uint8, with lengths already known to fit. Raises DamagedTile."""
+    tile, unit = TILE[level], 2 if level == "tight" else 4
+    number = at = 0
+    for i, words in enumerate(dense):
+        for begin in range(0, len(words), tile):
+            part = words[begin : begin + tile]
+            length = (int(sizes[number]) & ~RAW_BIT) * unit
+            record = records[at : at + length]
+            try:
+                part[:] = _new_words(part, number, i, record, heads, sizes, level, kind, width, tables)
+            except ValueError as error:
+                raise DamagedTile(number, str(error)) from error
+            number, at = number + 1, at + length
+
+
+def _new_words(
+    part: Array,
+    number: int,
+    tensor: int,
+    record: Array,
+    heads: Array,
+    sizes: Array,
+    level: str,
+    kind: WordKind,
+    width: int,
+    tables: Tables | None,
+) -> Array:
+    if level == "fast":
+        return apply_fast_tile(part, int(heads[number]), record) if len(record) else part
+    if level == "packed":
+        return apply_packed_tile(part, int(heads[number]), record, kind, width)
+    assert tables is not None
+    if int(sizes[number]) & RAW_BIT:
+        if len(record) != -(-len(part) * kind.size // 2) * 2:
+            raise ValueError(f"its raw record has {len(record)} bytes, wanted {len(part)} words")
+        return _words(record, 0, len(part), part.dtype)
+    return apply_tight_tile(part, record, kind, tables, int(tables.row_of[tensor])) if len(record) else part
+
+
+def _ordered(words: Array, kind: WordKind) -> Array:
+    if not kind.is_float:
+        return words
+    top = words.dtype.type(1 << (kind.bits - 1))
+    return np.where(words >= top, ~words, words ^ top)
+
+
+def _ordered_back(ordered: Array, kind: WordKind) -> Array:
+    if not kind.is_float:
+        return ordered
+    top = ordered.dtype.type(1 << (kind.bits - 1))
+    return np.where(ordered >= top, ordered ^ top, ~ordered)
+
+
+def _floor_log2(v: Array) -> Array:
+    """int64, 0 for 0. By halves, since a float64 would round the largest up."""
+    length = np.zeros(len(v), np.int64)
+    for step in (32, 16, 8, 4, 2, 1):
+        more = v >> np.uint64(step) > 0
+        length += np.where(more, step, 0)
+        v = np.where(more, v >> np.uint64(step), v)
+    return length
+
+
+def _fields(values: Array, width: int) -> Array:
+    """The bits of `values`, `width` each, lowest first."""
+    shifts = np.arange(width, dtype=np.uint64)
+    return ((values.astype(np.uint64)[:, None] >> shifts) & np.uint64(1)).astype(np.uint8).reshape(-1)
+
+
+def _numbers(bits: Array, width: int, count: int) -> Array:
+    """uint64 [count], the inverse of `_fields`."""
+    shifts = np.arange(width, dtype=np.uint64)
+    return (bits.reshape(count, width).astype(np.uint64) << shifts).sum(1, dtype=np.uint64)
+
+
+def _words(record: Array, at: int, count: int, dtype: Any) -> Array:
+    size = np.dtype(dtype).itemsize
+    if at + count * size > len(record):
+        raise ValueError(f"its record has {len(record)} bytes, wanted {at + count * size} or more")
+    return np.frombuffer(record[at : at + count * size].tobytes(), dtype)
+
+
+def _filled(data: bytes, unit: int) -> bytes:
+    return data + bytes(-len(data) % unit)

@@ -1,0 +1,143 @@
+"""The frequencies that the level `tight` codes by, and the width of `packed`: estimated from a sample, kept in the patch.
+
+Everything is whole numbers, so that the same tensors give the same tables on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .words import CLASSES, MAX_VALUE_TABLES, ROW_SCALE_BITS, VALUE_SCALE_BITS, WordKind
+
+# A tensor of so many words has a row of its own: its row takes less than a hundredth of its record.
+OWN_ROW_NUMEL = 2**20
+# A class with so many changes in the sample has a value table of its own.
+OWN_TABLE_CHANGES = 4096
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a sample of the words shows.
+
+    seen, changed: int64 [tensors, 256], words of each class, and those of them that changed.
+    symbols: int64 [256, S], changes of each class and symbol, in all tensors.
+    """
+
+    seen: Array
+    changed: Array
+    symbols: Array
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Frequencies of the level `tight`.
+
+    row_of: uint16 [tensors]; rows: uint16 [R, 256], of a change in 65536, with the classes that a row does not have
+    filled in; class_table: uint8 [256]; values: uint16 [V, S], each row with the sum 16384.
+    """
+
+    row_of: Array
+    rows: Array
+    class_table: Array
+    values: Array
+    present: Array  # bool [R, 256]
+
+    def to_bytes(self) -> bytes:
+        """As docs/formats.md says."""
+        parts = [
+            np.array([len(self.rows), len(self.values)], "<u2"),
+            self.row_of.astype("<u2"),
+            self.class_table,
+            self.values.astype("<u2"),
+        ]
+        for row, present in zip(self.rows, self.present, strict=True):
+            parts += [np.packbits(present, bitorder="little"), row[present].astype("<u2")]
+        return b"".join(part.tobytes() for part in parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, tensors: int, kind: WordKind) -> Tables:
+        """Raises ValueError, in words for a message, on what `to_bytes` cannot have written for so many tensors."""
+        at = 0
+
+        def take(dtype: str, count: int) -> Array:
+            nonlocal at
+            size = np.dtype(dtype).itemsize * count
+            if at + size > len(data):
+                raise ValueError(f"its tables end at byte {len(data)}, wanted {at + size} or more")
+            at += size
+            return np.frombuffer(data, dtype, count, at - size)
+
+        row_count, table_count = map(int, take("<u2", 2))
+        if row_count < 1 or not 1 <= table_count <= MAX_VALUE_TABLES:
+            raise ValueError(f"it has {row_count} rows and {table_count} value tables")
+        row_of, class_table = take("<u2", tensors), take("u1", CLASSES)
+        if (row_of >= row_count).any() or (class_table >= table_count).any():
+            raise ValueError("its tables name a row or a value table that it does not have")
+        values = take("<u2", table_count * kind.symbols).reshape(table_count, kind.symbols)
+        if (values == 0).any() or (values.sum(1, dtype=np.int64) != 1 << VALUE_SCALE_BITS).any():
+            raise ValueError(f"its value tables are no frequencies in {1 << VALUE_SCALE_BITS}")
+        presents, rows = [], []
+        for _ in range(row_count):
+            presents.append(np.unpackbits(take("u1", CLASSES // 8), bitorder="little").astype(bool))
+            frequencies = take("<u2", int(presents[-1].sum()))
+            if (frequencies == 0).any():
+                raise ValueError("its rows have a frequency of 0")
+            row = rows[0].copy() if rows else np.full(CLASSES, 1 << (ROW_SCALE_BITS - 1), np.uint16)
+            row[presents[-1]] = frequencies
+            rows.append(row)
+        if at != len(data):
+            raise ValueError(f"its tables end at byte {at}, it has {len(data)}")
+        return cls(row_of.copy(), np.stack(rows), class_table.copy(), values.copy(), np.stack(presents))
+
+
+def make_tables(sample: Sample, numels: Sequence[int]) -> Tables:
+    """Row 0 and value table 0 are of all tensors and classes together."""
+    own = [i for i, numel in enumerate(numels) if numel >= OWN_ROW_NUMEL][: 2**16 - 1]
+    row_of = np.zeros(len(numels), np.uint16)
+    row_of[own] = np.arange(1, len(own) + 1)
+    seen = np.concatenate([sample.seen.sum(0, keepdims=True), sample.seen[own]])
+    changed = np.concatenate([sample.changed.sum(0, keepdims=True), sample.changed[own]])
+    present = seen > 0
+    # (changed + 1/2) / (seen + 1), rounded, of 65536; never certain.
+    one = 1 << ROW_SCALE_BITS
+    frequencies = np.clip((one * (2 * changed + 1) + seen + 1) // (2 * (seen + 1)), 1, one - 1).astype(np.uint16)
+    rows = np.where(present, frequencies, np.where(present[0], frequencies[0], one // 2).astype(np.uint16))
+
+    counts = sample.symbols.sum(1)
+    by_count = np.argsort(-counts, kind="stable")[: MAX_VALUE_TABLES - 1]
+    tabled = np.sort(by_count[counts[by_count] >= OWN_TABLE_CHANGES])
+    class_table = np.zeros(CLASSES, np.uint8)
+    class_table[tabled] = np.arange(1, len(tabled) + 1)
+    values = [_normalised(sample.symbols.sum(0)), *(_normalised(sample.symbols[c]) for c in tabled)]
+    return Tables(row_of, rows, class_table, np.stack(values), present)
+
+
+def best_width(symbols: Array, bits: int) -> int:
+    """The b of `packed` that takes the fewest bits for these counts of symbols; 4, or fewer, where nothing changed."""
+    buckets = symbols.reshape(-1, 2).sum(1)
+    big = int(buckets[1:].sum())
+    if big == 0:
+        return min(4, bits - 1)
+
+    def cost(width: int) -> int:
+        # What a field of so many bits cannot hold has v = a - 1 >= 2^width: whole buckets, from this one on.
+        escaped = {0: 1, 1: 2}.get(width, 4 + 2 * (width - 2))
+        return big * width + int(buckets[escaped:].sum()) * bits
+
+    return min(range(bits), key=cost)
+
+
+def _normalised(counts: Array) -> Array:
+    """uint16 frequencies with the sum 16384, none of them 0."""
+    total, symbols, one = int(counts.sum()), len(counts), 1 << VALUE_SCALE_BITS
+    if total == 0:
+        counts, total = np.ones(symbols, np.int64), symbols
+    frequencies = 1 + counts * (one - symbols) // total
+    frequencies[int(np.argmax(counts))] += one - int(frequencies.sum())
+    return frequencies.astype(np.uint16)

@@ -1,0 +1,81 @@
+"""What the codec knows of a dtype and of a level: the words of docs/formats.md, and how tensors are cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+LEVELS = ("fast", "packed", "tight")
+# Words of a tile, and of a lane of a tile at the level `tight`.
+TILE = {"fast": 8192, "packed": 8192, "tight": 2**20}
+LANE_ROWS = 32768
+
+LIST, BITMAP, RAW = 0, 1, 2  # modes of `fast`; for `packed`, 0 is Elias-Fano
+MODE_SHIFT = 14
+RUN = 256  # words of a tile that share a count, at the level `fast`
+RAW_BIT = 1 << 31
+
+CLASSES = 256
+ROW_SCALE_BITS = 16
+VALUE_SCALE_BITS = 14
+MAX_VALUE_TABLES = 64
+
+_CLASS_SHIFTS = {
+    torch.bfloat16: 7,
+    torch.float16: 7,
+    torch.float32: 23,
+    torch.float64: 55,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+}
+
+
+@dataclass(frozen=True)
+class WordKind:
+    """How the words of a dtype are read: bytes, whether they order as floating-point numbers, where the class stands.
+
+    class_shift is 8 * size where the dtype has one class only.
+    """
+
+    size: int
+    is_float: bool
+    class_shift: int
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.size
+
+    @property
+    def symbols(self) -> int:
+        """Symbols of the code of a change: two signs of each bucket of magnitudes."""
+        return 2 * (4 + 2 * (self.bits - 3))
+
+
+def word_kind(dtype: torch.dtype) -> WordKind:
+    """The kind of a dtype of 1, 2, 4 or 8 bytes."""
+    size = dtype.itemsize
+    is_float = dtype in _CLASS_SHIFTS
+    return WordKind(size, is_float, _CLASS_SHIFTS[dtype] if is_float else 8 * size)
+
+
+def tile_counts(numels: Sequence[int], level: str) -> list[int]:
+    """The number of tiles of each tensor."""
+    return [-(-numel // TILE[level]) for numel in numels]
+
+
+def first_tiles(numels: Sequence[int], level: str) -> list[int]:
+    """[tensors + 1]: where each tensor's tiles begin, and where the last one's end."""
+    return [0, *accumulate(tile_counts(numels, level))]
+
+
+def tile_lengths(numels: Sequence[int], level: str) -> torch.Tensor:
+    """[tiles] int64, the words of each tile."""
+    tile, counts = TILE[level], torch.tensor(tile_counts(numels, level), dtype=torch.int64)
+    lengths = torch.full((int(counts.sum()),), tile, dtype=torch.int64)
+    ends = counts.cumsum(0)[counts > 0] - 1
+    rest = torch.tensor([numel % tile or tile for numel in numels if numel], dtype=torch.int64)
+    lengths[ends] = rest
+    return lengths
