@@ -88,10 +88,10 @@ def cuda_arch_list(cuda_home):
 def native_extension(torch, cuda_home, missing):
     from torch.utils import cpp_extension
 
-    sources = [path for path in Path("csrc").rglob("*.cpp") if path.name != "ops_cuda.cpp"]
+    sources = [path for path in Path("csrc").rglob("*.cpp") if not path.stem.endswith("_cuda")]
     make, arch_list = cpp_extension.CppExtension, ""
     if not missing:
-        sources += [Path("csrc/ops_cuda.cpp"), *Path("csrc").rglob("*.cu")]
+        sources += [*Path("csrc").glob("*_cuda.cpp"), *Path("csrc").rglob("*.cu")]
         make, arch_list = cpp_extension.CUDAExtension, cuda_arch_list(cuda_home)
     build_info = {"TORCH_VERSION": torch.__version__, "CUDA_MISSING": missing, "CUDA_ARCH_LIST": arch_list}
     macros = [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]

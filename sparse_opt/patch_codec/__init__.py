@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..backends import why_unavailable
 from ..errors import BackendUnavailable, DeltaLogError
-from ..tensor_state import as_bits
 from . import torch_reference
 from .reference import fast_bytes
 from .tables import Sample, Tables, best_width, make_tables
@@ -165,20 +164,20 @@ def encode(old: Sequence[Tensor], new: Sequence[Tensor], level: str, *, backend:
     if level not in LEVELS:
         raise ValueError(f"level is {level!r}, wanted one of {', '.join(LEVELS)}")
     _check_tensors(old, new)
+    old, new = list(old), list(new)
     dtype, numels = new[0].dtype, tuple(tensor.numel() for tensor in new)
     kind = word_kind(dtype)
     run = _implementation(new[0].device, backend)
-    a, b = [as_bits(tensor) for tensor in old], [as_bits(tensor) for tensor in new]
     width, tables = 0, None
     if level != "fast":
-        seen, changed, symbols = run.patch_sample(a, b, kind.is_float, kind.class_shift)
+        seen, changed, symbols = run.patch_sample(old, new, kind.is_float, kind.class_shift)
         sample = Sample(seen.numpy(), changed.numpy(), symbols.numpy())
         if level == "packed":
             width = best_width(sample.symbols, kind.bits)
         else:
             tables = make_tables(sample, numels)
     heads, sizes, records, counts = run.patch_encode(
-        a, b, _LEVEL_NUMBER[level], kind.is_float, kind.class_shift, width, *_on_device(tables, new[0].device)
+        old, new, _LEVEL_NUMBER[level], kind.is_float, kind.class_shift, width, *_on_device(tables, new[0].device)
     )
     return Patch(level, dtype, numels, counts, None if level == "tight" else heads, sizes, records, width, tables)
 
@@ -203,10 +202,11 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
         return
     device, kind = dense[0].device, word_kind(patch.dtype)
     run = _implementation(device, backend)
+    dense = list(dense)
     heads = None if patch.heads is None else patch.heads.to(device)
     sizes, records = patch.sizes.to(device), patch.records.to(device)
     bad = run.patch_apply_(
-        [as_bits(tensor) for tensor in dense],
+        dense,
         heads,
         sizes,
         patch.offsets().to(device),

@@ -21,6 +21,7 @@ from .words import (
     RAW_BIT,
     ROW_SCALE_BITS,
     RUN,
+    SPAN_ROWS,
     TILE,
     VALUE_SCALE_BITS,
     WordKind,
@@ -259,19 +260,21 @@ def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, ro
         states[lane] = (states[lane] // frequency << scale) + states[lane] % frequency + start
 
     # The decoder's steps, from the last one to the first.
-    for begin in range((t - 1) // lanes * lanes, -1, -lanes):
-        row_words = range(begin, min(begin + lanes, t))
-        moving = [i for i in row_words if changed[i]]
-        rounds = max((-(-int(extra[i]) // 16) for i in moving), default=0)
-        for round_ in reversed(range(rounds)):
-            for i in reversed([i for i in moving if extra[i] > 16 * round_]):
-                bits = min(16, int(extra[i]) - 16 * round_)
-                push(i - begin, 1, int(low[i]) >> 16 * round_ & (1 << bits) - 1, bits)
-        for i in reversed(moving):
-            push(i - begin, *(int(x[table[i], symbol[i]]) for x in (frequencies, before)), VALUE_SCALE_BITS)
-        for i in reversed(row_words):
+    span = SPAN_ROWS * lanes
+    for begin in range((t - 1) // span * span, -1, -span):
+        words = range(begin, min(begin + span, t))
+        moving = [i for i in words if changed[i]]
+        for first in range((len(moving) - 1) // lanes * lanes, -1, -lanes):
+            together = list(enumerate(moving[first : first + lanes]))
+            for have in range((max(int(extra[i]) for _, i in together) - 1) // 16 * 16, -1, -16):
+                for lane, i in reversed([(lane, i) for lane, i in together if extra[i] > have]):
+                    bits = min(16, int(extra[i]) - have)
+                    push(lane, 1, int(low[i]) >> have & (1 << bits) - 1, bits)
+            for lane, i in reversed(together):
+                push(lane, *(int(x[table[i], symbol[i]]) for x in (frequencies, before)), VALUE_SCALE_BITS)
+        for i in reversed(words):
             unchanged = (1 << ROW_SCALE_BITS) - int(f[i])
-            push(i - begin, *((int(f[i]), unchanged) if changed[i] else (unchanged, 0)), ROW_SCALE_BITS)
+            push(i % lanes, *((int(f[i]), unchanged) if changed[i] else (unchanged, 0)), ROW_SCALE_BITS)
     heads = [half for state in states for half in (state & 0xFFFF, state >> 16)]
     return np.array(heads + numbers[::-1], "<u2").tobytes()
 
@@ -300,37 +303,40 @@ def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, 
     f = tables.rows[row].astype(np.int64)[of].tolist()
     frequencies = tables.values.astype(np.int64)
     ends = np.cumsum(frequencies, axis=1)
-    for begin in range(0, t, lanes):
-        row_words = range(begin, min(begin + lanes, t))
-        moving: dict[int, list[int]] = {}  # word -> symbol, missing extra bits, extra bits
-        for i in row_words:
-            quotient, rest = divmod(states[i - begin], 1 << ROW_SCALE_BITS)
-            unchanged = (1 << ROW_SCALE_BITS) - f[i]
-            if rest < unchanged:
-                states[i - begin] = unchanged * quotient + rest
-            else:
-                states[i - begin] = f[i] * quotient + rest - unchanged
-                moving[i] = []
-        refill([i - begin for i in row_words])
-        for i in moving:
-            quotient, rest = divmod(states[i - begin], 1 << VALUE_SCALE_BITS)
-            table = tables.class_table[of[i]]
-            symbol = int(np.searchsorted(ends[table], rest, side="right"))
-            frequency = int(frequencies[table, symbol])
-            states[i - begin] = frequency * quotient + rest - int(ends[table, symbol]) + frequency
-            moving[i] = [symbol, extra_bits(symbol // 2), 0]
-        refill([i - begin for i in moving])
-        have = 0
-        while missing := [i for i in moving if moving[i][1] > have]:
-            for i in missing:
-                bits = min(16, moving[i][1] - have)
-                moving[i][2] |= states[i - begin] % (1 << bits) << have
-                states[i - begin] >>= bits
-            refill([i - begin for i in missing])
-            have += 16
-        for i, (symbol, _, low) in moving.items():
-            magnitude = np.array([magnitude_of(symbol // 2, low)], np.uint64).astype(old.dtype)
-            new[i : i + 1] = moved(old[i : i + 1], np.array([symbol % 2 == 1]), magnitude, kind)
+    span = SPAN_ROWS * lanes
+    for begin in range(0, t, span):
+        moving = []
+        for row in range(begin, min(begin + span, t), lanes):
+            row_words = range(row, min(row + lanes, t))
+            for i in row_words:
+                quotient, rest = divmod(states[i - row], 1 << ROW_SCALE_BITS)
+                unchanged = (1 << ROW_SCALE_BITS) - f[i]
+                if rest < unchanged:
+                    states[i - row] = unchanged * quotient + rest
+                else:
+                    states[i - row] = f[i] * quotient + rest - unchanged
+                    moving.append(i)
+            refill(range(len(row_words)))
+        for first in range(0, len(moving), lanes):
+            together = moving[first : first + lanes]
+            symbols, low, have = [], [0] * len(together), 0
+            for lane, i in enumerate(together):
+                quotient, rest = divmod(states[lane], 1 << VALUE_SCALE_BITS)
+                table = tables.class_table[of[i]]
+                symbols.append(int(np.searchsorted(ends[table], rest, side="right")))
+                frequency = int(frequencies[table, symbols[lane]])
+                states[lane] = frequency * quotient + rest - int(ends[table, symbols[lane]]) + frequency
+            refill(range(len(together)))
+            while missing := [lane for lane, symbol in enumerate(symbols) if extra_bits(symbol // 2) > have]:
+                for lane in missing:
+                    bits = min(16, extra_bits(symbols[lane] // 2) - have)
+                    low[lane] |= states[lane] % (1 << bits) << have
+                    states[lane] >>= bits
+                refill(missing)
+                have += 16
+            negative = np.array([symbol % 2 == 1 for symbol in symbols])
+            magnitude = [magnitude_of(symbol // 2, bits) for symbol, bits in zip(symbols, low, strict=True)]
+            new[together] = moved(old[together], negative, np.array(magnitude, np.uint64).astype(old.dtype), kind)
     if at != len(numbers) or any(state != 1 << 16 for state in states):
         raise ValueError("its record does not end where its words do")
     return new

@@ -1,4 +1,4 @@
-"""The frequencies that the level `tight` codes by, and the width of `packed`: estimated from a sample, kept in the patch.
+"""The frequencies that `tight` codes by, and the width of `packed`: estimated from a sample, kept in the patch.
 
 Everything is whole numbers, so that the same tensors give the same tables on every device.
 """

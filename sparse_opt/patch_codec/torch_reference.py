@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensor_state import as_bits
 from . import reference
 from .reference import WORD, DamagedTile
 from .tables import Array, Tables
@@ -17,7 +18,7 @@ from .words import CLASSES, LEVELS, WordKind
 def patch_sample(
     old: Sequence[Tensor], new: Sequence[Tensor], is_float: bool, class_shift: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Words seen of each class int64 [tensors, 256], changed ones of them likewise, symbols int64 [256, S]; on the CPU."""
+    """Words seen of each class int64 [tensors, 256], changed ones likewise, symbols int64 [256, S]; on the CPU."""
     found = reference.sample(_words(old), _words(new), WordKind(new[0].element_size(), is_float, class_shift))
     return torch.from_numpy(found.seen), torch.from_numpy(found.changed), torch.from_numpy(found.symbols)
 
@@ -34,7 +35,7 @@ def patch_encode(
     class_table: Tensor | None,
     values: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """heads uint16 [tiles], empty at `tight`; sizes uint16 or uint32 [tiles]; records uint8; counts int64 on the CPU."""
+    """heads uint16 [tiles], none at `tight`; sizes uint16 or uint32 [tiles]; records uint8; counts int64 on the CPU."""
     kind = WordKind(new[0].element_size(), is_float, class_shift)
     a, b = _words(old), _words(new)
     tables = _tables(row_of, rows, class_table, values)
@@ -84,12 +85,13 @@ def patch_apply_(
     except DamagedTile as damage:
         bad = damage.tile
     for tensor, array in zip(dense, words, strict=True):
-        tensor.copy_(torch.from_numpy(array).view(tensor.dtype))
+        bits = as_bits(tensor)
+        bits.copy_(torch.from_numpy(array).view(bits.dtype))
     return torch.tensor([bad], device=dense[0].device)
 
 
 def _words(tensors: Sequence[Tensor]) -> list[Array]:
-    return [tensor.view(-1).cpu().numpy().view(WORD[tensor.element_size()]) for tensor in tensors]
+    return [as_bits(tensor).cpu().numpy().view(WORD[tensor.element_size()]) for tensor in tensors]
 
 
 def _tables(

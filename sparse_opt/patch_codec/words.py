@@ -10,8 +10,9 @@ import torch
 
 LEVELS = ("fast", "packed", "tight")
 # Words of a tile, and of a lane of a tile at the level `tight`.
-TILE = {"fast": 8192, "packed": 8192, "tight": 2**20}
-LANE_ROWS = 32768
+TILE = {"fast": 8192, "packed": 8192, "tight": 2**19}
+LANE_ROWS = 16384
+SPAN_ROWS = 64  # rows of a tile of `tight` whose changes are coded together
 
 LIST, BITMAP, RAW = 0, 1, 2  # modes of `fast`; for `packed`, 0 is Elias-Fano
 MODE_SHIFT = 14

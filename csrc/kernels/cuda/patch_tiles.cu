@@ -1,0 +1,572 @@
+// `fast` and `packed`. patch_find reads both tensors once, 2 * element size bytes per element, which is the floor, and
+// leaves each tile's record in a slot of its own. When the sum of the lengths is known, patch_place moves the records
+// together, which reads and writes their bytes once more. A record that is longer than a slot is made again, in place,
+// from both tensors.
+#include "compare.cuh"
+#include "dispatch.cuh"
+#include "patch_kernels.h"
+#include "whole_tensors.cuh"
+
+namespace sparse_opt::cuda {
+namespace {
+
+static_assert(kPatchTile == kDeltaBlock, "tiles are compared as blocks of delta_encode");
+
+// Records are aligned to 4 bytes.
+template <typename Word>
+__device__ __forceinline__ void store_word(uint8_t* at, Word w) {
+  if constexpr (sizeof(Word) == 8) {
+    reinterpret_cast<uint32_t*>(at)[0] = static_cast<uint32_t>(w);
+    reinterpret_cast<uint32_t*>(at)[1] = static_cast<uint32_t>(w >> 32);
+  } else {
+    *reinterpret_cast<Word*>(at) = w;
+  }
+}
+
+template <typename Word>
+__device__ __forceinline__ Word load_word(const uint8_t* at) {
+  if constexpr (sizeof(Word) == 8) {
+    const uint32_t* halves = reinterpret_cast<const uint32_t*>(at);
+    return static_cast<Word>(halves[1]) << 32 | halves[0];
+  } else {
+    return *reinterpret_cast<const Word*>(at);
+  }
+}
+
+__device__ __forceinline__ uint32_t low_bits(int width) {
+  return width >= 32 ? 0xffffffffu : (1u << width) - 1u;
+}
+
+// A field of up to 64 bits into a stream whose bits are 0.
+__device__ __forceinline__ void put_bits(uint32_t* stream, int at, int width, uint64_t value) {
+  while (width > 0) {
+    const int shift = at % 32, taken = min(32 - shift, width);
+    atomicOr(stream + at / 32, (static_cast<uint32_t>(value) & low_bits(taken)) << shift);
+    value >>= taken;
+    at += taken;
+    width -= taken;
+  }
+}
+
+__device__ __forceinline__ void fill_to_unit(uint8_t* record, int64_t length) {
+  const int64_t filled = (length + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
+  if (length + threadIdx.x < filled) record[length + threadIdx.x] = 0;
+}
+
+template <typename Word>
+__device__ __forceinline__ void copy_raw(const Word* new_words, int t, uint8_t* record) {
+  for (int k = threadIdx.x; k < t; k += kThreads) store_word(record + k * sizeof(Word), new_words[k]);
+  fill_to_unit(record, static_cast<int64_t>(t) * sizeof(Word));
+}
+
+// What a block knows of its tile once it has been compared.
+template <typename Word>
+struct TileChanges {
+  const Word* old_words;
+  const Word* new_words;
+  int t;
+  uint32_t bits;  // of this thread's words, 32 from 32 * threadIdx.x on
+  int n, rank;    // changes of the tile, and of those the ones before this thread's
+};
+
+// `room(length in units)` is where the record goes, or null where it shall not be written. Returns the head, and the
+// length in units.
+struct FastTile {
+  uint16_t positions[kDeltaBlockRoom];
+
+  template <typename Word, typename Room>
+  __device__ __forceinline__ uint32_t encode(const TileChanges<Word>& tile, const PatchArguments&, int& units,
+                                             Room room) {
+    constexpr int kSize = sizeof(Word), kThreadsOfRun = kPatchRun / 32;
+    const int n = tile.n, t = tile.t;
+    int run = __popc(tile.bits);
+#pragma unroll
+    for (int other = 1; other < kThreadsOfRun; other *= 2) run += __shfl_xor_sync(0xffffffffu, run, other);
+    const bool full_run = __syncthreads_or(run == kPatchRun);
+    const auto units_of = [](int64_t length) { return static_cast<int>((length + kRecordUnit - 1) / kRecordUnit); };
+    const int64_t list = fast_list_bytes(n, t, kSize), bitmap = fast_bitmap_bytes(n, t, kSize);
+    int mode = kModeList;
+    units = full_run ? INT32_MAX : units_of(list);
+    if (units_of(bitmap) < units) mode = kModeBitmap, units = units_of(bitmap);
+    if (units_of(static_cast<int64_t>(t) * kSize) < units) mode = kModeRaw, units = units_of(int64_t{t} * kSize);
+    uint8_t* record = room(units);
+    if (record == nullptr) return n | mode << kModeShift;
+
+    if (mode == kModeRaw) {
+      copy_raw(tile.new_words, t, record);
+    } else if (mode == kModeBitmap) {
+      // A list is the shorter up to one change in eight, and there its positions have room in `positions`.
+      uint32_t* words = reinterpret_cast<uint32_t*>(record);
+      if (static_cast<int>(threadIdx.x) * 32 < t) words[threadIdx.x] = tile.bits;
+      uint8_t* values = record + (t + 31) / 32 * 4;
+      int rank = tile.rank;
+      for (uint32_t bits = tile.bits; bits != 0; bits &= bits - 1) {
+        const int k = static_cast<int>(threadIdx.x) * 32 + __ffs(static_cast<int>(bits)) - 1;
+        store_word(values + rank++ * kSize, tile.new_words[k]);
+      }
+      fill_to_unit(record, bitmap);
+    } else {
+      const int run_count = (t + kPatchRun - 1) / kPatchRun;
+      uint8_t* runs = record + n * kSize;
+      if (threadIdx.x % kThreadsOfRun == 0 && static_cast<int>(threadIdx.x) / kThreadsOfRun < run_count) {
+        runs[threadIdx.x / kThreadsOfRun] = static_cast<uint8_t>(run);
+      }
+      int rank = tile.rank;
+      for (uint32_t bits = tile.bits; bits != 0; bits &= bits - 1) {
+        positions[rank++] = static_cast<uint16_t>(threadIdx.x * 32 + __ffs(static_cast<int>(bits)) - 1);
+      }
+      __syncthreads();
+      for (int k = threadIdx.x; k < n; k += kThreads) {
+        store_word(record + k * kSize, tile.new_words[positions[k]]);
+        runs[run_count + k] = static_cast<uint8_t>(positions[k] % kPatchRun);
+      }
+      fill_to_unit(record, list);
+    }
+    return n | mode << kModeShift;
+  }
+};
+
+// Bits are gathered in shared memory where the record has a slot's length at most, else where it belongs. A thread
+// takes every kThreads-th change: few words of 32 have one, and many have none.
+struct PackedTile {
+  uint16_t positions[kPatchTile];
+
+  template <typename Word, typename Room>
+  __device__ __forceinline__ uint32_t encode(const TileChanges<Word>& tile, const PatchArguments& args, int& units,
+                                             Room room) {
+    const int n = tile.n, t = tile.t, width = args.width;
+    const Word escape = static_cast<Word>((Word{1} << width) - 1);
+    int rank = tile.rank;
+    for (uint32_t bits = tile.bits; bits != 0; bits &= bits - 1) {
+      positions[rank++] = static_cast<uint16_t>(threadIdx.x * 32 + __ffs(static_cast<int>(bits)) - 1);
+    }
+    __syncthreads();
+    int big = 0, escaped = 0;
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      const Change<Word> change = change_at(tile, positions[i], args.is_float);
+      big += change.magnitude > 1 ? 1 : 0;
+      escaped += change.magnitude > 1 && static_cast<Word>(change.magnitude - 2) >= escape ? 1 : 0;
+    }
+    const uint32_t total = block_sum(static_cast<uint32_t>(big) << 16 | static_cast<uint32_t>(escaped));
+    const int m = static_cast<int>(total >> 16), escapes = static_cast<int>(total & 0xffffu);
+    const int k = elias_fano_k(n, t);
+    const int elias_fano = n * k + elias_fano_high(n, t, k);
+    int mode = elias_fano <= t ? kModeEliasFano : kModeBitmap;
+    const int signs = mode == kModeBitmap ? t : elias_fano, bigs = signs + n, fields = bigs + n;
+    const int words = fields + m * width;
+    units = (words + escapes * kWordBits<Word> + 31) / 32;
+    const int raw = static_cast<int>((static_cast<int64_t>(t) * sizeof(Word) + kRecordUnit - 1) / kRecordUnit);
+    if (raw < units) mode = kModeRaw, units = raw;
+    uint8_t* record = room(units);
+    if (record == nullptr) return n | mode << kModeShift;
+    if (mode == kModeRaw) {
+      copy_raw(tile.new_words, t, record);
+      return n | mode << kModeShift;
+    }
+    uint32_t* stream = reinterpret_cast<uint32_t*>(record);
+    for (int i = threadIdx.x; i < units; i += kThreads) stream[i] = 0;
+    __syncthreads();
+    if (mode == kModeBitmap && tile.bits != 0) atomicOr(stream + threadIdx.x, tile.bits);
+    int field = fields, word = words;
+    for (int first = 0; first < n; first += kThreads) {
+      const int i = first + static_cast<int>(threadIdx.x);
+      const bool part = i < n;
+      const int position = part ? positions[i] : 0;
+      Change<Word> change = {false, 1};
+      if (part) change = change_at(tile, position, args.is_float);
+      const bool is_big = change.magnitude > 1;
+      const auto rest = static_cast<Word>(change.magnitude - 2);
+      const bool is_escaped = is_big && rest >= escape;
+      uint32_t turn;
+      if (first != 0) __syncthreads();  // block_rank's memory
+      const uint32_t before = block_rank((is_big ? 1u << 16 : 0u) | (is_escaped ? 1u : 0u), turn);
+      if (part) {
+        if (mode == kModeEliasFano) {
+          put_bits(stream, i * k, k, static_cast<uint64_t>(position) & ((1u << k) - 1u));
+          put_bits(stream, n * k + (position >> k) + i, 1, 1);
+        }
+        if (change.negative) put_bits(stream, signs + i, 1, 1);
+        if (is_big) {
+          put_bits(stream, bigs + i, 1, 1);
+          put_bits(stream, field + static_cast<int>(before >> 16) * width, width, is_escaped ? escape : rest);
+        }
+        if (is_escaped) {
+          put_bits(stream, word + static_cast<int>(before & 0xffffu) * kWordBits<Word>, kWordBits<Word>,
+                   tile.new_words[position]);
+        }
+      }
+      field += static_cast<int>(turn >> 16) * width;
+      word += static_cast<int>(turn & 0xffffu) * kWordBits<Word>;
+    }
+    return n | mode << kModeShift;
+  }
+
+ private:
+  template <typename Word>
+  static __device__ __forceinline__ Change<Word> change_at(const TileChanges<Word>& tile, int position, bool is_float) {
+    return change_of(tile.old_words[position], tile.new_words[position], is_float);
+  }
+};
+
+template <typename Word>
+__device__ __forceinline__ TileChanges<Word> compare_tile(ChangedBits& changed, const Word* old_words,
+                                                          const Word* new_words, int t) {
+  changed.compare(old_words, new_words, t);
+  TileChanges<Word> tile = {old_words, new_words, t, changed.words[threadIdx.x], 0, 0};
+  tile.rank = block_rank(__popc(tile.bits), tile.n);
+  return tile;
+}
+
+// A block for each tile.
+template <typename Word, typename Tile, int Capacity>
+__global__ void __launch_bounds__(kThreads) patch_find_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                              const __grid_constant__ PatchArguments args) {
+  __shared__ ChangedBits changed;
+  __shared__ Tile coder;
+  __shared__ __align__(16) uint32_t staged[std::is_same_v<Tile, PackedTile> ? kPatchTile * sizeof(Word) / 8 / 4 : 1];
+  const BlockRange range = block_range(table, kPatchTile);
+  const int64_t number = table.block_offset + blockIdx.x;
+  const TileChanges<Word> tile = compare_tile(
+      changed, static_cast<const Word*>(table.companions[range.segment]) + range.begin,
+      static_cast<const Word*>(table.dense[range.segment]) + range.begin, static_cast<int>(range.end - range.begin));
+  uint32_t head = 0;
+  int units = 0;
+  uint8_t* slot = args.slots + number * args.slot_bytes;
+  if (tile.n != 0) {
+    head = coder.encode(tile, args, units, [&](int length) -> uint8_t* {
+      if (length * kRecordUnit > args.slot_bytes) return nullptr;
+      return std::is_same_v<Tile, PackedTile> ? reinterpret_cast<uint8_t*>(staged) : slot;
+    });
+    if (std::is_same_v<Tile, PackedTile> && units * kRecordUnit <= args.slot_bytes) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < units; i += kThreads) __stcs(reinterpret_cast<uint32_t*>(slot) + i, staged[i]);
+    }
+  }
+  if (threadIdx.x == 0) {
+    args.heads[number] = static_cast<uint16_t>(head);
+    static_cast<uint16_t*>(args.sizes)[number] = static_cast<uint16_t>(units);
+    args.lengths[number] = static_cast<int64_t>(units) * kRecordUnit;
+    if (tile.n != 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(args.changes + range.number), tile.n);
+      if (units * kRecordUnit > args.slot_bytes) {
+        args.overflowed[atomicAdd(reinterpret_cast<unsigned long long*>(args.overflows), 1ull)] = number;
+      }
+    }
+  }
+}
+
+// A warp for each tile: its slot to its place, if there is room for all.
+__global__ void __launch_bounds__(kThreads)
+    patch_place_kernel(const __grid_constant__ PatchArguments args, int64_t tiles) {
+  const int64_t number = blockIdx.x * static_cast<int64_t>(kWarps) + threadIdx.x / 32;
+  if (number >= tiles) return;
+  const int64_t begin = args.offsets[number], length = args.offsets[number + 1] - begin;
+  if (length > args.slot_bytes || begin + length > args.record_bytes) return;
+  const uint32_t* slot = reinterpret_cast<const uint32_t*>(args.slots + number * args.slot_bytes);
+  uint32_t* place = reinterpret_cast<uint32_t*>(args.records + begin);
+  for (int i = threadIdx.x % 32; i < length / 4; i += 32) place[i] = __ldcs(slot + i);
+}
+
+// A block for each tile that has no room in a slot.
+template <typename Word, typename Tile, int Capacity>
+__global__ void __launch_bounds__(kThreads) patch_again_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                               const __grid_constant__ PatchArguments args) {
+  __shared__ ChangedBits changed;
+  __shared__ Tile coder;
+  const int64_t number = args.overflowed[blockIdx.x];
+  const int64_t local = number - table.block_offset;
+  if (local < 0 || local >= table.first_block[table.count]) return;  // another table's
+  const BlockRange range = block_range(table, kPatchTile, static_cast<int>(local));
+  const TileChanges<Word> tile = compare_tile(
+      changed, static_cast<const Word*>(table.companions[range.segment]) + range.begin,
+      static_cast<const Word*>(table.dense[range.segment]) + range.begin, static_cast<int>(range.end - range.begin));
+  int units;
+  coder.encode(tile, args, units, [&](int) { return args.records + args.offsets[number]; });
+}
+
+// Decoders. A warp for each tile; whatever a record holds, they read within it and write within the tile.
+
+__device__ __forceinline__ int warp_sum_before(int count, int& total) {
+  int sum = count;
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, sum, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) sum += below;
+  }
+  total = __shfl_sync(0xffffffffu, sum, 31);
+  return sum - count;
+}
+
+template <typename Word>
+__device__ __forceinline__ void apply_raw(Word* words, int t, const uint8_t* record) {
+  for (int k = threadIdx.x % 32; k < t; k += 32) words[k] = load_word<Word>(record + k * sizeof(Word));
+}
+
+// Each returns, in every lane, whether the lane has met damage.
+template <typename Word>
+__device__ __forceinline__ bool apply_fast(Word* words, int t, uint32_t head, const uint8_t* record, int64_t length) {
+  constexpr int kSize = sizeof(Word);
+  const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
+  const int lane = threadIdx.x % 32;
+  if (n > t || (n == 0 && (head != 0 || length != 0))) return true;
+  if (n == 0) return false;
+  const int64_t wanted = mode == kModeList     ? fast_list_bytes(n, t, kSize)
+                         : mode == kModeBitmap ? fast_bitmap_bytes(n, t, kSize)
+                                               : static_cast<int64_t>(t) * kSize;
+  if (mode > kModeRaw || (wanted + kRecordUnit - 1) / kRecordUnit * kRecordUnit != length) return true;
+  if (mode == kModeRaw) {
+    apply_raw(words, t, record);
+    return false;
+  }
+  if (mode == kModeBitmap) {
+    const uint32_t* bitmap = reinterpret_cast<const uint32_t*>(record);
+    const int word_count = (t + 31) / 32;
+    const uint8_t* values = record + word_count * 4;
+    int found = 0;
+    bool bad = false;
+    for (int first = 0; first < word_count; first += 32) {
+      const int i = first + lane;
+      uint32_t bits = i < word_count ? bitmap[i] : 0;
+      if (i == word_count - 1 && t % 32 != 0 && (bits >> (t % 32)) != 0) bad = true, bits &= low_bits(t % 32);
+      int total;
+      int rank = found + warp_sum_before(__popc(bits), total);
+      for (; bits != 0; bits &= bits - 1, ++rank) {
+        if (rank < n) words[i * 32 + __ffs(static_cast<int>(bits)) - 1] = load_word<Word>(values + rank * kSize);
+      }
+      found += total;
+    }
+    return bad || found != n;
+  }
+  const int run_count = (t + kPatchRun - 1) / kPatchRun;
+  const uint8_t* runs = record + n * kSize;
+  const uint8_t* offsets = runs + run_count;
+  int total;
+  const int run = lane < run_count ? runs[lane] : 0;
+  const int run_start = warp_sum_before(run, total);
+  if (total != n) return true;
+  bool bad = false;
+  for (int first = 0; first < n; first += 32) {
+    const int k = first + lane;
+    int low = 0;  // the last run that starts at k or before
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const int start = __shfl_sync(0xffffffffu, run_start, low + step);
+      if (start <= k) low += step;
+    }
+    const int start = __shfl_sync(0xffffffffu, run_start, low);
+    if (k >= n) continue;
+    const int position = low * kPatchRun + offsets[k];
+    if (position >= t || (k > start && offsets[k] <= offsets[k - 1])) {
+      bad = true;
+    } else {
+      words[position] = load_word<Word>(record + k * kSize);
+    }
+  }
+  return bad;
+}
+
+// A stream of `bits` bits. What lies behind its end reads as 0, and is damage.
+struct BitStream {
+  const uint32_t* words;
+  int64_t bits;
+  bool bad = false;
+
+  __device__ __forceinline__ uint32_t take(int64_t at, int width) {  // of 0 to 32 bits
+    if (width == 0) return 0;
+    if (at < 0 || at + width > bits) {
+      bad = true;
+      return 0;
+    }
+    const int64_t i = at / 32;
+    const int shift = static_cast<int>(at % 32);
+    uint64_t both = words[i];
+    if (shift + width > 32) both |= static_cast<uint64_t>(words[i + 1]) << 32;
+    return static_cast<uint32_t>(both >> shift) & low_bits(width);
+  }
+
+  __device__ __forceinline__ uint64_t take_wide(int64_t at, int width) {  // of 0 to 64 bits
+    const uint64_t low = take(at, min(width, 32));
+    return width > 32 ? low | static_cast<uint64_t>(take(at + 32, width - 32)) << 32 : low;
+  }
+};
+
+// Ranks within sections 3 and 4 of a warp's record: where in it each 32 bits begin to count.
+struct PackedRanks {
+  uint16_t bigs[kPatchTile / 32];
+  uint16_t escapes[kPatchTile / 32];
+  uint32_t escaped[kPatchTile / 32];
+};
+
+template <typename Word>
+__device__ __forceinline__ bool apply_packed(Word* words, int t, uint32_t head, const uint8_t* record, int64_t length,
+                                             const PatchArguments& args, PackedRanks& ranks) {
+  const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
+  const int lane = threadIdx.x % 32, width = args.width;
+  if (n > t || mode > kModeRaw || (n == 0) != (length == 0) || (n == 0 && head != 0)) return true;
+  if (n == 0) return false;
+  if (mode == kModeRaw) {
+    const int64_t wanted = static_cast<int64_t>(t) * sizeof(Word);
+    if ((wanted + kRecordUnit - 1) / kRecordUnit * kRecordUnit != length) return true;
+    apply_raw(words, t, record);
+    return false;
+  }
+  BitStream stream{reinterpret_cast<const uint32_t*>(record), length * 8};
+  const int k = elias_fano_k(n, t);
+  const int high = mode == kModeBitmap ? 0 : n * k, high_bits = mode == kModeBitmap ? t : elias_fano_high(n, t, k);
+  const int64_t signs = high + high_bits, bigs = signs + n, fields = bigs + n;
+  if (fields > stream.bits) return true;
+  const int n_words = (n + 31) / 32;
+  int m = 0;
+  for (int first = 0; first < n_words; first += 32) {
+    const int i = first + lane;
+    const int count = i < n_words ? __popc(stream.take(bigs + 32 * i, min(32, n - 32 * i))) : 0;
+    int total;
+    const int before = m + warp_sum_before(count, total);
+    if (i < n_words) ranks.bigs[i] = static_cast<uint16_t>(before);
+    m += total;
+  }
+  const int64_t values = fields + static_cast<int64_t>(m) * width;
+  if (values > stream.bits) return true;
+  const uint64_t escape = (uint64_t{1} << width) - 1;
+  int escapes = 0;
+  for (int first = 0; first < m; first += 32) {
+    const int i = first + lane;
+    const bool is_escape = i < m && stream.take_wide(fields + static_cast<int64_t>(i) * width, width) == escape;
+    const uint32_t flags = __ballot_sync(0xffffffffu, is_escape);
+    if (lane == 0) {
+      ranks.escapes[first / 32] = static_cast<uint16_t>(escapes);
+      ranks.escaped[first / 32] = flags;
+    }
+    escapes += __popc(flags);
+  }
+  __syncwarp();
+  const int64_t end = values + static_cast<int64_t>(escapes) * kWordBits<Word>;
+  if (end > stream.bits || stream.bits - end >= 32) return true;
+  bool bad = stream.take(end, static_cast<int>(stream.bits - end)) != 0;
+
+  int found = 0;
+  for (int first = 0; first < high_bits; first += 32 * 32) {
+    const int begin = first + 32 * lane;
+    uint32_t bits = begin < high_bits ? stream.take(high + begin, min(32, high_bits - begin)) : 0;
+    int total;
+    int rank = found + warp_sum_before(__popc(bits), total);
+    for (; bits != 0; bits &= bits - 1, ++rank) {
+      if (rank >= n) {
+        bad = true;
+        break;
+      }
+      const int bit = begin + __ffs(static_cast<int>(bits)) - 1;
+      int position = bit;
+      if (mode != kModeBitmap) {
+        const uint32_t low = stream.take(rank * k, k);
+        position = (bit - rank) << k | static_cast<int>(low);
+        const bool same_high = bit > 0 && stream.take(high + bit - 1, 1) != 0;
+        if (same_high && low <= stream.take((rank - 1) * k, k)) bad = true;
+      }
+      if (position >= t) {
+        bad = true;
+        continue;
+      }
+      Change<Word> change = {stream.take(signs + rank, 1) != 0, 1};
+      const uint32_t above = stream.take(bigs + rank / 32 * 32, rank % 32 + 1);
+      if ((above >> (rank % 32) & 1) != 0) {
+        const int field = ranks.bigs[rank / 32] + __popc(above) - 1;
+        const uint32_t escaped = ranks.escaped[field / 32];
+        if ((escaped >> (field % 32) & 1) != 0) {
+          const int word = ranks.escapes[field / 32] + __popc(escaped & low_bits(field % 32));
+          words[position] = static_cast<Word>(
+              stream.take_wide(values + static_cast<int64_t>(word) * kWordBits<Word>, kWordBits<Word>));
+          continue;
+        }
+        change.magnitude = static_cast<Word>(stream.take_wide(fields + static_cast<int64_t>(field) * width, width) + 2);
+      }
+      words[position] = moved(words[position], change, args.is_float);
+    }
+    found += total;
+  }
+  return bad || stream.bad || found != n;
+}
+
+template <typename Word, bool Packed, int Capacity>
+__global__ void __launch_bounds__(kThreads) patch_apply_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                               const __grid_constant__ PatchArguments args) {
+  __shared__ PackedRanks ranks[Packed ? kWarps : 1];
+  const int warp = threadIdx.x / 32;
+  const auto local = static_cast<int>(blockIdx.x) * kWarps + warp;
+  if (local >= table.first_block[table.count]) return;
+  const int64_t number = table.block_offset + local;
+  const BlockRange range = block_range(table, kPatchTile, local);
+  Word* words = static_cast<Word*>(table.dense[range.segment]) + range.begin;
+  const int t = static_cast<int>(range.end - range.begin);
+  const int64_t begin = args.offsets[number], length = args.offsets[number + 1] - begin;
+  const uint32_t head = args.heads[number];
+  bool bad = begin < 0 || length < 0 || begin + length > args.record_bytes || begin % kRecordUnit != 0 ||
+             length % kRecordUnit != 0;
+  if (!bad) {
+    const uint8_t* record = args.records + begin;
+    if constexpr (Packed) {
+      bad = apply_packed(words, t, head, record, length, args, ranks[warp]);
+    } else {
+      bad = apply_fast(words, t, head, record, length);
+    }
+  }
+  if (bad) atomicMin(reinterpret_cast<unsigned long long*>(args.bad_tile), static_cast<unsigned long long>(number));
+}
+
+template <typename Launch>
+void for_each_patch_table(const PatchArguments& args, Launch launch) {
+  for_each_whole_table(args.count, args.new_tensors != nullptr ? args.new_tensors : args.old_tensors, args.old_tensors,
+                       args.numels, kPatchTile,
+                       [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                         launch(table, blocks);
+                         check_launch("patch");
+                       });
+}
+
+}  // namespace
+
+void patch_find(const PatchArguments& args, cudaStream_t stream) {
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+      if (args.level == PatchLevel::kFast) {
+        patch_find_kernel<Word, FastTile><<<blocks, kThreads, 0, stream>>>(table, args);
+      } else {
+        patch_find_kernel<Word, PackedTile><<<blocks, kThreads, 0, stream>>>(table, args);
+      }
+    });
+  });
+}
+
+void patch_place(const PatchArguments& args, cudaStream_t stream) {
+  const int64_t tiles = args.tiles();
+  patch_place_kernel<<<static_cast<unsigned>((tiles + kWarps - 1) / kWarps), kThreads, 0, stream>>>(args, tiles);
+  check_launch("patch");
+}
+
+void patch_again(const PatchArguments& args, int64_t overflows, cudaStream_t stream) {
+  if (overflows == 0) return;
+  const auto blocks = static_cast<unsigned>(overflows);
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
+      if (args.level == PatchLevel::kFast) {
+        patch_again_kernel<Word, FastTile><<<blocks, kThreads, 0, stream>>>(table, args);
+      } else {
+        patch_again_kernel<Word, PackedTile><<<blocks, kThreads, 0, stream>>>(table, args);
+      }
+    });
+  });
+}
+
+void patch_apply(const PatchArguments& args, cudaStream_t stream) {
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
+      const unsigned blocks = (tiles + kWarps - 1) / kWarps;
+      if (args.level == PatchLevel::kFast) {
+        patch_apply_kernel<Word, false><<<blocks, kThreads, 0, stream>>>(table, args);
+      } else {
+        patch_apply_kernel<Word, true><<<blocks, kThreads, 0, stream>>>(table, args);
+      }
+    });
+  });
+}
+
+}  // namespace sparse_opt::cuda
