@@ -1,51 +1,41 @@
-"""The files of a delta log: one safetensors file a step, each self-describing.
+"""The files of a delta log: one safetensors file a step, each self-describing. docs/formats.md has them byte by byte.
 
-    step_00000000.keyframe.safetensors   the whole state, every tensor under its own name
-    step_00000007.patch.safetensors      what changed since the parent step (`delta_codec`)
-
-Metadata, all strings:
-
-    format, format_version   sparse-opt delta log, 1
-    kind, step               as in the file's name
-    run_id                   32 hex digits that all files of one log share
-    parent_step              the step logged before this one; empty in the first file
-    parent_digest            result_digest of that step; empty in the first file
-    result_digest            digest of the state at this step: `StateLayout.state_digest`
-    tensor_digests           xxh3_128 of each tensor's bytes at this step, in the layout's order, 32 hex digits each
-    changed, numel           elements whose bits differ from the parent's, and all elements
-    codec, payload_digest    of a patch: `index_value`, and `combined_digest` of the file's tensors
-    layout                   of a keyframe: JSON of tensors, tied names and buffers: `StateLayout.to_json`
-    log_metadata             of a keyframe: JSON of what `DeltaLog.create` was given
-    keyframe_every           of a keyframe: likewise; empty for never
-    header_digest            `metadata_digest` of all of the above
+step_00000000.keyframe.safetensors   the whole state, every tensor under its own name
+step_00000007.patch.safetensors      what changed since the parent step (`patch_codec`)
+mask.safetensors                     of a log with a mask: a `MaskSet` file
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import delta_codec
 from .atomic_files import one_line, write_safetensors
-from .delta_codec import PatchGroup
 from .delta_state import StateLayout
 from .errors import DeltaLogError
-from .tensor_state import combined_digest, compact_json, dtype_name, metadata_digest, tensor_digest
+from .patch_codec import LEVELS
+from .state_digest import StateDigest
+from .tensor_state import combined_digest, compact_json, dtype_name, metadata_digest
 
 FORMAT = "sparse-opt delta log"
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 KEYFRAME = "keyframe"
 PATCH = "patch"
+MASK_NAME = "mask.safetensors"
+AGAINST = ("previous", "base")
 _NAME = re.compile(r"step_(\d{8,})\.(keyframe|patch)\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+# Elements that a patch is coded over: all of the state, or those of the log's mask.
+_SPACES = ("dense", "mask")
 
 
 @dataclass(frozen=True)
@@ -62,21 +52,49 @@ class StepFile:
 
 
 @dataclass(frozen=True)
+class LogSettings:
+    """How a log goes on: the level of its patches, what they are coded against, and how far keyframes lie apart."""
+
+    level: str = "packed"
+    against: str = "previous"
+    keyframe_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise DeltaLogError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}")
+        if self.against not in AGAINST:
+            raise DeltaLogError(f"against is {self.against!r}, wanted {' or '.join(AGAINST)}")
+        every = self.keyframe_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise DeltaLogError(f"keyframe_every is {every!r}, wanted 1 or more, or None")
+
+
+@dataclass(frozen=True)
 class StepHeader:
-    """What a step's file says of itself. The last three are a keyframe's."""
+    """What a step's file says of itself.
+
+    previous_step: the one logged before; None in the first file. parent_step, parent_digest: what a patch leads from;
+    None and empty of a keyframe. changed: elements whose bits differ from what the step is coded against, or would be
+    if it were no keyframe; None where a keyframe's writer did not have that. level, masked and payload_digest are
+    a patch's, the last three a keyframe's.
+    """
 
     file: StepFile
     run_id: str
+    previous_step: int | None
     parent_step: int | None
     parent_digest: str
     result_digest: str
     tensor_digests: tuple[str, ...]
-    changed: int
+    changed: int | None
     numel: int
+    mask_digest: str = ""
+    level: str = ""
+    masked: bool = False
     payload_digest: str = ""
     layout: StateLayout | None = None
     log_metadata: Mapping[str, str] | None = None
-    keyframe_every: int | None = None
+    settings: LogSettings | None = None
 
 
 def step_file(directory: Path, step: int, kind: str) -> StepFile:
@@ -84,21 +102,21 @@ def step_file(directory: Path, step: int, kind: str) -> StepFile:
 
 
 def list_steps(directory: Path) -> tuple[dict[int, StepFile], list[Path]]:
-    """The step files of a directory in ascending order, and the other safetensors files in it."""
+    """The step files of a directory in ascending order, and the safetensors files in it that are none of a log."""
     files: dict[int, StepFile] = {}
     strays = []
     for path in sorted(directory.glob("*.safetensors")):
         match = _NAME.fullmatch(path.name)
         file = step_file(directory, int(match[1]), match[2]) if match else None
-        if file is None or file.path != path or file.step in files:
-            strays.append(path)
-        else:
+        if file is not None and file.path == path and file.step not in files:
             files[file.step] = file
+        elif path.name != MASK_NAME:
+            strays.append(path)
     return dict(sorted(files.items())), strays
 
 
 def write_step(header: StepHeader, payload: Mapping[str, Tensor]) -> None:
-    """Write one step's file, whole or not at all.
+    """Write one step's file, whole or not at all; a patch's payload digest is taken here.
 
     Raises:
         DeltaLogError: the file cannot be written (disk full, read-only folder); nothing is left under its name.
@@ -109,19 +127,28 @@ def write_step(header: StepHeader, payload: Mapping[str, Tensor]) -> None:
         "kind": header.file.kind,
         "step": str(header.file.step),
         "run_id": header.run_id,
-        "parent_step": "" if header.parent_step is None else str(header.parent_step),
+        "previous_step": _written(header.previous_step),
+        "parent_step": _written(header.parent_step),
         "parent_digest": header.parent_digest,
         "result_digest": header.result_digest,
         "tensor_digests": "".join(header.tensor_digests),
-        "changed": str(header.changed),
+        "changed": _written(header.changed),
         "numel": str(header.numel),
+        "mask_digest": header.mask_digest,
     }
-    if header.layout is None:
-        fields |= {"codec": delta_codec.CODEC, "payload_digest": _payload_digest(payload)}
+    if header.file.kind == PATCH:
+        fields |= {
+            "level": header.level,
+            "space": _SPACES[header.masked],
+            "payload_digest": header.payload_digest or payload_digest(payload),
+        }
     else:
-        fields["layout"] = header.layout.to_json()
-        fields["log_metadata"] = compact_json(dict(header.log_metadata or {}))
-        fields["keyframe_every"] = "" if header.keyframe_every is None else str(header.keyframe_every)
+        assert header.layout is not None and header.settings is not None
+        fields |= {
+            "layout": header.layout.to_json(),
+            "log_metadata": compact_json(dict(header.log_metadata or {})),
+            "settings": compact_json(asdict(header.settings)),
+        }
     fields["header_digest"] = metadata_digest(fields)
     try:
         write_safetensors(header.file.path, payload, fields)
@@ -131,20 +158,24 @@ def write_step(header: StepHeader, payload: Mapping[str, Tensor]) -> None:
 
 def read_header(file: StepFile) -> StepHeader:
     """Raises DeltaLogError, naming file and step, if the header is damaged or not this file's."""
-    with _opened(file) as opened:
-        fields = opened.metadata() or {}
+    with opened(file) as content:
+        fields = content.metadata() or {}
     try:
         return _parse_header(file, fields)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, DeltaLogError):
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DeltaLogError) and str(error).startswith(file.where):
             raise
         raise DeltaLogError(f"{file.where}: damaged: its header cannot be read: {one_line(error)}") from error
 
 
 def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
-    for key, wanted in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
-        if fields.get(key) != wanted:
-            raise DeltaLogError(f"{file.where}: {key} is {fields.get(key)!r}, wanted {wanted!r}")
+    if fields.get("format") != FORMAT:
+        raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, wanted {FORMAT!r}")
+    if fields.get("format_version") != FORMAT_VERSION:
+        raise DeltaLogError(
+            f"{file.where}: the file is of format version {fields.get('format_version')!r}, "
+            f"this sparse-opt reads version {FORMAT_VERSION!r} alone"
+        )
     written = fields.pop("header_digest", "")
     if metadata_digest(fields) != written:
         raise DeltaLogError(
@@ -153,26 +184,38 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
     for key, wanted in (("step", str(file.step)), ("kind", file.kind)):
         if fields[key] != wanted:
             raise DeltaLogError(f"{file.where}: the file was written as {key} {fields[key]}; was it renamed?")
-    layout, log_metadata, keyframe_every = None, None, None
+    layout, log_metadata, settings, masked = None, None, None, False
     if file.kind == KEYFRAME:
         layout = StateLayout.from_json(fields["layout"])
+        # What is read later is allocated by the layout: it must not claim more than the file can hold.
+        if layout.nbytes > os.path.getsize(file.path):
+            raise DeltaLogError(
+                f"{file.where}: damaged: its layout has {layout.nbytes} bytes of tensors, "
+                f"the file has {os.path.getsize(file.path)}"
+            )
         log_metadata = {str(k): str(v) for k, v in json.loads(fields["log_metadata"]).items()}
-        keyframe_every = int(fields["keyframe_every"]) if fields["keyframe_every"] else None
-    elif fields["codec"] != delta_codec.CODEC:
-        raise DeltaLogError(f"{file.where}: codec is {fields['codec']!r}, wanted {delta_codec.CODEC!r}")
+        settings = LogSettings(**json.loads(fields["settings"]))
+    elif fields["level"] not in LEVELS or fields["space"] not in _SPACES:
+        raise DeltaLogError(f"{file.where}: damaged: its patch is {fields['level']!r} over {fields['space']!r}")
+    else:
+        masked = fields["space"] == "mask"
     return StepHeader(
         file=file,
         run_id=fields["run_id"],
-        parent_step=int(fields["parent_step"]) if fields["parent_step"] else None,
+        previous_step=_number(fields["previous_step"]),
+        parent_step=_number(fields["parent_step"]),
         parent_digest=fields["parent_digest"],
         result_digest=fields["result_digest"],
         tensor_digests=tuple(_DIGEST.findall(fields["tensor_digests"])),
-        changed=int(fields["changed"]),
+        changed=_number(fields["changed"]),
         numel=int(fields["numel"]),
+        mask_digest=fields["mask_digest"],
+        level=fields.get("level", ""),
+        masked=masked,
         payload_digest=fields.get("payload_digest", ""),
         layout=layout,
         log_metadata=log_metadata,
-        keyframe_every=keyframe_every,
+        settings=settings,
     )
 
 
@@ -195,14 +238,14 @@ def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> I
     layout, where = header.layout, header.file.where
     assert layout is not None  # read_header gives every keyframe one
     require_digests(header, layout)
-    with _opened(header.file) as opened:
-        if set(opened.keys()) != set(layout.names):
+    with opened(header.file) as content:
+        if set(content.keys()) != set(layout.names):
             raise DeltaLogError(f"{where}: damaged: its tensors are not those of its layout")
         for spec, digest in zip(layout.tensors, header.tensor_digests, strict=True):
             if names is not None and spec.name not in names:
                 continue
             # A copy, since the file is mapped: what is verified here is what the caller keeps.
-            tensor = opened.get_tensor(spec.name).clone()
+            tensor = content.get_tensor(spec.name).clone()
             if (dtype_name(tensor), tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise DeltaLogError(
                     f"{where}: {spec.name} is {dtype_name(tensor)} {list(tensor.shape)}, its layout says {spec}"
@@ -213,39 +256,49 @@ def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> I
 
 def require_tensor(header: StepHeader, name: str, tensor: Tensor, digest: str) -> None:
     """Raise DeltaLogError unless the tensor's bytes have the digest that the step's header states for them."""
-    found = tensor_digest(tensor)
+    found = StateDigest.start([tensor]).result()[0]
     if found != digest:
         raise DeltaLogError(f"{header.file.where}: damaged: {name} has digest {found}, the header says {digest}")
 
 
-def read_patch(header: StepHeader, layout: StateLayout) -> list[PatchGroup]:
-    """The changes of a patch file, with its payload digest and every position checked.
+def read_payload(header: StepHeader) -> dict[str, Tensor]:
+    """The tensors of a patch file, private copies with the digest that the header states.
 
     Raises:
-        DeltaLogError: the payload is damaged or does not fit the layout.
+        DeltaLogError: the payload is damaged.
     """
-    where = header.file.where
-    require_digests(header, layout)
-    with _opened(header.file) as opened:
-        payload = {key: opened.get_tensor(key).clone() for key in opened.keys()}
-    found = _payload_digest(payload)
+    with opened(header.file) as content:
+        payload = {key: content.get_tensor(key).clone() for key in content.keys()}
+    found = payload_digest(payload)
     if found != header.payload_digest:
         raise DeltaLogError(
-            f"{where}: damaged: its payload has digest {found}, the header says {header.payload_digest}"
+            f"{header.file.where}: damaged: its payload has digest {found}, the header says {header.payload_digest}"
         )
-    return delta_codec.unpack(layout, payload, where)
+    return payload
 
 
-def _payload_digest(payload: Mapping[str, Tensor]) -> str:
-    return combined_digest((key, dtype_name(t), tuple(t.shape), tensor_digest(t)) for key, t in payload.items())
+def payload_digest(payload: Mapping[str, Tensor]) -> str:
+    """`combined_digest` of a patch file's tensors."""
+    digests = StateDigest.start(list(payload.values())).result()
+    entries = zip(payload.items(), digests, strict=True)
+    return combined_digest((key, dtype_name(t), tuple(t.shape), digest) for (key, t), digest in entries)
 
 
 @contextlib.contextmanager
-def _opened(file: StepFile) -> Iterator[Any]:
+def opened(file: StepFile) -> Iterator[Any]:
+    """The file, mapped, as `safe_open` gives it. Raises DeltaLogError where it cannot be read."""
     try:
-        with safe_open(file.path, framework="pt") as opened:
-            yield opened
+        with safe_open(file.path, framework="pt") as content:
+            yield content
     except FileNotFoundError as error:
         raise DeltaLogError(f"{file.where}: the file is missing") from error
     except (OSError, SafetensorError) as error:
         raise DeltaLogError(f"{file.where}: damaged: {one_line(error)}") from error
+
+
+def _written(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text else None

@@ -2,64 +2,50 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import secrets
+import shutil
+import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from . import delta_codec, delta_files, delta_verify
-from .delta_chain import read_base, read_chain, rebuild
-from .delta_codec import PatchGroup
-from .delta_files import KEYFRAME, PATCH, StepFile, StepHeader
-from .delta_state import StateLayout, read_state
-from .delta_verify import Problem
+from . import delta_squash
+from .delta_append import StepCoder, begin, resume, since_keyframe
+from .delta_files import LogSettings, StepHeader
+from .delta_lock import WriterLock, require_no_log
+from .delta_lock import claim as claim
+from .delta_reader import DeltaReader
+from .delta_reader import StateDelta as StateDelta
+from .delta_state import read_state
+from .delta_verify import Problem as Problem
+from .delta_writer import Append, StepInfo, StepWriter
 from .errors import DeltaLogError
-from .tensor_state import tensor_digest
+from .masks import MaskSet
+from .patch_codec import Backend
 
-_LOCK_NAME = "writer.lock"
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """One logged step: its kind (keyframe or patch), how many of `numel` elements changed, and the file's size."""
-
-    step: int
-    kind: str
-    changed: int
-    numel: int
-    bytes: int
-
-    @property
-    def share(self) -> float:
-        """changed / numel."""
-        return self.changed / self.numel if self.numel else 0.0
+ModelOrState = nn.Module | Mapping[str, Tensor]
+OnError = Literal["raise", "warn"]
 
 
-class StateDelta:
-    """W0 and the state of one step side by side; iterate it as often as needed.
+@dataclass
+class _Writing:
+    """A log that is written to, from the first step that this object wrote or appended."""
 
-    Each round yields (name, tensor of the base state, tensor of the step), on the CPU, in the model's order. The state
-    of the step is held in memory; the base state is read from its file tensor by tensor.
-    """
-
-    def __init__(self, base: StepHeader, state: Mapping[str, Tensor], names: Collection[str]) -> None:
-        self._base, self._state, self._names = base, state, names
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for name, tensor in delta_files.read_keyframe(self._base, self._names):
-            yield name, tensor, self._state[name]
+    coder: StepCoder
+    writer: StepWriter
+    end: weakref.finalize[Any, Any]
+    last_step: int
+    warned: bool = False
 
 
-class DeltaLog:
-    """An append-only directory of keyframes and patches, one file a step; see `delta_files` for the format.
+class DeltaLog(DeltaReader):
+    """An append-only directory of keyframes and patches, one file a step; docs/formats.md has the format.
 
     Every file is written aside, fsynced and renamed, and says which state it starts from and which it leads to. What is
     torn, flipped, renamed, reordered or another run's is refused with a DeltaLogError that names file and step; a state
@@ -67,84 +53,101 @@ class DeltaLog:
     last file cannot be noticed: the log then ends one step earlier.
 
     The state is the model's `state_dict()`: parameters and persistent buffers, of any dtype of 1, 2, 4 or 8 bytes, kept
-    bit for bit. Tied tensors are stored once, under their first name. A writer holds a copy of the last logged state on
-    the model's devices, and `writer.lock` in the directory until `close()`, so that a second writer is refused.
+    bit for bit. Tied tensors are stored once, under their first name. Sharded ones (DTensor, FSDP, DeepSpeed ZeRO-3)
+    are refused: gather a full state dict and log that.
 
-    A step is a patch, unless its changes take more bytes than the whole state: then, and where `keyframe_every` asks
-    for it, it is a keyframe. A change takes its element's bytes and 4 for the position (8 where the tensors need int64
-    positions): a patch of bf16 weights is the smaller up to a third of them changed, of fp32 weights up to half.
+    A step is a patch, unless the patch would be larger than the state: then, and where `keyframe_every` asks for it, it
+    is a keyframe.
 
-        log = DeltaLog.create("delta_logs_llama", model)
-        ...
-        log.append(step)
+    Memory: a writer holds a copy of the state that patches are coded against, on the model's devices, and beside it the
+    patches of at most two steps, on the device until they are copied and in pinned host memory until they are written.
+    A patch over a mask's elements holds their positions (4 bytes each) and two copies of the elements while it is made;
+    a keyframe is copied to the host whole, while training waits. Where tensors of one dtype lie on several devices,
+    they are copied to that of the first to be coded.
+
+    `writer.lock` in the directory is held until `close()`, so that a second writer is refused.
+
+        with DeltaLog.create("delta_logs_llama", model) as log:
+            for step in ...:
+                ...
+                log.append(step)        # behind the training
         state = DeltaLog.open("delta_logs_llama").load(step)
     """
 
-    def __init__(self, directory: Path, model_or_state: nn.Module | Mapping[str, Tensor] | None) -> None:
-        self.directory = directory
-        self._model = model_or_state
-        self._base_header: StepHeader | None = None
-        # The last logged step, and its bits on the model's devices: what the next patch is coded against.
-        self._last: StepHeader | None = None
-        self._shadow: dict[str, Tensor] = {}
-        self._release: weakref.finalize | None = None
+    def __init__(
+        self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError, backend: Backend | None
+    ) -> None:
+        if on_error not in ("raise", "warn"):
+            raise DeltaLogError(f"on_error is {on_error!r}, wanted raise or warn")
+        super().__init__(directory, backend)
+        self._model, self._on_error = model_or_state, on_error
+        self._writing: _Writing | None = None
 
     @classmethod
     def create(
         cls,
         directory: str | Path,
-        model_or_state: nn.Module | Mapping[str, Tensor],
+        model_or_state: ModelOrState,
         *,
+        base: ModelOrState | None = None,
+        level: str = "packed",
+        against: Literal["previous", "base"] = "previous",
         keyframe_every: int | None = None,
+        mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
+        on_error: OnError = "raise",
+        backend: Backend | None = None,
+        lock: WriterLock | None = None,
     ) -> DeltaLog:
-        """Start a log with the current state as the keyframe of step 0, the base weights W0.
+        """Start a log with the base weights W0 as the keyframe of step 0. On return it is on disk.
 
         Args:
             directory: made if missing; must not hold a log.
             model_or_state: a module, or name -> tensor; what `append` logs when it is given nothing else.
+            base: W0; None takes the current state.
+            level: of the patches (`patch_codec`): `fast`, `packed` or `tight`.
+            against: what patches are coded against: the step logged before, or the base, which makes larger patches
+                and rebuilds any step from two files.
             keyframe_every: every so many logged steps at the latest one is a keyframe: a longer log, shorter chains to
                 rebuild from. None: only step 0 is, and steps that are smaller so.
+            mask: of a sparse run: where nothing but its elements has changed, patches are coded over those, and say
+                nothing of positions between them. Kept beside the steps. Other changes are logged in the ordinary form.
             metadata: strings to keep with the log, `model` among them for mask files made from it.
+            on_error: what `append`, `flush` and `close` do about a step that could not be written: raise, or warn once
+                and go on with a keyframe as soon as one can be written.
+            backend: as `patch_codec.encode` takes it.
+            lock: of `claim(directory)`.
 
         Raises:
-            DeltaLogError: the directory holds a log, another writer has it, or it cannot be written; the state has
-                an entry that cannot be logged.
+            DeltaLogError: the directory holds a log, another writer has it, or it cannot be written; the state has an
+                entry that cannot be logged; an option is none; base or mask do not fit the state.
         """
-        if keyframe_every is not None and keyframe_every < 1:
-            raise DeltaLogError(f"keyframe_every is {keyframe_every}, wanted 1 or more, or None")
-        log = cls(Path(directory), model_or_state)
+        log = cls(Path(directory), model_or_state, on_error, backend)
+        settings = LogSettings(level, against, keyframe_every)
         layout, tensors = read_state(model_or_state)
-        log._lock(make=True)
-        try:
-            if log._files():
-                raise DeltaLogError(f"{log.directory}: holds a delta log already; open it, or choose another directory")
-            shadow = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-            digests = tuple(tensor_digest(shadow[name]) for name in layout.names)
-            header = StepHeader(
-                file=delta_files.step_file(log.directory, 0, KEYFRAME),
-                run_id=secrets.token_hex(16),
-                parent_step=None,
-                parent_digest="",
-                result_digest=layout.state_digest(digests),
-                tensor_digests=digests,
-                changed=0,
-                numel=layout.numel,
-                layout=layout,
-                log_metadata=dict(metadata or {}),
-                keyframe_every=keyframe_every,
-            )
-            delta_files.write_step(header, {name: tensor.cpu() for name, tensor in shadow.items()})
-        except DeltaLogError:
-            log.close()
-            raise
-        log._base_header = log._last = header
-        log._shadow = shadow
+        if base is not None:
+            other, tensors = read_state(base)
+            layout.require_same(other, f"{log.directory}: base")
+        with ExitStack() as undo:
+            if lock is None:
+                require_no_log(log.directory)
+                lock = undo.enter_context(claim(log.directory))
+            elif lock.directory != log.directory or not lock.held:
+                raise DeltaLogError(f"{log.directory}: the lock is of {lock.directory}, or was let go of")
+            coder = begin(log.directory, layout, tensors, settings, mask, metadata or {}, backend)
+        log._writing = log._begun(lock, coder, coder.base)
         return log
 
     @classmethod
-    def open(cls, directory: str | Path, model_or_state: nn.Module | Mapping[str, Tensor] | None = None) -> DeltaLog:
-        """Open a log to read it, or to append to it further.
+    def open(
+        cls,
+        directory: str | Path,
+        model_or_state: ModelOrState | None = None,
+        *,
+        on_error: OnError = "raise",
+        backend: Backend | None = None,
+    ) -> DeltaLog:
+        """Open a log to read it, or to append to it further, with the level, mask and keyframes that it was begun with.
 
         Reads nothing but the file names; damage is found when a step is asked for, or by `verify`. To go on with a run,
         `append`: the last logged state is rebuilt from the files and the new step coded against it, whatever the model
@@ -152,186 +155,113 @@ class DeltaLog:
 
         Args:
             model_or_state: what `append` logs when it is given nothing else.
+            on_error, backend: see `create`.
 
         Raises:
             DeltaLogError: there is no log in the directory.
         """
-        log = cls(Path(directory), model_or_state)
-        if not log._files():
+        log = cls(Path(directory), model_or_state, on_error, backend)
+        if not log._listed():
             raise DeltaLogError(f"{log.directory}: holds no delta log (no step_*.safetensors file)")
         return log
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """The logged steps, ascending, as the directory lists them now."""
-        return tuple(self._files())
+    def last_step(self) -> int:
+        """The last step that was logged, or handed over to be."""
+        return max(self._log_files.steps()) if self._writing is None else self._writing.last_step
 
-    @property
-    def layout(self) -> StateLayout:
-        """The tensors of the logged state."""
-        layout = self._base().layout
-        assert layout is not None  # the base is a keyframe
-        return layout
+    def append(self, step: int, model_or_state: ModelOrState | None = None) -> Append:
+        """Log the current state as `step`, behind what follows.
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """What `create` was given."""
-        return dict(self._base().log_metadata or {})
-
-    def digest(self, step: int) -> str:
-        """The xxh3_128 digest of the state at a step, as 32 hex digits: see `StateLayout.state_digest`."""
-        return self._chain(step)[-1].result_digest
-
-    def append(self, step: int, model_or_state: nn.Module | Mapping[str, Tensor] | None = None) -> StepInfo:
-        """Log the current state as `step`. On return it is on disk; on an error the log is as it was and can go on.
+        On return the state may be written to: its changes are coded, on its device and in the order of the current
+        stream. They are on disk once `.wait()` of what is returned, or `flush()`, has come back. Waits while two steps
+        are under way.
 
         Args:
-            step: greater than the last logged one.
+            step: greater than the last one.
             model_or_state: defaults to what `create` or `open` was given. Must have the logged tensors.
 
         Raises:
-            DeltaLogError: step not greater than the last, another model, a second writer, a damaged log, or a failed
-                write.
+            DeltaLogError: step not greater than the last, another model, a second writer, a damaged log; or a step
+                handed over before could not be written, of which nobody was told yet: this one is not logged then, and
+                the next one is a keyframe.
         """
         state = self._model if model_or_state is None else model_or_state
         if state is None:
             raise DeltaLogError(
                 f"{self.directory}: step {step}: no model given, neither here nor when the log was opened"
             )
-        self._lock()
-        files = self._files()
-        if isinstance(step, bool) or not isinstance(step, int) or step <= max(files):
-            raise DeltaLogError(f"{self.directory}: step {step!r} cannot follow step {max(files)}: steps ascend")
-        base, layout = self._base(), self.layout
+        if self._writing is None:
+            self._writing = self._resumed()
+        writing = self._writing
+        fresh = self._report(writing) or writing.coder.fresh
+        if fresh:
+            writing.last_step = writing.writer.last_step
+        if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
+            raise DeltaLogError(f"{self.directory}: step {step!r} cannot follow step {writing.last_step}: steps ascend")
         found, tensors = read_state(state)
+        layout = self.layout
         layout.require_same(found, f"{self.directory}: step {step}")
-        new = {name: tensors[name].contiguous() for name in layout.names}
-        parent, shadow = self._last_state(files, new)
+        if fresh and self._on_error == "warn":
+            # A keyframe would be copied from the device for nothing, at every step of a run that has a full disk.
+            free = shutil.disk_usage(self.directory).free
+            if free < layout.nbytes:
+                where = f"{self.directory}: step {step}"
+                return writing.writer.refused(step, f"{where}: a keyframe takes {layout.nbytes} bytes, {free} are free")
+        writing.writer.reserve()
+        try:
+            job = writing.coder.job(step, tensors, fresh=fresh)
+            writing.last_step = step
+            handed = writing.writer.submit(job)
+        except BaseException:
+            writing.writer.cancel()
+            raise
+        writing.coder.handed_over(job)
+        return handed
 
-        groups = delta_codec.encode(shadow, new)
-        counts = {name: count for group in groups for name, count in zip(group.names, group.counts, strict=True)}
-        digests = tuple(
-            tensor_digest(new[name]) if counts[name] else digest
-            for name, digest in zip(layout.names, parent.tensor_digests, strict=True)
-        )
-        keyframe = _keyframe_is_due(files, base.keyframe_every) or _changes_exceed_state(groups, new)
-        header = StepHeader(
-            file=delta_files.step_file(self.directory, step, KEYFRAME if keyframe else PATCH),
-            run_id=base.run_id,
-            parent_step=parent.file.step,
-            parent_digest=parent.result_digest,
-            result_digest=layout.state_digest(digests),
-            tensor_digests=digests,
-            changed=sum(counts.values()),
-            numel=layout.numel,
-            layout=layout if keyframe else None,
-            log_metadata=base.log_metadata if keyframe else None,
-            keyframe_every=base.keyframe_every if keyframe else None,
-        )
-        # Copies for a keyframe: the format refuses tensors that share a storage, as slices of one flat buffer do.
-        payload = (
-            {name: tensor.to("cpu", copy=True) for name, tensor in new.items()}
-            if keyframe
-            else delta_codec.pack(layout, groups)
-        )
-        delta_files.write_step(header, payload)
-        for group in groups:
-            group.apply_(shadow)
-        self._last = header
-        return _info(header)
-
-    def load(self, step: int) -> dict[str, Tensor]:
-        """The state at a logged step, on the CPU, ready for `model.load_state_dict`.
-
-        Further names of tied tensors are there too and share the tensor of the first name.
+    def flush(self) -> None:
+        """Wait until all that was appended is on disk.
 
         Raises:
-            DeltaLogError: the step is not logged, or a file it is rebuilt from is damaged; names file and step.
+            DeltaLogError: a step could not be written, of which nobody was told yet.
         """
-        state = rebuild(self.layout, self._chain(step))
-        return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
+        if self._writing is not None:
+            self._writing.writer.drain()
+            self._report(self._writing)
 
-    @torch.no_grad()
-    def apply_(self, model_or_state: nn.Module | Mapping[str, Tensor], step: int) -> None:
-        """Put the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
+    def squash(self, a: int, b: int, on_step: Callable[[int], None] | None = None) -> StepInfo:
+        """Take out the steps strictly between two logged ones; all others keep their states, bit for bit.
 
-        The state is rebuilt and verified on the CPU before the model is touched.
+        Step b is coded anew, on the CPU: against step a, or against the base in a log that codes against it; a keyframe
+        stays one. At every instant, also of a crash, the log opens and a, b and what comes after b can be rebuilt. It
+        is no time for others to read the log. `on_step` is called with each step that is gone.
 
         Raises:
-            DeltaLogError: as `load`; or names, shapes, dtypes or ties of the model are not the logged ones.
+            DeltaLogError: a or b is not logged, a is not before b; a second writer, a damaged log or a failed write.
         """
-        layout, tensors = read_state(model_or_state)
-        self.layout.require_same(layout, f"{self.directory}: step {step}")
-        state = self.load(step)
-        if isinstance(model_or_state, nn.Module):
-            model_or_state.load_state_dict(state)
-        else:
-            for name, tensor in tensors.items():
-                tensor.copy_(state[name])
-
-    def iter_delta(self, step: int, names: Sequence[str] | None = None) -> StateDelta:
-        """(name, tensor of the base state, tensor at `step`) for every tensor, or for the named ones.
-
-        Rebuilds the state of `step` once and reads the base tensor by tensor, in each round of iteration again.
-
-        Raises:
-            DeltaLogError: as `load`; a name is not in the log.
-        """
-        layout = self.layout
-        unknown = sorted(set(names or ()) - set(layout.names))
-        if unknown:
-            raise DeltaLogError(f"{self.directory}: no tensor {unknown[0]} in the log")
-        chosen = set(layout.names if names is None else names)
-        return StateDelta(self._base(), rebuild(layout, self._chain(step)), chosen)
-
-    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(step, the named tensor at that step), on the CPU, for ascending logged steps.
-
-        A yielded tensor is good until the next one is asked for.
-
-        Raises:
-            DeltaLogError: as `load`; the name is not in the log.
-        """
-        if name not in self.layout.names:
-            raise DeltaLogError(f"{self.directory}: no tensor {name} in the log")
-        for step in steps:
-            yield step, rebuild(self.layout, self._chain(step))[name]
-
-    def step_of(self, model_or_state: nn.Module | Mapping[str, Tensor]) -> int | None:
-        """The last logged step whose state has the same bits as the model's now, by digest; None if there is none.
-
-        Raises:
-            DeltaLogError: the model is not the logged one, or a header is damaged.
-        """
-        found, tensors = read_state(model_or_state)
-        layout = self.layout
-        layout.require_same(found, str(self.directory))
-        digest = layout.state_digest([tensor_digest(tensors[name]) for name in layout.names])
-        headers = (delta_files.read_header(file) for file in reversed(self._files().values()))
-        return next((header.file.step for header in headers if header.result_digest == digest), None)
-
-    def info(self) -> list[StepInfo]:
-        """Kind, changed share and bytes of every step, from the headers alone.
-
-        Raises:
-            DeltaLogError: a header is damaged.
-        """
-        return [_info(delta_files.read_header(file)) for file in self._files().values()]
-
-    def verify(self) -> list[Problem]:
-        """Walk the whole log, rebuild every step and compare every digest; an empty list says that all is well.
-
-        Holds one state in memory, and a second one after a problem.
-        """
-        return delta_verify.verify(self.directory)
+        lent = None
+        if self._writing is None:
+            lent = WriterLock.take(self.directory)
+        try:
+            self.flush()
+            info = StepInfo.of(delta_squash.squash(self._log_files, a, b, on_step))
+            if self._writing is not None:
+                self._writing.coder.since_keyframe = since_keyframe(self._log_files.steps())
+            return info
+        finally:
+            if lent is not None:
+                lent.release()
 
     def close(self) -> None:
-        """Let go of the directory, so that another writer may append; reading goes on working."""
-        if self._release is not None:
-            self._release()
-            self._release = None
-        self._last = None
-        self._shadow = {}
+        """Wait for what was appended, and let go of the directory for another writer; reading goes on working.
+
+        Raises:
+            DeltaLogError: as `flush`; the directory is let go of all the same.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.end()
+            self._report(writing)
 
     def __enter__(self) -> DeltaLog:
         return self
@@ -339,51 +269,46 @@ class DeltaLog:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except DeltaLogError as error:
+            if value is None:
+                raise
+            value.add_note(str(error))
 
     def __repr__(self) -> str:
         steps = self.steps
         return f"DeltaLog({str(self.directory)!r}, {len(steps)} steps{f', last {steps[-1]}' if steps else ''})"
 
-    def _files(self) -> dict[int, StepFile]:
-        return delta_files.list_steps(self.directory)[0]
+    def _drain(self) -> None:
+        if self._writing is not None:
+            self._writing.writer.drain()
 
-    def _base(self) -> StepHeader:
-        if self._base_header is None:
-            self._base_header = read_base(self.directory, self._files())
-        return self._base_header
+    def _begun(self, lock: WriterLock, coder: StepCoder, last: StepHeader) -> _Writing:
+        writer = StepWriter(coder.base, last)
+        return _Writing(coder, writer, weakref.finalize(self, _end, writer, lock), last.file.step)
 
-    def _chain(self, step: int) -> list[StepHeader]:
-        return read_chain(self._base(), self._files(), step)
-
-    def _last_state(
-        self, files: Mapping[int, StepFile], new: Mapping[str, Tensor]
-    ) -> tuple[StepHeader, dict[str, Tensor]]:
-        """The last logged step and its bits, on the devices of the tensors to compare them with."""
-        last = max(files)
-        if self._last is None or self._last.file.step != last:
-            chain = self._chain(last)
-            self._shadow, self._last = rebuild(self.layout, chain), chain[-1]
-        # The model may have moved since.
-        self._shadow = {name: tensor.to(new[name].device) for name, tensor in self._shadow.items()}
-        return self._last, self._shadow
-
-    def _lock(self, *, make: bool = False) -> None:
-        """Take the directory for writing, until `close()`, the end of this object or of the process."""
-        if self._release is not None:
-            return
+    def _resumed(self) -> _Writing:
+        """Take the directory, and rebuild the state that the next patch is coded against."""
+        lock = WriterLock.take(self.directory)
         try:
-            if make:
-                self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise DeltaLogError(f"{self.directory}: cannot be written: {error}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise DeltaLogError(f"{self.directory}: another writer has this delta log open: {error}") from error
-        self._release = weakref.finalize(self, os.close, descriptor)
+            return self._begun(lock, *resume(self._log_files))
+        except BaseException:
+            lock.release()
+            raise
+
+    def _report(self, writing: _Writing) -> bool:
+        """Raise or warn of a failed step that nobody was told of; True if the next step has to begin anew."""
+        trouble = writing.writer.reported()
+        if not trouble.stopped:
+            writing.warned = False
+        if trouble.error is not None:
+            if self._on_error == "raise" or not isinstance(trouble.error, DeltaLogError):
+                raise trouble.error
+            if not writing.warned:
+                warnings.warn(f"{trouble.error}; training goes on, and steps are missing in the log", stacklevel=3)
+                writing.warned = True
+        return trouble.wants_fresh
 
 
 def delta_log_dir_name(model_name: str) -> str:
@@ -398,19 +323,6 @@ def delta_log_dir_name(model_name: str) -> str:
     return f"delta_logs_{slug}"
 
 
-def _keyframe_is_due(files: Mapping[int, StepFile], keyframe_every: int | None) -> bool:
-    if keyframe_every is None:
-        return False
-    since = len(files) - 1 - max(i for i, file in enumerate(files.values()) if file.kind == KEYFRAME)
-    return since + 1 >= keyframe_every
-
-
-def _changes_exceed_state(groups: Sequence[PatchGroup], state: Mapping[str, Tensor]) -> bool:
-    # Of tensors alone: a keyframe's layout takes more than a patch's counts.
-    changes = sum(group.indices.nbytes + group.values.nbytes for group in groups)
-    return changes > sum(tensor.nbytes for tensor in state.values())
-
-
-def _info(header: StepHeader) -> StepInfo:
-    size = header.file.path.stat().st_size
-    return StepInfo(header.file.step, header.file.kind, header.changed, header.numel, size)
+def _end(writer: StepWriter, lock: WriterLock) -> None:
+    writer.close()
+    lock.release()

@@ -14,6 +14,7 @@ from .errors import DeltaLogError
 from .tensor_state import BITS_DTYPE, canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
 
 _SHOWN_MISMATCHES = 3
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,17 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
     def element_size(self) -> int:
-        return getattr(torch, self.dtype).itemsize
+        return self.torch_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.element_size
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -55,6 +65,10 @@ class StateLayout:
     @property
     def numel(self) -> int:
         return sum(spec.numel for spec in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
 
     def state_digest(self, tensor_digests: Sequence[str]) -> str:
         """xxh3_128 over names, dtypes, shapes and the digest of each tensor's bytes, given in the layout's order."""
@@ -95,11 +109,17 @@ class StateLayout:
         for spec in tensors:
             if not isinstance(getattr(torch, spec.dtype, None), torch.dtype) or spec.element_size not in BITS_DTYPE:
                 raise ValueError(f"{spec.name} has the dtype {spec.dtype!r}")
-            if not all(type(size) is int and size >= 0 for size in spec.shape) or spec.numel >= 2**63:
-                raise ValueError(f"{spec.name} has the shape {list(spec.shape)}")
-        if len({spec.name for spec in tensors}) != len(tensors):
+            # So few dimensions, each below 2**63, that their product stays a small number.
+            sizes = len(spec.shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 2**63 for n in spec.shape)
+            if not sizes or spec.numel >= 2**63:
+                raise ValueError(f"{spec.name} has a shape that no tensor has")
+        names = {spec.name for spec in tensors}
+        if len(names) != len(tensors):
             raise ValueError("a tensor is listed twice")
-        return cls(tensors, dict(content["aliases"]), frozenset(content["buffers"]))
+        aliases = dict(content["aliases"])
+        if names & aliases.keys() or not names.issuperset(aliases.values()):
+            raise ValueError("its tied names are not those of its tensors")
+        return cls(tensors, aliases, frozenset(content["buffers"]))
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
@@ -108,9 +128,12 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
     The tensors share storage with the model and are not copied.
 
     Raises:
-        DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory.
+        DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory; the model
+            is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
     """
     module = model_or_state if isinstance(model_or_state, nn.Module) else None
+    if module is not None:
+        _require_whole(module)
     # `module` tells the two apart, which a type checker does not follow.
     state: dict[str, Tensor] = dict(model_or_state.state_dict() if module is not None else model_or_state)  # type: ignore[union-attr,arg-type]
     for name, tensor in state.items():
@@ -122,6 +145,15 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
     parameters = set() if module is None else {n for n, _ in module.named_parameters(remove_duplicate=False)}
     buffers = frozenset() if module is None else frozenset(tensors.keys() - parameters)
     return StateLayout(specs, aliases, buffers), tensors
+
+
+def _require_whole(module: nn.Module) -> None:
+    # By name: neither package need be there. `state_dict()` of the first would wait for all ranks.
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        raise DeltaLogError("the model is sharded by FullyShardedDataParallel: log a full state dict, gathered first")
+    for name, param in module.named_parameters():
+        if hasattr(param, "ds_id"):
+            raise DeltaLogError(f"{name} is sharded by DeepSpeed ZeRO-3: log a full state dict, gathered first")
 
 
 def _require_plain(name: str, tensor: object) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from .delta_chain import advance_, parent_of, read_base, read_chain, rebuild, require_member, require_parent
-from .delta_files import KEYFRAME, StepFile, StepHeader, list_steps, read_header, read_keyframe
-from .delta_state import StateLayout
+from .delta_chain import LogFiles, parent_of, read_base, require_member, require_parent
+from .delta_files import KEYFRAME, StepFile, StepHeader, list_steps, read_keyframe
 from .errors import DeltaLogError
+from .patch_codec import Backend
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,63 @@ class _Finding:
     lost: list[int] = field(default_factory=list)
 
 
-def verify(directory: Path) -> list[Problem]:
+def verify(
+    directory: Path, backend: Backend | None = None, on_step: Callable[[int], None] | None = None
+) -> list[Problem]:
     """Every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
-    files, strays = list_steps(directory)
+    listed, strays = list_steps(directory)
     findings = [
         _Finding(path.name, f"{path}: is no file of this log's naming, or a second one of its step") for path in strays
     ]
+    files = LogFiles(directory, backend)
     try:
-        base = read_base(directory, files)
+        base = read_base(files, listed)
     except DeltaLogError as error:
         # Without the base nothing says what belongs to the log.
-        first = files[min(files)].path.name if files else str(directory)
-        findings.append(_Finding(first, str(error), list(files)))
+        first = listed[min(listed)].path.name if listed else str(directory)
+        findings.append(_Finding(first, str(error), list(listed)))
     else:
-        assert base.layout is not None  # the base is a keyframe
-        findings += _Walk(base, base.layout, files).findings()
+        findings += _Walk(files, base, listed).findings(on_step)
     return [Problem(f.file, f.message, tuple(f.lost)) for f in findings]
 
 
 class _Walk:
-    def __init__(self, base: StepHeader, layout: StateLayout, files: Mapping[int, StepFile]) -> None:
-        self.base, self.layout, self.files = base, layout, files
+    def __init__(self, files: LogFiles, base: StepHeader, listed: Mapping[int, StepFile]) -> None:
+        self.files, self.base, self.listed = files, base, listed
         self.at: StepHeader | None = None
         self.state: dict[str, Tensor] = {}
         self.cause: dict[int, _Finding] = {}
 
-    def findings(self) -> list[_Finding]:
+    def findings(self, on_step: Callable[[int], None] | None) -> list[_Finding]:
         found: list[_Finding] = []
-        for step, file in self.files.items():
+        for step, file in self.listed.items():
             try:
-                header = read_header(file)
+                header = self.files.header(file)
                 require_member(self.base, header)
-                parent = header.parent_step
-                if parent is not None and parent not in self.files:
-                    found.append(self._missing(header, parent))
-                if header.file.kind == KEYFRAME or parent_of(header) not in self.cause:
+                missing = self._missing(header)
+                if missing is not None:
+                    found.append(missing)
+                if header.file.kind == KEYFRAME:
                     self._rebuild(header)
-                else:
+                elif parent_of(header) in self.cause:
                     self._lose(step, self.cause[parent_of(header)])
+                else:
+                    self._rebuild(header)
             except DeltaLogError as error:
                 found.append(_Finding(file.path.name, str(error)))
                 self._lose(step, found[-1])
+            if on_step is not None:
+                on_step(step)
         return found
 
-    def _missing(self, header: StepHeader, step: int) -> _Finding:
-        finding = _Finding(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
-        self._lose(step, finding)
-        return finding
+    def _missing(self, header: StepHeader) -> _Finding | None:
+        """A step that this one names, that has no file, and that was not missed before."""
+        for step in (header.parent_step, header.previous_step):
+            if step is not None and step not in self.listed and step not in self.cause:
+                finding = _Finding(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
+                self._lose(step, finding)
+                return finding
+        return None
 
     def _lose(self, step: int, finding: _Finding) -> None:
         self.cause[step] = finding
@@ -94,7 +104,7 @@ class _Walk:
         if header.file.kind == KEYFRAME:
             self.state = dict(read_keyframe(header))
         elif parent is not None:
-            advance_(self.state, self.layout, [header])
+            self.files.advance_(self.state, [header])
         else:
-            self.state = rebuild(self.layout, read_chain(self.base, self.files, header.file.step))
+            self.state = self.files.rebuild(self.files.chain(header.file.step))
         self.at = header

@@ -1,7 +1,7 @@
 """Mask files: one safetensors file of positions with string metadata, or a `.pt` dictionary of bool tensors.
 
 A `.pt` file is the zip archive that torch.save has written since torch 1.6; the older form has no checksums and is
-refused.
+refused. It holds name -> bool tensor, plain or under the key `masks`, and then the metadata under `metadata`.
 
 The safetensors file holds, for each parameter, its name and the int32 (int64 from 2**31 elements on) tensor of its
 active positions. Its metadata:
@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .atomic_files import one_line, write_safetensors
+from .atomic_files import one_line, write_safetensors, written_aside
 from .errors import MaskError
 from .tensor_state import compact_json, metadata_digest
 
@@ -89,6 +89,22 @@ def write(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(path, indices, header)
     except (OSError, SafetensorError) as error:
+        raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
+
+
+def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, str], *, plain: bool) -> None:
+    """Write a `.pt` dictionary of bool tensors with torch.save, whole or not at all. Makes missing parent folders."""
+    if path.suffix not in _PT_SUFFIXES:
+        raise MaskError(f"{path}: files of bool tensors end in {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
+    if not masks:
+        raise MaskError(f"{path}: the mask lists no parameters, and a file of bool tensors cannot say so")
+    content: dict[str, Any] = dict(masks) if plain else {"masks": dict(masks), "metadata": dict(metadata)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Given a name, torch.save writes it into the file; the temporary one has no business there.
+        with written_aside(path) as aside, aside.open("wb") as file:
+            torch.save(content, file)
+    except (OSError, RuntimeError) as error:
         raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
 
 

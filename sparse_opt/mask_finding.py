@@ -1,32 +1,42 @@
-"""Masks found from the weight changes that a delta log kept."""
+"""Masks found in a log of states, their file names, and the choice of tensors that take part."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
-from torch import Tensor
 
-from .delta_log import DeltaLog, StateDelta
 from .delta_state import TensorSpec
 from .errors import MaskError
+from .mask_scores import LogMethod, LogScores, plan_scores
+from .mask_selection import FoundMask, Pool, find_mask, require_arguments
 from .masks import MaskSet
-from .score_selection import change_bits, crossing, lower_histogram, top, upper_histogram
+from .state_log import StateLog
 
 # What transformers' models call their feed-forward blocks: Llama, Qwen, Gemma, GPT-2 mlp; Mixtral block_sparse_moe; OPT
 # fc1 and fc2.
 _MLP_NAMES = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1", "fc2"})
 
-_INFINITY_BITS = 0x7F800000
+
+def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
+    """`sparsity_97.5pct_magnitude_step50.safetensors`; sparsity in percent.
+
+    Without a step, as of a model that was not trained, `sparsity_97.5pct_snip.safetensors`. A pattern other than
+    element stands after the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
+    """
+    return f"sparsity_{float(sparsity)}pct_{_made_how(method, step, pattern)}.safetensors"
 
 
-def mask_file_name(sparsity: float, method: str, step: int) -> str:
-    """`sparsity_97.5pct_magnitude_step50.safetensors`; sparsity in percent."""
-    return f"sparsity_{float(sparsity)}pct_{method}_step{step}.safetensors"
+def top_file_name(percent: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
+    """`top_10.0pct_momentum_w25_step25.safetensors`: as `mask_file_name`, for the percent of elements to keep."""
+    return f"top_{float(percent)}pct_{_made_how(method, step, pattern)}.safetensors"
+
+
+def _made_how(method: str, step: int | None, pattern: str) -> str:
+    parts = [method, *([] if pattern == "element" else [pattern]), *([] if step is None else [f"step{step}"])]
+    return "_".join(parts)
 
 
 def is_mlp_parameter(name: str) -> bool:
@@ -57,137 +67,105 @@ def select_names(
     ]
 
 
-def find_magnitude(
-    log: DeltaLog,
+def find_from_log(
+    log: StateLog,
     *,
+    method: LogMethod = "magnitude",
     sparsity: float,
     target_step: int | None = None,
+    momentum_window: int | None = None,
     min_tensor_keep: float = 0.0025,
-    pool: Literal["global", "tensor"] = "global",
+    pool: Pool = "global",
+    pattern: str = "element",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
-) -> MaskSet:
-    """Keep the elements that moved furthest from the base weights: score abs(W_t - W_0), in fp32.
+    device: torch.device | str = "cpu",
+    figures: bool = False,
+    progress: bool = False,
+) -> FoundMask:
+    """The mask of the elements that a method scores highest in a log of states.
 
-    Of the N elements of the chosen tensors, round((100 - sparsity) % of N) are kept. Pool `global`: each tensor first
-    keeps its own best ceil(min_tensor_keep * numel), then the best of all others fill the quota. Pool `tensor`: each
-    tensor keeps its own share, or its floor if that is more. The result is that of sorting all scores at once: ties go
-    to the earlier tensor, in the model's order, and then to the lower position.
-
-    An element that did not move is never kept, neither for the quota nor for a floor: nothing but its position would
-    speak for it. Where fewer elements moved than were asked for, the mask keeps those that did, and a UserWarning says
-    so; a tensor that did not move at all is listed without active elements. Where none moved, there is no mask.
-
-    The base is read tensor by tensor and three times over; the state of the target step is held in memory.
+    `mask_scores` has the methods' formulas and says which steps they read, `find_mask` how elements are chosen. The
+    tensors that take part are the floating-point parameters, tied ones once.
 
     Args:
-        log: the delta log of a run.
-        sparsity: percent of elements to leave out, above 0 and below 100.
-        target_step: t, a logged step; the last one by default.
-        min_tensor_keep: the floor, as a share of each tensor, 0 to 1.
-        pool: where elements compete.
-        include, exclude, mlp_only: which tensors take part (`select_names`), out of the floating-point parameters.
+        target_step, momentum_window: see `mask_scores.plan_scores`.
+        include, exclude, mlp_only: which tensors take part: `select_names`.
+        device: where the scores are made; every device gives the same mask.
+        others: see `find_mask`.
 
     Returns:
-        A mask over the chosen tensors, with the metadata method, sparsity, step, pool, min_tensor_keep, log_digest (of
-        the target state), and model where the log's metadata has one.
+        A mask over the chosen tensors. Its metadata: method, sparsity, step, base_step, steps_read (how many),
+        log_digest (of the target state), base_digest, momentum_window for momentum, model where the log names one;
+        include, exclude and mlp_only where they were given; and those of `find_mask`.
 
     Raises:
-        MaskError: an argument out of range, no tensor chosen, the floors alone exceed the quota, a score is NaN (names
-            the tensor), or no element moved.
+        MaskError: as `mask_scores.plan_scores` and `find_mask`; or no tensor is chosen.
         DeltaLogError: the log is damaged, or the step is not logged.
     """
-    if not 0.0 < sparsity < 100.0:
-        raise MaskError(f"sparsity is {sparsity} percent, wanted above 0 and below 100")
-    if not 0.0 <= min_tensor_keep <= 1.0:
-        raise MaskError(f"min_tensor_keep is {min_tensor_keep}, wanted a share from 0 to 1")
-    if pool not in ("global", "tensor"):
-        raise MaskError(f"pool is {pool!r}, wanted global or tensor")
-    step = log.steps[-1] if target_step is None else target_step
+    require_arguments(sparsity, min_tensor_keep, pool, pattern)
+    plan = plan_scores(log, method, target_step=target_step, momentum_window=momentum_window)
     specs = _chosen(log, include, exclude, mlp_only)
-    quota = _rounded(specs, 100.0 - sparsity)
-    floors = {name: math.ceil(min_tensor_keep * spec.numel) for name, spec in specs.items()}
-    if pool == "global" and sum(floors.values()) > quota:
-        raise MaskError(
-            f"min_tensor_keep {min_tensor_keep} keeps {sum(floors.values())} elements, "
-            f"but sparsity {sparsity} leaves {quota}: lower one of the two"
-        )
-    scores = _Scores(log.iter_delta(step, list(specs)))
-    threshold: int | None = None
-    if pool == "global":
-        wanted = quota
-        kept, threshold = _global_counts(scores, floors, quota)
-    else:
-        kept = {n: max(floors[n], _rounded({n: spec}, 100.0 - sparsity)) for n, spec in specs.items()}
-        wanted = sum(kept.values())
-    indices = {}
-    for name, bits in scores:
-        indices[name] = top(bits, min(kept[name], int(bits.count_nonzero())), threshold)
-    found = sum(t.numel() for t in indices.values())
-    if wanted and not found:
-        raise MaskError(
-            f"{log.directory}: no element of step {step} has changed since step {log.steps[0]} in the chosen tensors; "
-            "wanted a step after training moved them"
-        )
-    if found < wanted:
-        warnings.warn(
-            f"only {found} elements moved by step {step}: the mask keeps these, not the {wanted} that were asked for",
-            stacklevel=2,
-        )
     metadata = {
-        "method": "magnitude",
+        "method": method,
         "sparsity": str(float(sparsity)),
-        "step": str(step),
-        "pool": pool,
-        "min_tensor_keep": str(min_tensor_keep),
-        "log_digest": log.digest(step),
+        "step": str(plan.step),
+        "base_step": str(plan.steps[0]),
+        "steps_read": str(len(plan.steps)),
+        "log_digest": log.digest(plan.step),
+        "base_digest": log.digest(plan.steps[0]),
+        **({} if plan.window is None else {"momentum_window": str(plan.window)}),
+        **choice_metadata(include, exclude, mlp_only),
     }
     model = log.metadata.get("model")
     if model is not None:
         metadata["model"] = model
-    return MaskSet(indices, {name: spec.shape for name, spec in specs.items()}, metadata=metadata)
+    return find_mask(
+        LogScores(log, plan, specs, torch.device(device)),
+        sparsity=sparsity,
+        min_tensor_keep=min_tensor_keep,
+        pool=pool,
+        pattern=pattern,
+        metadata=metadata,
+        figures=figures,
+        progress=progress,
+    )
 
 
-class _Scores:
-    """(name, score bits) of each tensor, as often as it is iterated."""
+def find_magnitude(
+    log: StateLog,
+    *,
+    sparsity: float,
+    target_step: int | None = None,
+    min_tensor_keep: float = 0.0025,
+    pool: Pool = "global",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+) -> MaskSet:
+    """The mask of the elements that moved furthest from the base weights: `find_from_log`, method magnitude."""
+    return find_from_log(
+        log,
+        sparsity=sparsity,
+        target_step=target_step,
+        min_tensor_keep=min_tensor_keep,
+        pool=pool,
+        include=include,
+        exclude=exclude,
+        mlp_only=mlp_only,
+    ).mask
 
-    def __init__(self, delta: StateDelta) -> None:
-        self._delta = delta
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, base, tensor in self._delta:
-            bits = change_bits(base, tensor)
-            if bits.numel() and int(bits.max()) > _INFINITY_BITS:
-                nans = int((bits > _INFINITY_BITS).count_nonzero())
-                raise MaskError(f"the change of {name} is NaN at {nans} of {bits.numel()} elements, wanted numbers")
-            yield name, bits
-
-
-def _global_counts(scores: _Scores, floors: Mapping[str, int], quota: int) -> tuple[dict[str, int], int]:
-    """How many elements each tensor keeps, and the bits of the score at which the quota ends."""
-    uppers = {name: upper_histogram(bits) for name, bits in scores}
-    # A floor, and the quota, cannot ask for more than moved.
-    floors = {name: min(floors[name], histogram.total) for name, histogram in uppers.items()}
-    quota = min(quota, sum(histogram.total for histogram in uppers.values()))
-    if quota == sum(floors.values()):
-        return floors, 0
-    upper = crossing(uppers, dict.fromkeys(uppers, 0), floors, quota)
-    over = {name: histogram.at_least(upper + 1) for name, histogram in uppers.items()}
-    lowers = {name: lower_histogram(bits, upper) for name, bits in scores}
-    lower = crossing(lowers, over, floors, quota)
-    # Everything above the threshold is kept, and as many at the threshold as there is room for, earlier tensors first.
-    kept = {name: max(floors[name], over[name] + h.at_least(lower + 1)) for name, h in lowers.items()}
-    room = quota - sum(kept.values())
-    for name, histogram in lowers.items():
-        ties = min(room, max(0, over[name] + histogram.at_least(lower) - kept[name]))
-        kept[name] += ties
-        room -= ties
-    return kept, (upper << 16) + lower
+def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool) -> dict[str, str]:
+    """Which tensors were chosen, as a mask's metadata; nothing where all were."""
+    patterns = {"include": include, "exclude": exclude}
+    chosen = {key: json.dumps(list(value)) for key, value in patterns.items() if value is not None}
+    return chosen | ({"mlp_only": "true"} if mlp_only else {})
 
 
 def _chosen(
-    log: DeltaLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
+    log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
 ) -> dict[str, TensorSpec]:
     layout = log.layout
     specs = {
@@ -199,8 +177,3 @@ def _chosen(
     if not names:
         raise MaskError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")
     return {name: specs[name] for name in names}
-
-
-def _rounded(specs: Mapping[str, TensorSpec], percent: float) -> int:
-    """`percent` of the tensors' elements, halves rounded up."""
-    return math.floor(percent * sum(spec.numel for spec in specs.values()) / 100.0 + 0.5)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import builtins
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from . import mask_files
+from .components import PARTS, Part, component_of, layer_of
 from .errors import MaskError
 from .mask_patterns import PATTERNS, broken_unit, most_specific_pattern
 from .mask_sampling import random_indices
+from .position_sets import intersection_size
 from .tensor_state import canonical_names, combined_digest, dtype_name, named_parameters_of, tensor_digest
 
 _SHOWN_MISMATCHES = 3
 _FIRST_INT64_NUMEL = 2**31
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,24 @@ class MaskSet:
         mask_files.write(path, self.indices, self.shapes, self.pattern, self.sparsity, self.metadata, self.digest)
         return path
 
+    def save_bool(self, path: str | Path, *, plain: builtins.bool = False) -> Path:
+        """Write the mask as a `.pt` dictionary of bool tensors, for other tools, atomically; returns the path.
+
+        Holds and writes one byte for each element of the listed parameters. The pattern is not written: `load` finds
+        the most specific one.
+
+        Args:
+            path: ends in .pt, .pth or .bin; a file of that name is replaced.
+            plain: name -> tensor and nothing else; otherwise the tensors stand under `masks`, and the metadata beside
+                them under `metadata`.
+
+        Raises:
+            MaskError: another suffix, a mask that lists no parameters, or the file cannot be written.
+        """
+        path = Path(path)
+        mask_files.write_bool(path, {name: self.bool(name) for name in self.indices}, self.metadata, plain=plain)
+        return path
+
     def resolve(self, model: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> MaskSet:
         """This mask under a model's own names, in the model's order.
 
@@ -262,10 +283,7 @@ class MaskSet:
                 raise MaskError(
                     f"{name} is {list(self.shapes[name])} in one mask, {list(other.shapes[name])} in the other"
                 )
-            few, many = sorted((self[name], other[name]), key=Tensor.numel)
-            if few.numel():
-                at = torch.searchsorted(many, few).clamp(max=many.numel() - 1)
-                both += int((many[at] == few).sum())
+            both += intersection_size(self[name], other[name])
         either = self.nnz + other.nnz - both
         return both / either if either else 1.0
 
@@ -275,14 +293,21 @@ class MaskSet:
 
     def per_layer(self) -> dict[int | None, MaskFigures]:
         """Figures of each layer in ascending order: the first integer in a dotted name; None, last, holds the rest."""
-        sums: dict[int | None, tuple[int, int]] = {}
+        sums = self.grouped(layer_of)
+        return {layer: sums[layer] for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0))}
+
+    def per_part(self) -> dict[Part, MaskFigures]:
+        """Figures of each part of a model (`components.component_of`) that the mask lists, in the order of `PARTS`."""
+        sums = self.grouped(lambda name: component_of(name).part)
+        return {part: sums[part] for part in PARTS if part in sums}
+
+    def grouped(self, key_of: Callable[[str], _Key]) -> dict[_Key, MaskFigures]:
+        """Figures summed over the parameters whose names have the same key."""
+        sums: dict[_Key, MaskFigures] = {}
         for name, figures in self.per_tensor().items():
-            match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-            layer = int(match[1]) if match else None
-            nnz, numel = sums.get(layer, (0, 0))
-            sums[layer] = (nnz + figures.nnz, numel + figures.numel)
-        layers = sorted(sums, key=lambda layer: (layer is None, layer or 0))
-        return {layer: MaskFigures(*sums[layer]) for layer in layers}
+            before = sums.get(key_of(name), MaskFigures(0, 0))
+            sums[key_of(name)] = MaskFigures(before.nnz + figures.nnz, before.numel + figures.numel)
+        return sums
 
     def density_of(self, model: nn.Module | Mapping[str, Tensor]) -> float:
         """Active elements over all elements of a model's parameters, also those the mask does not list; tied ones once.
@@ -375,7 +400,9 @@ def _checked(name: str, tensor: Tensor, shape: Sequence[int], pattern: str) -> T
         broken = broken_unit(positions, shape, pattern)
         if broken is not None:
             raise MaskError(f"positions of {name} take a part of {pattern} unit {broken}, wanted all or none of each")
-    return positions.to(_index_dtype(numel), copy=True).contiguous()
+        return positions.to(_index_dtype(numel), copy=True).contiguous()
+    # Not a copy: a tensor made of an empty numpy array has a stride of 0, and keeps it.
+    return torch.empty(0, dtype=_index_dtype(numel))
 
 
 def _listed(items: Sequence[str], separator: str = ", ") -> str:

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -27,8 +28,10 @@ from typing import Any, Literal
 import torch
 
 from sparse_opt import backends
-from sparse_opt.delta_log import DeltaLog
+from sparse_opt.delta_log import DeltaLog, claim
+from sparse_opt.delta_schedule import Schedule
 from sparse_opt.errors import SparseOptError
+from sparse_opt.optim import SparseAdamW
 
 from .encoding import TokenBatch, collate, load_examples
 from .models import load_policy, load_tokenizer, resolve_device
@@ -37,7 +40,6 @@ from .options import TrainingOptions, model_slug
 from .order import ShuffledOrder
 from .outputs import CHECKPOINT_FOLDER, MetricsWriter, check_new_folder, save_checkpoint
 from .progress import Progress
-from .steps import parse_steps
 from .timing import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -80,13 +82,21 @@ class TrainingRun:
         self._order = ShuffledOrder(len(self.examples), config.seed)
         self._timer = StepTimer(self.device)
         self._rows: list[dict[str, Any]] = []
-        self._metrics = MetricsWriter(self.output_dir, config)
-        self._delta_steps = parse_steps(config.delta_log_steps, config.n_steps)
+        self._delta_steps = Schedule.parse(config.delta_log_steps)
         self._delta_log: DeltaLog | None = None
-        if config.delta_log_dir is not None:
-            self._delta_log = DeltaLog.create(
-                config.delta_log_dir, self.model, metadata={"model": config.policy_name, "method": algorithm}
-            )
+        with ExitStack() as undo:
+            # Both folders are this run's before anything is written to either.
+            lock = None if config.delta_log_dir is None else undo.enter_context(claim(config.delta_log_dir))
+            self._metrics = MetricsWriter(self.output_dir, config)
+            if config.delta_log_dir is not None:
+                self._delta_log = DeltaLog.create(
+                    config.delta_log_dir,
+                    self.model,
+                    level=config.delta_log_level,
+                    mask=self.optimizer.mask if isinstance(self.optimizer, SparseAdamW) else None,
+                    metadata={"model": config.policy_name, "method": algorithm},
+                    lock=lock,
+                )
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -96,7 +106,7 @@ class TrainingRun:
     ) -> None:
         self._metrics.close()
         if self._delta_log is not None:
-            self._delta_log.close()
+            self._delta_log.__exit__(kind, error, traceback)
 
     def steps(self) -> Iterator[int]:
         """The steps 1..n_steps, with a progress bar on a terminal and a line now and then elsewhere."""
@@ -148,7 +158,7 @@ class TrainingRun:
         self._scheduler.step()
         self._rows.append(row)
         self._metrics.write(row)
-        if self._delta_log is not None and step in self._delta_steps:
+        if self._delta_log is not None and self._delta_steps.due(step, self.config.n_steps):
             self._delta_log.append(step)
         shown: dict[str, str] = {
             name: f"{row[name]:.4g}" for name in ("loss", "accuracy", "tokens_per_s") if name in row

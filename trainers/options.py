@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sparse_opt.delta_schedule import Schedule
 from sparse_opt.errors import ConfigError
 
 from .config import option
-from .steps import parse_steps
 
 
 @dataclass(kw_only=True)
@@ -60,8 +60,10 @@ class TrainingOptions:
     )
     delta_log_dir: Path | None = option(None, "write a delta log of the weights to this folder")
     delta_log_steps: str = option(
-        "every:10,last", "steps to log: '1,5,10', '1-10', 'every:5', 'last', or several with commas"
+        "every:10,last",
+        "steps to log: '1,5,10', '1-10', '10-100:10', 'every:5', 'last', 'until:500', or several with commas",
     )
+    delta_log_level: Literal["fast", "packed", "tight"] = option("packed", "how small patches of the log are coded")
 
     def __post_init__(self) -> None:
         for name in ("n_steps", "batch_size", "gradient_accumulation_steps", "subset_size"):
@@ -81,7 +83,7 @@ class TrainingOptions:
             raise ConfigError("mode sparse wants a mask file: --mask FILE")
         if self.mode == "dense" and self.mask is not None:
             raise ConfigError(f"a mask ({self.mask}) is used in mode sparse only: add --mode sparse")
-        if not parse_steps(self.delta_log_steps, self.n_steps):
+        if not Schedule.parse(self.delta_log_steps).steps(self.n_steps):
             raise ConfigError(
                 f"option 'delta_log_steps' is '{self.delta_log_steps}': selects no step of 1 to n_steps {self.n_steps}"
             )

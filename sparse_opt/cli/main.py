@@ -22,9 +22,9 @@ from ..errors import ConfigError, SparseOptError
 COMMANDS = {
     "quickstart": "dense DPO, a mask from it, sparse DPO under the mask: the whole path on a tiny model, in minutes",
     "train": "train a model: dpo, sft",
-    "mask": "find a mask, draw one at random, or describe one",
-    "delta": "list, verify and reconstruct the steps of a delta log",
-    "analyze": "measure what training changed",
+    "mask": "find masks, draw one at random, describe, compare, combine and convert them",
+    "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
+    "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",
     "bench": "run a benchmark",
     "doctor": "what is installed, which backends can run here, and why the others cannot",
 }

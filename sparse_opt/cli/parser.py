@@ -23,6 +23,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
         """`parse_args`, with `--a-flag` read as `--a_flag`, and an unknown flag's nearest neighbour named."""
         words = [_with_underscores(word) for word in argv]
+        self._check_action(words)
         parser = self._parser_for(words)
         flags = [flag for action in parser._actions for flag in action.option_strings]
         for word in words:
@@ -32,6 +33,15 @@ class CommandParser(argparse.ArgumentParser):
                 nearest = difflib.get_close_matches(flag, flags, n=1)
                 parser.error(f"unknown argument '{word}'" + (f"; the nearest is '{nearest[0]}'" if nearest else ""))
         return self.parse_args(words)
+
+    def _check_action(self, words: Sequence[str]) -> None:
+        """Before its flags are looked at, which are another action's."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and words and not words[0].startswith("-"):
+                if words[0] not in action.choices:
+                    nearest = difflib.get_close_matches(words[0], action.choices, n=1)
+                    hint = f"the nearest is '{nearest[0]}'" if nearest else f"there are {', '.join(action.choices)}"
+                    self.error(f"unknown action '{words[0]}'; {hint}")
 
     def _parser_for(self, words: Sequence[str]) -> argparse.ArgumentParser:
         """The parser of the subcommand that is named first, or this one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..delta_schedule import Schedule
 from ..errors import ConfigError
 from ..masks import MaskSet
+from ..patch_codec import LEVELS
 
 Mask = MaskSet | str | PathLike[str] | Mapping[str, Tensor]
 
@@ -30,8 +32,10 @@ class SparseArguments:
         seed: of the stochastic rounding; None takes the trainer's seed.
         delta_log_dir: where to keep a `DeltaLog` of the weights; None keeps none. A folder without a log gets one whose
             step 0 is W0, also when a run is resumed; a resumed run appends to the log that is there.
-        delta_log_every: log the weights after every so many optimizer steps, and after the last of `max_steps`.
-        delta_log_keyframe_every: `DeltaLog.create`'s keyframe_every.
+            Patches are coded over the mask's elements.
+        delta_log_steps: the optimizer steps to log (`delta_schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
+        delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
+            `DeltaLog.create`.
 
     Raises:
         ConfigError: an option of the log is out of range, or does nothing without `delta_log_dir`; a log is wanted and
@@ -49,16 +53,23 @@ class SparseArguments:
     amp_scaling: bool = False
     backend: str | None = None
     delta_log_dir: str | PathLike[str] | None = None
-    delta_log_every: int = 1
+    delta_log_steps: str = "every:1,last"
+    delta_log_level: str = "packed"
     delta_log_keyframe_every: int | None = None
+    delta_log_on_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
-        if self.delta_log_every < 1:
-            raise ConfigError(f"delta_log_every is {self.delta_log_every}, wanted 1 or more")
+        Schedule.parse(self.delta_log_steps)
+        if self.delta_log_level not in LEVELS:
+            raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, wanted one of {', '.join(LEVELS)}")
+        if self.delta_log_on_error not in ("raise", "warn"):
+            raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, wanted raise or warn")
         if self.delta_log_keyframe_every is not None and self.delta_log_keyframe_every < 1:
             raise ConfigError(f"delta_log_keyframe_every is {self.delta_log_keyframe_every}, wanted 1 or more, or None")
-        if self.delta_log_dir is None and (self.delta_log_every != 1 or self.delta_log_keyframe_every is not None):
-            raise ConfigError("delta_log_every and delta_log_keyframe_every do nothing without delta_log_dir")
+        for option in fields(self):
+            if self.delta_log_dir is None and option.name.startswith("delta_log_"):
+                if getattr(self, option.name) != option.default:
+                    raise ConfigError(f"{option.name} does nothing without delta_log_dir")
         if self.delta_log_dir is not None and not self.keep_base_weights:
             raise ConfigError("a delta log begins with the base weights: delta_log_dir wants keep_base_weights=True")
 

@@ -2,87 +2,191 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
 from transformers import TrainerCallback
 
 from ..delta_files import list_steps
 from ..delta_log import DeltaLog
-from ..errors import DeltaLogError
+from ..delta_schedule import Schedule
+from ..errors import ConfigError, DeltaLogError
+from ..masks import MaskSet
 
 if TYPE_CHECKING:
     from .trainer import SparseTrainer
 
 
-class SparseCallback(TrainerCallback):
-    """Drops the gradients of a training loop that was left early, and keeps the delta log of `SparseArguments`.
+class DeltaLogCallback(TrainerCallback):
+    """Keeps a `DeltaLog` of any transformers Trainer's or TRL trainer's run, in one line:
 
-    The log's step 0 is W0, whether the run begins or is resumed. A resumed run appends to the log that is there. Steps
+        trainer.add_callback(DeltaLogCallback("delta_logs"))
+
+    Step 0 is the model as training begins. Steps are optimizer steps. Writing goes on behind the training; it ends, and
+    a step that could not be written is raised, with the training. A resumed run appends to the log that is there; steps
     that the log has already, because the run had gone on after the checkpoint, must come out with the bits it says.
+    Of several processes the first one logs, which has to have the whole model: sharded ones are refused.
+
+    Args:
+        directory: of the log; a new run wants one without a log.
+        steps: which steps are logged (`Schedule`); `last` is the run's last one, wherever it is stopped.
+        level, against, keyframe_every, mask, on_error: as `DeltaLog.create` takes them.
+        metadata: strings to keep with the log, beside the model's name.
 
     Raises:
-        DeltaLogError: a new run finds a log; the log began at other weights; a logged step comes out otherwise.
+        ConfigError: `steps` is no schedule.
+        DeltaLogError: a new run finds a log, or a resumed one none; a logged step comes out otherwise; the model cannot
+            be logged; a step could not be written.
     """
 
-    def __init__(self, trainer: SparseTrainer) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        steps: str = "every:1,last",
+        *,
+        level: str = "packed",
+        against: Literal["previous", "base"] = "previous",
+        keyframe_every: int | None = None,
+        mask: MaskSet | None = None,
+        metadata: Mapping[str, str] | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        self._directory = Path(directory)
+        self._schedule = Schedule.parse(steps)
+        self._options: dict[str, Any] = {
+            "level": level,
+            "against": against,
+            "keyframe_every": keyframe_every,
+            "mask": mask,
+            "on_error": on_error,
+        }
+        self._metadata = dict(metadata or {})
         self._log: DeltaLog | None = None
+        self._logged: frozenset[int] = frozenset()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, options = self._trainer, self._trainer.sparse_arguments
-        assert trainer.sparse_optimizer is not None
-        trainer.sparse_optimizer.zero_grad()  # the Trainer clears the model's `.grad`, where compact ones are not
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
-        if state.global_step > 0:
-            trainer._resume(state, kwargs["train_dataloader"])
-        if options.delta_log_dir is None or not state.is_world_process_zero:
+        if not state.is_world_process_zero:
             return
-        directory = Path(options.delta_log_dir)
-        resumed = state.global_step > 0 and directory.is_dir() and bool(list_steps(directory)[0])
-        with trainer.base_weights():
+        resumed = state.global_step > 0 and self._directory.is_dir() and bool(list_steps(self._directory)[0])
+        with self._base_weights():
             if resumed:
-                self._log = DeltaLog.open(directory, trainer.model)
-                self._require_same(0, "the weights that this run started from")
+                self._log = DeltaLog.open(self._directory, model, on_error=self._options["on_error"])
+                self._check_base(model)
             else:
-                self._log = DeltaLog.create(
-                    directory,
-                    trainer.model,
-                    keyframe_every=options.delta_log_keyframe_every,
-                    metadata=_metadata(trainer),
-                )
+                self._require_base(state.global_step)
+                name = getattr(getattr(model, "config", None), "name_or_path", "")
+                metadata = ({"model": name} if name else {}) | self._metadata
+                self._log = DeltaLog.create(self._directory, model, metadata=metadata, **self._options)
+        self._logged = frozenset(self._log.steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step, log = state.global_step, self._log
-        due = step % self._trainer.sparse_arguments.delta_log_every == 0 or step >= state.max_steps
-        if log is None or not due:
+        if log is None or not self._schedule.due(step, None if step < state.max_steps else step):
             return
-        if step > log.steps[-1]:
-            log.append(step)
-        elif step in log.steps:
-            self._require_same(step, "the weights that the resumed run has there")
+        if step > log.last_step:
+            log.append(step, model)
+        elif step in self._logged:
+            self._require_same(step, model, "the weights that the resumed run has there")
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """A run that another callback has stopped: its last weights, before the best ones are loaded."""
-        if self._log is not None and control.should_training_stop and state.global_step > self._log.steps[-1]:
-            self._log.append(state.global_step)
+        log = self._log
+        if log is not None and self._schedule.last and control.should_training_stop:
+            if state.global_step > log.last_step:
+                log.append(state.global_step, model)
 
-    def _require_same(self, step: int, what: str) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of the log, for others to append to."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def _base_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that the run started from, where that can be had."""
+        return nullcontext()
+
+    def _require_base(self, step: int) -> None:
+        if step > 0:
+            raise DeltaLogError(
+                f"{self._directory}: holds no delta log, and the run goes on after step {step}: "
+                "name the folder of its log, or begin a new run"
+            )
+
+    def _check_base(self, model: nn.Module) -> None:
+        """Raise unless the model, at its base weights, is what the log began with."""
+
+    def _require_same(self, step: int, model: nn.Module, what: str) -> None:
         log = self._log
         assert log is not None
-        found = log.step_of(self._trainer.model)
+        found = log.step_of(model)
         if found is None or log.digest(found) != log.digest(step):
             raise DeltaLogError(
                 f"{log.directory}: step {step} is not {what}: choose another delta_log_dir, which begins with W0 too"
             )
 
+
+class SparseDeltaLogCallback(DeltaLogCallback):
+    """The log of `SparseArguments`. Its step 0 is W0, whether the run begins or is resumed."""
+
+    def __init__(self, trainer: SparseTrainer) -> None:
+        options = trainer.sparse_arguments
+        if options.delta_log_dir is None:
+            raise ConfigError("no delta_log_dir to log to")
+        super().__init__(
+            options.delta_log_dir,
+            options.delta_log_steps,
+            level=options.delta_log_level,
+            keyframe_every=options.delta_log_keyframe_every,
+            mask=trainer.sparse_mask,
+            on_error=options.delta_log_on_error,
+            metadata={"method": type(trainer).__name__},
+        )
+        self._trainer = trainer
+
+    def _base_weights(self) -> AbstractContextManager[None]:
+        return self._trainer.base_weights()
+
+    def _require_base(self, step: int) -> None:
+        """The base weights are at hand, also when the run is resumed."""
+
+    def _check_base(self, model: nn.Module) -> None:
+        self._require_same(0, model, "the weights that this run started from")
+
+
+class SparseCallback(TrainerCallback):
+    """Drops the gradients of a training loop that was left early, and keeps the delta log of `SparseArguments`."""
+
+    def __init__(self, trainer: SparseTrainer) -> None:
+        self._trainer = trainer
+        wanted = trainer.sparse_arguments.delta_log_dir is not None
+        self._log = SparseDeltaLogCallback(trainer) if wanted else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        assert trainer.sparse_optimizer is not None
+        trainer.sparse_optimizer.zero_grad()  # the Trainer clears the model's `.grad`, where compact ones are not
+        if state.global_step > 0:
+            trainer._resume(state, kwargs["train_dataloader"])
+        if self._log is not None:
+            self._log.on_train_begin(args, state, control, **{**kwargs, "model": trainer.model})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._log is not None:
+            self._log.on_step_end(args, state, control, **{**kwargs, "model": self._trainer.model})
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._log is not None:
+            self._log.on_epoch_end(args, state, control, **{**kwargs, "model": self._trainer.model})
+
     def close(self) -> None:
         """Let go of the delta log, for others to append to."""
         if self._log is not None:
             self._log.close()
-            self._log = None
-
-
-def _metadata(trainer: SparseTrainer) -> dict[str, str]:
-    name = getattr(getattr(trainer.model, "config", None), "name_or_path", "")
-    return {"method": type(trainer).__name__} | ({"model": name} if name else {})

@@ -175,7 +175,7 @@ def encode(old: Sequence[Tensor], new: Sequence[Tensor], level: str, *, backend:
         if level == "packed":
             width = best_width(sample.symbols, kind.bits)
         else:
-            tables = make_tables(sample, numels)
+            tables = make_tables(sample, numels, kind)
     heads, sizes, records, counts = run.patch_encode(
         old, new, _LEVEL_NUMBER[level], kind.is_float, kind.class_shift, width, *_on_device(tables, new[0].device)
     )

@@ -15,8 +15,6 @@ from .words import CLASSES, MAX_VALUE_TABLES, ROW_SCALE_BITS, VALUE_SCALE_BITS, 
 
 # A tensor of so many words has a row of its own: its row takes less than a hundredth of its record.
 OWN_ROW_NUMEL = 2**20
-# A class with so many changes in the sample has a value table of its own.
-OWN_TABLE_CHANGES = 4096
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -96,25 +94,32 @@ class Tables:
         return cls(row_of.copy(), np.stack(rows), class_table.copy(), values.copy(), np.stack(presents))
 
 
-def make_tables(sample: Sample, numels: Sequence[int]) -> Tables:
+def make_tables(sample: Sample, numels: Sequence[int], kind: WordKind) -> Tables:
     """Row 0 and value table 0 are of all tensors and classes together."""
-    own = [i for i, numel in enumerate(numels) if numel >= OWN_ROW_NUMEL][: 2**16 - 1]
+    large = [i for i, numel in enumerate(numels) if numel >= OWN_ROW_NUMEL][: 2**16 - 1]
     row_of = np.zeros(len(numels), np.uint16)
-    row_of[own] = np.arange(1, len(own) + 1)
-    seen = np.concatenate([sample.seen.sum(0, keepdims=True), sample.seen[own]])
-    changed = np.concatenate([sample.changed.sum(0, keepdims=True), sample.changed[own]])
+    row_of[large] = np.arange(1, len(large) + 1)
+    seen = np.concatenate([sample.seen.sum(0, keepdims=True), sample.seen[large]])
+    changed = np.concatenate([sample.changed.sum(0, keepdims=True), sample.changed[large]])
     present = seen > 0
     # (changed + 1/2) / (seen + 1), rounded, of 65536; never certain.
     one = 1 << ROW_SCALE_BITS
     frequencies = np.clip((one * (2 * changed + 1) + seen + 1) // (2 * (seen + 1)), 1, one - 1).astype(np.uint16)
     rows = np.where(present, frequencies, np.where(present[0], frequencies[0], one // 2).astype(np.uint16))
 
-    counts = sample.symbols.sum(1)
-    by_count = np.argsort(-counts, kind="stable")[: MAX_VALUE_TABLES - 1]
-    tabled = np.sort(by_count[counts[by_count] >= OWN_TABLE_CHANGES])
+    words_per_sampled = sum(numels) / max(1, int(sample.seen.sum()))
+    pooled = _normalised(sample.symbols.sum(0))
+    own = {c: _normalised(sample.symbols[c]) for c in np.flatnonzero(sample.symbols.sum(1)).tolist()}
+    # What a class saves by a table of its own, in bits, less what the table takes.
+    saved = {
+        c: words_per_sampled * float(sample.symbols[c] @ np.log2(table / pooled)) - 16 * kind.symbols
+        for c, table in own.items()
+    }
+    tabled = sorted(sorted(own, key=lambda c: (-saved[c], c))[: MAX_VALUE_TABLES - 1])
+    tabled = [c for c in tabled if saved[c] > 0]
     class_table = np.zeros(CLASSES, np.uint8)
     class_table[tabled] = np.arange(1, len(tabled) + 1)
-    values = [_normalised(sample.symbols.sum(0)), *(_normalised(sample.symbols[c]) for c in tabled)]
+    values = [pooled, *(own[c] for c in tabled)]
     return Tables(row_of, rows, class_table, np.stack(values), present)
 
 

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparse_opt import DeltaLog
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.cli import delta
 from sparse_opt.tensor_state import as_bits
 
 
@@ -22,17 +26,82 @@ def broken_log(files, tmp_path):
     return folder
 
 
+def as_json(outcome):
+    return json.loads(outcome.done())
+
+
+def changed_between(before, after) -> int:
+    """Of the tiny model, whose head is tied to its embedding."""
+    return sum(int((as_bits(before[n]) != as_bits(after[n])).sum()) for n in after if n != "lm_head.weight")
+
+
+@pytest.mark.parametrize("action", ["list", "info", "verify", "reconstruct", "squash", "export", "convert"])
+def test_examples_of_an_action_are_calls_that_are_understood(sparse_opt, action):
+    text = sparse_opt("delta", action, "--help").done()
+    examples = [shlex.split(line.partition("|")[0]) for line in re.findall(r"^  sparse-opt (.*)$", text, re.MULTILINE)]
+    assert [words[:2] for words in examples] == [["delta", action]] * len(examples)
+    for words in examples:
+        assert delta._parser().parse_words(words[1:]).action == action
+    assert set(delta._ACTIONS) == {"list", "info", "verify", "reconstruct", "squash", "export", "convert"}
+
+
 def test_list_shows_what_the_headers_say(sparse_opt, files):
-    steps = json.loads(sparse_opt("delta", "list", "--delta_log_dir", files.delta_log, "--json").done())
+    found = as_json(sparse_opt("delta", "list", "--delta_log_dir", files.delta_log, "--json"))
+    steps, totals = found["steps"], found["totals"]
     assert [(step["step"], step["kind"]) for step in steps] == [(0, "keyframe"), *((n, "patch") for n in (1, 2, 3))]
     for step in steps[1:]:
-        before, after = files.states[step["step"] - 1], files.states[step["step"]]
-        changed = sum(int((before[n] != after[n]).sum()) for n in after if n != "lm_head.weight")
-        assert step["changed"] == changed
-        assert step["share"] == changed / step["numel"]
+        assert step["changed"] == changed_between(files.states[step["step"] - 1], files.states[step["step"]])
+        assert step["share"] == step["changed"] / step["numel"]
+        assert step["level"] in ("fast", "packed", "tight")
+        file = files.delta_log / f"step_{step['step']:08d}.patch.safetensors"
+        assert step["bytes"] == file.stat().st_size
+        assert step["bytes_per_change"] == step["bytes"] / step["changed"]
+    assert totals["bytes"] == sum(step["bytes"] for step in steps)
+    assert (totals["steps"], totals["whole_states"], totals["patches"]) == (4, 1, 3)
+    patches = [step for step in steps if step["kind"] == "patch"]
+    assert totals["bytes_per_change"] == sum(s["bytes"] for s in patches) / sum(s["changed"] for s in patches)
     text = sparse_opt("delta", "list", "--delta_log_dir", files.delta_log).done()
-    assert text.count("patch") == 3
+    assert text.count(" patch ") == 3
     assert f"{steps[1]['changed']:,}" in text
+    assert f"{steps[1]['bytes_per_change']:.3f}" in text
+    assert text.splitlines()[-1].startswith("4 steps of ")
+
+
+def test_info_of_a_log(sparse_opt, files):
+    log = DeltaLog.open(files.delta_log)
+    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--largest", 2, "--json"))
+    assert found["kind"] == "delta log"
+    assert re.fullmatch("[0-9a-f]{32}", found["run_id"])
+    assert found["steps"] == {"count": 4, "first": 0, "last": 3}
+    assert (found["elements"], found["tensors"]) == (log.layout.numel, len(log.layout.tensors))
+    assert found["dtypes"] == {
+        "bfloat16": {"tensors": found["tensors"], "elements": found["elements"], "bytes": 2 * found["elements"]}
+    }
+    assert found["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert found["metadata"] == {"model": "tiny"}
+    assert [entry["elements"] for entry in found["largest"]] == sorted(
+        (s.numel for s in log.layout.tensors), reverse=True
+    )[:2]
+    text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log).done()
+    assert found["run_id"] in text
+    assert "model: tiny" in text
+
+
+def test_info_of_a_step(sparse_opt, files):
+    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 2, "--json"))
+    assert found["digest"] == DeltaLog.open(files.delta_log).digest(2)
+    assert (found["step"], found["since"]) == (2, 1)
+    assert found["changed"] == changed_between(files.states[1], files.states[2]) == sum(found["tensors"].values())
+    assert found["dtypes"]["bfloat16"]["changed"] == found["changed"]
+    text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 2, "--largest", 1).done()
+    most = max(found["tensors"], key=lambda name: found["tensors"][name])
+    assert most in text
+    assert text.count("model.layers") <= 1
+    assert "no step before it" in sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 0).done()
+    words = ("delta", "info", "--delta_log_dir", files.delta_log, "--step", 9)
+    assert "step 9 is not logged" in sparse_opt(*words).failed_in_one_line(1)
+    words = ("delta", "info", "--delta_log_dir", files.delta_log, "--largest", -1)
+    assert "option 'largest' is -1: wanted 0 or more" in sparse_opt(*words).failed_in_one_line(2)
 
 
 def test_verify_of_a_whole_log(sparse_opt, files):
@@ -116,6 +185,184 @@ def test_a_failed_write_leaves_nothing(sparse_opt, files, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("action", ["list", "verify"])
+@pytest.mark.parametrize("action", ["list", "info", "verify"])
 def test_no_log_is_one_line(sparse_opt, tmp_path, action):
     assert "holds no delta log" in sparse_opt("delta", action, "--delta_log_dir", tmp_path).failed_in_one_line(1)
+
+
+@pytest.fixture
+def own_log(files, tmp_path):
+    return shutil.copytree(files.delta_log, tmp_path / "own")
+
+
+def test_squash_forgets_the_steps_between(sparse_opt, files, own_log):
+    words = ("delta", "squash", "--delta_log_dir", own_log, "--from", 0, "--to", 3, "--json")
+    found = as_json(sparse_opt(*words))
+    assert found["removed"] == [1, 2]
+    assert found["step"]["step"] == 3
+    log = DeltaLog.open(own_log)
+    assert log.steps == (0, 3)
+    assert log.digest(3) == DeltaLog.open(files.delta_log).digest(3)
+    assert log.verify() == []
+
+
+def test_squash_in_words_and_wrongly(sparse_opt, own_log, pt_log):
+    line = sparse_opt("delta", "squash", "--delta_log_dir", own_log, "--from", 3, "--to", 1).failed_in_one_line(1)
+    assert "3" in line
+    assert "1" in line
+    assert "step 9" in sparse_opt(
+        "delta", "squash", "--delta_log_dir", own_log, "--from", 0, "--to", 9
+    ).failed_in_one_line(1)
+    assert "holds no delta log" in sparse_opt(
+        "delta", "squash", "--delta_log_dir", pt_log, "--from", 0, "--to", 2
+    ).failed_in_one_line(1)
+    text = sparse_opt("delta", "squash", "--delta_log_dir", own_log, "--from", 1, "--to", 3).done()
+    assert text.startswith(f"{own_log}: 1 steps removed; step 3 is a patch of ")
+
+
+def test_export_of_a_state_and_of_changes(sparse_opt, files, tmp_path):
+    log = ("--delta_log_dir", files.delta_log)
+    state, values = tmp_path / "state.safetensors", tmp_path / "values.safetensors"
+    found = as_json(sparse_opt("delta", "export", *log, "--step", 2, "--format", "state", "--output", state, "--json"))
+    assert found["digest"] == DeltaLog.open(files.delta_log).digest(2)
+    for name, tensor in load_file(state).items():
+        assert torch.equal(as_bits(tensor), as_bits(files.states[2][name]))
+    found = as_json(
+        sparse_opt("delta", "export", *log, "--step", 3, "--format", "values", "--output", values, "--json")
+    )
+    assert (found["since"], found["changed"]) == (2, changed_between(files.states[2], files.states[3]))
+    words = ("--step", 3, "--since", 0, "--format", "values", "--output", values)
+    changed = changed_between(files.states[0], files.states[3])
+    assert (
+        f"{changed:,} elements that changed from step 0 to step 3" in sparse_opt("delta", "export", *log, *words).done()
+    )
+    assert sum(t.numel() for key, t in load_file(values).items() if key.endswith(".indices")) == changed
+
+
+def test_export_of_pt_files(sparse_opt, files, tmp_path):
+    words = ("--delta_log_dir", files.delta_log, "--step", 3, 1, "--format", "pt", "--output", tmp_path / "deltas")
+    found = as_json(sparse_opt("delta", "export", *words, "--json"))
+    assert (found["steps"], set(found["inexact"])) == ([1, 3], {"1", "3"})
+    names = sorted(path.name for path in (tmp_path / "deltas").iterdir())
+    assert names == ["base_state.pt", "deltas_step_1.pt", "deltas_step_3.pt"]
+    assert "not empty" in sparse_opt("delta", "export", *words).failed_in_one_line(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--step", 1, 2, "--format", "state", "--output", "a.safetensors"), 2, "format state takes one step"),
+        (("--step", 1, "--since", 0, "--format", "state", "--output", "a.safetensors"), 2, "format state has none"),
+        (("--step", 1, "--format", "state", "--output", "a.pt"), 2, "a.pt ends in .pt, wanted .safetensors"),
+        (("--step", 0, "--format", "values", "--output", "a.safetensors"), 2, "it is the base, with no step before it"),
+        (("--step", 9, "--format", "values", "--output", "a.safetensors"), 1, "step 9 is not logged"),
+        (("--step", 1, "--since", 2, "--format", "values", "--output", "a.safetensors"), 1, "wanted an earlier step"),
+        (
+            ("--step", 1, "--dtype", "bfloat16", "--format", "state", "--output", "a.safetensors"),
+            2,
+            "is a delta log, wanted",
+        ),
+    ],
+)
+def test_export_refuses_in_one_line(sparse_opt, files, tmp_path, monkeypatch, words, code, message):
+    monkeypatch.chdir(tmp_path)
+    line = sparse_opt("delta", "export", "--delta_log_dir", files.delta_log, *words).failed_in_one_line(code)
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def pt_log(files, tmp_path):
+    """The run of `files` at steps 0, 1 and 2, as a tool with `named_parameters()` and fp32 writes it."""
+    folder = tmp_path / "deltas"
+    folder.mkdir()
+    names = [name for name in files.states[0] if name != "lm_head.weight"]
+    base = {name: files.states[0][name].float() for name in names}
+    torch.save(base, folder / "base_state.pt")
+    for step in (1, 2):
+        torch.save(
+            {name: files.states[step][name].float() - base[name] for name in names}, folder / f"deltas_step_{step}.pt"
+        )
+    return folder
+
+
+def test_pt_files_are_listed_described_and_verified(sparse_opt, files, pt_log):
+    found = as_json(sparse_opt("delta", "list", "--delta_log_dir", pt_log, "--json"))
+    assert [(step["step"], step["kind"]) for step in found["steps"]] == [
+        (0, "base"),
+        (1, "difference"),
+        (2, "difference"),
+    ]
+    assert found["steps"][2]["changed"] == changed_between(files.states[1], files.states[2])
+    assert " difference " in sparse_opt("delta", "list", "--delta_log_dir", pt_log).done()
+    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", pt_log, "--json"))
+    assert (found["kind"], found["differences"], list(found["dtypes"])) == (
+        "folder of .pt files",
+        "to the base",
+        ["float32"],
+    )
+    assert "differences: to the base" in sparse_opt("delta", "info", "--delta_log_dir", pt_log).done()
+    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", pt_log, "--step", 2, "--json"))
+    assert found["changed"] == changed_between(files.states[1], files.states[2])
+    assert "all 3 steps" in sparse_opt("delta", "verify", "--delta_log_dir", pt_log).done()
+    file = pt_log / "deltas_step_1.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    outcome = sparse_opt("delta", "verify", "--delta_log_dir", pt_log)
+    assert outcome.code == 1
+    assert "broken: deltas_step_1.pt; lost steps: 1" in outcome.err
+
+
+def test_masks_and_figures_of_pt_files_are_those_of_the_delta_log(sparse_opt, files, pt_log, tmp_path):
+    masks = []
+    for folder in (pt_log, files.delta_log):
+        output = tmp_path / f"{folder.name}.safetensors"
+        words = ("--delta_log_dir", folder, "--target_step", 2, "--sparsity_percent", 90, "--output", output)
+        sparse_opt("mask", "find", *words).done()
+        masks.append(MaskSet.load(output))
+    assert masks[0].digest == masks[1].digest
+    sparse_opt("analyze", "sparsity", "--delta_log_dir", pt_log).done()
+
+
+def test_pt_files_are_reconstructed_in_the_dtype_of_the_run(sparse_opt, files, pt_log, tmp_path):
+    words = ("--model_name", files.model, "--delta_log_dir", pt_log, "--step", 2, "--output_dir", tmp_path / "rebuilt")
+    outcome = sparse_opt("delta", "reconstruct", *words, "--dtype", "bfloat16")
+    outcome.done()
+    assert outcome.err == ""
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "rebuilt", dtype="auto").state_dict()
+    for name, tensor in state.items():
+        assert torch.equal(as_bits(tensor), as_bits(files.states[2][name])), name
+
+
+def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_path):
+    outcome = sparse_opt("delta", "convert", "--from", pt_log, "--to", tmp_path / "wide", "--json")
+    assert as_json(outcome)["steps"] == [0, 1, 2]
+    assert outcome.err.splitlines() == [
+        "sparse-opt: every weight of the base is a bfloat16 value: --dtype bfloat16 halves the states"
+    ]
+    words = ("--dtype", "bfloat16", "--level", "fast", "--model_name", "tiny")
+    outcome = sparse_opt("delta", "convert", "--from", pt_log, "--to", tmp_path / "log", *words)
+    assert outcome.done().startswith(f"{tmp_path / 'log'}: 3 steps, ")
+    assert outcome.err == ""
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.metadata == {"model": "tiny"}
+    for step in (0, 1, 2):
+        for name, tensor in log.load(step).items():
+            assert torch.equal(as_bits(tensor), as_bits(files.states[step][name]))
+
+
+def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_log, tmp_path):
+    def refused(code, *words, source=pt_log):
+        return sparse_opt("delta", "convert", "--from", source, "--to", tmp_path / "new", *words).failed_in_one_line(
+            code
+        )
+
+    assert "keyframe_every' is 0: wanted 1 or more" in refused(2, "--keyframe_every", 0)
+    assert "invalid choice: 'small'" in refused(2, "--level", "small")
+    assert "option 'against'" in refused(2, "--against", "base", source=files.delta_log)
+    assert "holds no delta log" in refused(1, source=tmp_path)
+    assert "nothing.pt: there is no such file" in refused(1, "--base_state", pt_log / "nothing.pt")
+    (pt_log / "deltas_step_2.pt").write_bytes(b"PK")
+    assert "deltas_step_2.pt: step 2: damaged" in refused(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["deltas"]
+    words = ("delta", "convert", "--from", pt_log, "--to", pt_log)
+    assert "option 'to'" in sparse_opt(*words).failed_in_one_line(2)

@@ -17,9 +17,9 @@ from sparse_opt.trainers.config import parse_config
 
 ACTIONS = [
     *((command,) for command in COMMANDS),
-    *(("mask", action) for action in ("find", "random", "info")),
-    *(("delta", action) for action in ("list", "verify", "reconstruct")),
-    ("analyze", "sparsity"),
+    *(("mask", action) for action in ("find", "random", "info", "compare", "convert", "invert", "union", "intersect")),
+    *(("delta", action) for action in ("list", "info", "verify", "reconstruct", "squash", "export", "convert")),
+    *(("analyze", action) for action in ("sparsity", "coverage", "ranks", "shapes", "report")),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, atomic_files
-from sparse_opt.cli.mask import PATTERNS
+from sparse_opt.cli.mask_output import PATTERNS
 from sparse_opt.mask_patterns import PATTERNS as PATTERNS_THERE_ARE
 
 
@@ -49,7 +49,7 @@ def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, f
         (("--min_tensor_keep", -1), 2, "'min_tensor_keep' is -1.0"),
         (("--min_tensor_keep", 0.5), 1, "min_tensor_keep 0.5 keeps"),
         (("--sparsity_percent", "ninety"), 2, "'ninety'"),
-        (("--method", "fisher"), 2, "'magnitude'"),
+        (("--method", "fishy"), 2, "'fisher'"),
         (("--sparsty_percent", 90), 2, "the nearest is '--sparsity_percent'"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
@@ -105,10 +105,28 @@ def test_info_counts_by_layer_and_tensor(sparse_opt, tmp_path):
     assert info["metadata"]["method"] == "by hand"
     assert {name: layer["density"] for name, layer in info["layers"].items()} == {"0": 0.25, "1": 0.125, "other": 0}
     assert {name: t["nnz"] for name, t in info["tensors"].items()} == {"h.0.w": 2, "h.1.w": 1, "norm": 0}
+    assert {name: part["density"] for name, part in info["parts"].items()} == {"norms": 0, "other": 0.1875}
     text = sparse_opt("mask", "info", file, "--per_tensor").done()
     assert "3 of 20 elements active in 3 tensors: density 15.000 %" in text
     assert "h.1.w" in text
     assert "12.500 %" in text
+
+
+def test_info_profiles_a_model_by_part(sparse_opt, files, tmp_path):
+    words = ("--model_name", files.model, "--density", 0.25, "--output", tmp_path / "mask.safetensors")
+    sparse_opt("mask", "random", *words).done()
+    png = tmp_path / "new" / "density.png"
+    info = json.loads(sparse_opt("mask", "info", tmp_path / "mask.safetensors", "--png", png, "--json").done())
+    mask = MaskSet.load(tmp_path / "mask.safetensors")
+    attention = [f"attention_{letter}" for letter in "qkvo"]
+    assert list(info["parts"]) == ["embeddings", *attention, "mlp_gate", "mlp_up", "mlp_down", "norms"]
+    downs = [mask[name].numel() for name in mask.names if "down_proj" in name]
+    assert info["parts"]["mlp_down"]["nnz"] == sum(downs) and len(downs) == 2
+    for groups in ("parts", "layers", "tensors"):
+        assert sum(group["nnz"] for group in info[groups].values()) == mask.nnz
+        assert sum(group["numel"] for group in info[groups].values()) == mask.numel
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "MLP down" in sparse_opt("mask", "info", tmp_path / "mask.safetensors").done()
 
 
 @pytest.mark.parametrize("kept", [0, 7, 60, -1])

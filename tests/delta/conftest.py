@@ -70,7 +70,7 @@ def assert_same_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
         other = found[name].cpu().contiguous()
         assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
         flat = tensor.cpu().contiguous().view(-1)
-        assert bytes(other.view(-1).view(torch.uint8).tolist()) == bytes(flat.view(torch.uint8).tolist()), name
+        assert other.view(-1).view(torch.uint8).numpy().tobytes() == flat.view(torch.uint8).numpy().tobytes(), name
 
 
 @pytest.fixture

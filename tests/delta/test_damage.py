@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_opt import DeltaLog, delta_files
 from sparse_opt.errors import DeltaLogError
+from sparse_opt.tensor_state import metadata_digest
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # Which steps a file of the `logged` fixture costs when it is lost: those that are rebuilt by way of it.
@@ -168,7 +171,7 @@ def test_a_foreign_safetensors_file(logged: Any) -> None:
 def rewrite(logged: Any, step: int, change: Callable[[dict[str, Tensor]], Any], **fields: Any) -> None:
     """Write a step's file anew with another content and digests that fit it: what a digest cannot notice."""
     files, _ = delta_files.list_steps(logged.directory)
-    header = replace(delta_files.read_header(files[step]), **fields)
+    header = replace(delta_files.read_header(files[step]), payload_digest="", **fields)
     payload = {name: tensor.clone() for name, tensor in load_file(files[step].path).items()}
     change(payload)
     delta_files.write_step(header, payload)
@@ -178,29 +181,51 @@ def put(name: str, index: int, value: int) -> Callable[[dict[str, Tensor]], None
     return lambda payload: payload[name].__setitem__(index, value)
 
 
+def flip(name: str, index: int) -> Callable[[dict[str, Tensor]], None]:
+    return lambda payload: payload[name].__setitem__(index, payload[name][index] ^ 255)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("bits16.indices", -1, 30), "bits16.indices has a position outside its tensor"),
-        (put("bits16.indices", 0, -1), "bits16.indices has a position outside its tensor"),
-        (put("bits16.indices", 0, 2**31 - 1), "bits16.indices has a position outside its tensor"),
-        (put("bits16.counts", 0, -1), "bits16.counts has a number outside its tensor's size"),
-        (put("bits16.counts", 0, 2**62), "bits16.counts has a number outside its tensor's size"),
-        (put("bits16.counts", 0, 30), r"bits16.indices is int32 \[\d\], wanted int32 or int64 \[30\]"),
-        (put("bits16.values", 0, 77), "damaged: a.w has digest"),
-        (lambda p: p.update({"bits16.values": p["bits16.values"].int()}), "bits16.values is int32"),
-        (lambda p: p.update({"bits16.counts": p["bits16.counts"].int()}), "bits16.counts is int32"),
-        (lambda p: p.update({"bits16.indices": p["bits16.indices"].float()}), "bits16.indices is float32"),
-        (lambda p: p.pop("bits32.values"), "holds the tensors"),
-        (lambda p: p.update(more=torch.zeros(1)), "holds the tensors"),
+        (put("bfloat16.counts", 0, -1), "the patch of bfloat16: its counts have a number outside of its tensor's size"),
+        (put("bfloat16.counts", 0, 2**62), "the patch of bfloat16: its counts have a number outside"),
+        (
+            put("bfloat16.sizes", 0, 2**16 - 1),
+            r"the patch of bfloat16: its records take \d+ bytes, its sizes say 262140",
+        ),
+        (put("bfloat16.heads", 0, 0), "tile 0 of tensor 0 is damaged"),
+        (put("bfloat16.heads", 0, 2**16 - 1), "tile 0 of tensor 0 is damaged"),
+        (put("bfloat16.width", 0, 16), "the patch of bfloat16: its width is 16, wanted less than 16"),
+        (flip("bfloat16.records", 0), "damaged"),
+        (
+            lambda p: p.update({"bfloat16.counts": p["bfloat16.counts"].int()}),
+            r"its counts is int32 \[1\], wanted int64",
+        ),
+        (lambda p: p.update({"bfloat16.sizes": p["bfloat16.sizes"].repeat(2)}), r"its sizes is uint16 \[2\], wanted"),
+        (lambda p: p.pop("float32.heads"), "the patch of float32: it holds .*, wanted .*heads"),
+        (lambda p: p.update({"float32.more": torch.zeros(1)}), "the patch of float32: it holds .*more"),
+        (
+            lambda p: p.update({"float64.counts": torch.zeros(1)}),
+            "it holds float64.counts, and no tensor of the log is",
+        ),
+        (lambda p: p.update(more=torch.zeros(1)), "it holds more, and no tensor of the log is more"),
     ],
 )
 def test_forged_patches_write_nowhere(
     logged: Any, same_bits: Compare, change: Callable[[dict[str, Tensor]], None], message: str
 ) -> None:
     rewrite(logged, 1, change)
-    with pytest.raises(DeltaLogError, match=f"{logged.file(1)}: step 1: {message}"):
+    with pytest.raises(DeltaLogError, match=f"{logged.file(1)}: step 1: damaged: .*{message}"):
         logged.load(1)
+    for name in logged.states[0]:  # of which each is right, or refused too
+        refusal, tensor = "", logged.states[1][name]
+        try:
+            tensor = next(DeltaLog.open(logged.directory).tensor_states(name, [1]))[1]
+        except DeltaLogError as error:
+            refusal = str(error)
+        assert refusal.startswith(f"{logged.file(1)}: step 1: damaged: ") or not refusal
+        same_bits({name: tensor}, {name: logged.states[1][name]})
     same_bits(logged.load(0), logged.states[0])
 
 
@@ -213,6 +238,10 @@ def test_forged_headers(logged: Any) -> None:
         ({"parent_step": 0}, "follows the state [0-9a-f]{32}, but step 0 is the state"),
         ({"result_digest": "0" * 32}, "its tensor digests make [0-9a-f]{32}, its result digest is 0{32}"),
         ({"tensor_digests": ()}, "0 tensor digests, wanted 3"),
+        ({"mask_digest": "0" * 32}, "is of a log with the mask 0{32}, this one has the mask none"),
+        ({"masked": True}, "needs the mask of the log: .*mask.safetensors: no such mask file"),
+        ({"level": "fast"}, "damaged: the patch of bfloat16: it holds"),
+        ({"level": "other"}, "damaged: its patch is 'other' over 'dense'"),
     ]:
         original = logged.file(2).read_bytes()
         rewrite(logged, 2, lambda payload: None, **fields)
@@ -220,6 +249,52 @@ def test_forged_headers(logged: Any) -> None:
             logged.load(2)
         assert [p.lost_steps for p in DeltaLog.open(logged.directory).verify()] == [(2,)]
         logged.file(2).write_bytes(original)
+
+
+def rewrite_metadata(path: Path, **fields: str) -> None:
+    """Other metadata in a file, with the digest that it wants."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    metadata.update(fields)
+    metadata.pop("header_digest")
+    save_file(load_file(path), path, {**metadata, "header_digest": metadata_digest(metadata)})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([["a.w", "bfloat16", [2**40]]], "its layout has 2199023255552 bytes of tensors, the file has"),
+        ([["a.w", "bfloat16", [2**62, 2**62]]], "a.w has a shape that no tensor has"),
+        ([["a.w", "bfloat16", [3] * 10_000]], "a.w has a shape that no tensor has"),
+        ([["a.w", "bfloat16", [-1]]], "a.w has a shape that no tensor has"),
+        ([["a.w", "bfloat16", ["6", 5]]], "a.w has a shape that no tensor has"),
+        ([["a.w", "complex128", [6, 5]]], "a.w has the dtype 'complex128'"),
+        ([["a.w", "Tensor", [6, 5]]], "a.w has the dtype 'Tensor'"),
+        ([["a.w", "bfloat16", [6, 5]]] * 2, "a tensor is listed twice"),
+    ],
+)
+def test_hostile_layouts(logged: Any, tensors: list[Any], message: str) -> None:
+    for step in (5, 0):
+        layout = json.dumps({"tensors": tensors, "aliases": {}, "buffers": []})
+        rewrite_metadata(logged.file(step), layout=layout)
+        with pytest.raises(DeltaLogError, match=f"{logged.file(step)}: step {step}: damaged: .*{message}"):
+            logged.load(step)
+        rewrite_metadata(logged.file(step), layout="[" * 100_000)
+        with pytest.raises(
+            DeltaLogError, match=f"{logged.file(step)}: step {step}: damaged: its header cannot be read"
+        ):
+            logged.load(step)
+
+
+def test_a_log_of_the_first_format(logged: Any) -> None:
+    for step in logged.states:
+        rewrite_metadata(logged.file(step), format_version="1")
+    log = DeltaLog.open(logged.directory, logged.states[0])
+    message = f"{logged.file(0)}: step 0: the file is of format version '1', this sparse-opt reads version '2' alone"
+    for call in (lambda: log.load(8), lambda: log.append(9), log.info, lambda: log.layout):
+        with pytest.raises(DeltaLogError) as error:
+            call()
+        assert str(error.value) == message
 
 
 def test_no_log_at_all(tmp_path: Path) -> None:

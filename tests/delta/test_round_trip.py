@@ -23,27 +23,40 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("keyframe_every", [None, 1, 3])
+@pytest.mark.parametrize("against", ["previous", "base"])
+@pytest.mark.parametrize(("level", "keyframe_every"), [("fast", 3), ("packed", None), ("packed", 1), ("tight", None)])
 def test_any_bits_of_any_dtype(
-    tmp_path: Path, states: Any, same_bits: Compare, device: torch.device, keyframe_every: int | None
+    tmp_path: Path,
+    states: Any,
+    same_bits: Compare,
+    device: torch.device,
+    level: str,
+    keyframe_every: int | None,
+    against: Any,
 ) -> None:
     state = states.state()
     kept = {0: state}
     live = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
-    with DeltaLog.create(tmp_path / "log", live, keyframe_every=keyframe_every) as log:
+    options = {"level": level, "keyframe_every": keyframe_every, "against": against}
+    with DeltaLog.create(tmp_path / "log", live, **options) as log:
         for step, share in [(1, 0.2), (2, 0.0), (3, 1.0), (7, 0.01), (8, 0.3)]:
             kept[step] = states.change(kept[max(kept)], share)
             for name, tensor in kept[step].items():
                 live[name].copy_(tensor)
-            info = log.append(step)
-            # Of step 3 the changes alone are larger than the state.
-            assert info.kind == ("keyframe" if keyframe_every == 1 or step == 3 else "patch")
+            info = log.append(step).wait()
+            if keyframe_every == 1 or step == 3:  # of step 3 the patch alone is larger than the state
+                assert (info.kind, info.level) == ("keyframe", "")
+            if step == 1 and keyframe_every is None and level != "tight":  # whose tables are larger than this state
+                assert (info.kind, info.level, info.parent_step) == ("patch", level, 0)
             same_bits(live, kept[step])
     log = DeltaLog.open(tmp_path / "log")
     assert log.steps == tuple(kept)
     # In any order: a step does not depend on what was read before it.
     for step in sorted(kept, key=lambda step: -step % 5):
         same_bits(log.load(step), kept[step])
+    for name in kept[0]:
+        for step, tensor in log.tensor_states(name, [0, 2, 3, 8]):
+            same_bits({name: tensor}, {name: kept[step][name]})
     assert log.verify() == []
 
 
@@ -58,7 +71,7 @@ def test_changes_that_numbers_do_not_show(tmp_path: Path, before: int, after: in
         return {"w": word.view(torch.float32)}
 
     log = DeltaLog.create(tmp_path / "log", holding(before))
-    assert log.append(1, holding(after)).changed == 1
+    assert log.append(1, holding(after)).wait().changed == 1
     assert torch.equal(log.load(1)["w"].view(torch.int32), holding(after)["w"].view(torch.int32))
     assert torch.equal(log.load(0)["w"].view(torch.int32), holding(before)["w"].view(torch.int32))
 
@@ -134,9 +147,9 @@ def test_info(tmp_path: Path, device: torch.device) -> None:
     state = {"w": torch.zeros(1000, dtype=torch.bfloat16, device=device), "n": torch.zeros((), dtype=torch.int64)}
     with DeltaLog.create(tmp_path / "log", state, keyframe_every=2) as log:
         state["w"][:10] = 1
-        first = log.append(10)
+        first = log.append(10).wait()
         state["w"][5:25] = 2
-        second = log.append(20)
+        second = log.append(20).wait()
     assert (first.step, first.kind, first.changed, first.numel, first.share) == (10, "patch", 10, 1001, 10 / 1001)
     assert (second.kind, second.changed) == ("keyframe", 20)
     info = DeltaLog.open(tmp_path / "log").info()
@@ -147,22 +160,17 @@ def test_info(tmp_path: Path, device: torch.device) -> None:
         assert path.stat().st_size == entry.bytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most_changed"), [(torch.bfloat16, 100), (torch.float32, 150), (torch.float64, 200)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
-    tmp_path: Path, device: torch.device, same_bits: Compare, dtype: torch.dtype, most_changed: int
+    tmp_path: Path, device: torch.device, states: Any, same_bits: Compare, dtype: torch.dtype
 ) -> None:
-    """300 elements of 2, 4 and 8 bytes; a change takes 4 more."""
-    state = {"w": torch.zeros(300, dtype=dtype, device=device)}
+    state = {"w": states.bits((300,), dtype).to(device)}
     kept = {0: {"w": state["w"].clone()}}
     with DeltaLog.create(tmp_path / "log", state) as log:
         kinds = []
-        for step, changed in enumerate((most_changed, most_changed + 1, 1, 300, 2), start=1):
-            state["w"][:changed] += 1
-            info = log.append(step)
-            kinds.append(info.kind)
-            assert info.changed == changed
+        for step, changed in enumerate((100, 300, 1, 300, 2), start=1):
+            state["w"][:changed] = states.bits((changed,), dtype).to(device)
+            kinds.append(log.append(step).wait().kind)
             kept[step] = {"w": state["w"].clone()}
     assert kinds == ["patch", "keyframe", "patch", "keyframe", "patch"]
     log = DeltaLog.open(tmp_path / "log")
@@ -176,17 +184,21 @@ def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
     same_bits(log.load(3), kept[3])
     with DeltaLog.open(tmp_path / "log", state) as log:
         state["w"][7] = 100
-        assert log.append(9).kind == "patch"
+        assert log.append(9).wait().kind == "patch"
         same_bits(log.load(9), state)
 
 
-def test_a_patch_is_small(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(200_000, dtype=torch.bfloat16)}
-    log = DeltaLog.create(tmp_path / "log", state)
-    state["w"][::100] = 1
-    info = log.append(1)
-    # int32 position and int16 value of each change, an int64 count, and a header.
-    assert info.changed * 6 < info.bytes < info.changed * 6 + 2000
+@pytest.mark.parametrize(("level", "most"), [("fast", 3.8), ("packed", 1.9), ("tight", 1.3)])
+def test_a_patch_is_small(tmp_path: Path, level: str, most: float) -> None:
+    """One element in a hundred a step up, which takes `most` bytes each, and a header and tables beside."""
+    source = torch.Generator().manual_seed(0)
+    state = {"w": torch.randn(1_000_000, generator=source).bfloat16()}
+    log = DeltaLog.create(tmp_path / "log", state, level=level)
+    state["w"].view(torch.int16)[torch.randperm(1_000_000, generator=source)[:10_000]] += 1
+    info = log.append(1).wait()
+    assert info.changed == 10_000
+    assert info.bytes < info.changed * most + 8000
+    assert info.bytes_per_change == info.bytes / info.changed
 
 
 def test_metadata_and_names(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def logged(lab, tmp_path):
     """`logged(every=2, folder="log", changes...)`: a trainer that keeps a delta log and all its checkpoints."""
 
     def make(*, every: int = 3, folder: str = "log", **changes):
-        sparse = SparseArguments(delta_log_dir=tmp_path / folder, delta_log_every=every)
+        sparse = SparseArguments(delta_log_dir=tmp_path / folder, delta_log_steps=f"every:{every},last")
         return lab("DPO", mask=lab.random_mask(0.1), sparse=sparse, **{**saving(), **changes})
 
     return make
@@ -174,6 +174,7 @@ def test_a_delta_log_has_the_weights_of_its_steps(lab, logged, weights, tmp_path
     assert same_bits(log.load(0), weights(lab.model()))
     assert log.metadata["method"] == "SparseDPOTrainer"
     assert [info.kind for info in log.info()] == ["keyframe", "patch", "patch", "patch"]
+    assert all(info.masked for info in log.info()[1:])
     DeltaLog.open(tmp_path / "log").append(9, trainer.model)  # nobody holds it any more
 
 
@@ -246,9 +247,15 @@ def doubled(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delta_log_dir": "log", "delta_log_every": 0}, "delta_log_every is 0, wanted 1 or more"),
+        ({"delta_log_dir": "log", "delta_log_steps": "every:0"}, "step schedule 'every:0': cannot read 'every:0'"),
+        (
+            {"delta_log_dir": "log", "delta_log_level": "low"},
+            "delta_log_level is 'low', wanted one of fast, packed, tight",
+        ),
+        ({"delta_log_dir": "log", "delta_log_on_error": "go"}, "delta_log_on_error is 'go', wanted raise or warn"),
         ({"delta_log_dir": "log", "delta_log_keyframe_every": 0}, "delta_log_keyframe_every is 0, wanted 1 or more"),
-        ({"delta_log_every": 5}, "do nothing without delta_log_dir"),
+        ({"delta_log_steps": "every:5"}, "delta_log_steps does nothing without delta_log_dir"),
+        ({"delta_log_level": "tight"}, "delta_log_level does nothing without delta_log_dir"),
         ({"delta_log_dir": "log", "keep_base_weights": False}, "delta_log_dir wants keep_base_weights=True"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparse_opt import DeltaLog, MaskSet, score_selection
+from sparse_opt import DeltaLog, MaskSet, __version__, mask_scores, score_selection
 from sparse_opt.errors import DeltaLogError, MaskError
 from sparse_opt.mask_finding import find_magnitude, mask_file_name, select_names
 
@@ -84,7 +84,7 @@ def unequal_tensors(generator: torch.Generator, dtype: torch.dtype) -> tuple[Sta
 @pytest.mark.parametrize("pool", ["global", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("change", [small_steps, few_values, all_equal, unequal_tensors])
-@pytest.mark.filterwarnings("ignore:only .* elements moved")
+@pytest.mark.filterwarnings("ignore:only .* elements have a magnitude score")
 def test_equals_sorting_everything(
     tmp_path: Path, change: Callable[[torch.Generator, torch.dtype], tuple[State, State]], dtype: torch.dtype, pool: str
 ) -> None:
@@ -100,6 +100,7 @@ def test_counting_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     log = log_of(tmp_path / "log", *small_steps(torch.Generator().manual_seed(1), torch.float32))
     whole = find_magnitude(log, sparsity=80)
     monkeypatch.setattr(score_selection, "_CHUNK", 301)
+    monkeypatch.setattr(mask_scores, "_CHUNK", 211)
     assert find_magnitude(log, sparsity=80) == whole
 
 
@@ -121,7 +122,9 @@ def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
     after["still"][5] = -0.0
     log = log_of(tmp_path / "log", before, after)
     for pool in ("global", "tensor"):
-        with pytest.warns(UserWarning, match=r"only 2 elements moved by step 50: .* not the 20 that were asked for"):
+        with pytest.warns(
+            UserWarning, match=r"only 2 elements have a magnitude score above zero where 20 were asked for: .* keeps 2"
+        ):
             mask = find_magnitude(log, sparsity=90, min_tensor_keep=0.04, pool=pool)  # type: ignore[arg-type]
         assert mask["a"].tolist() == [3, 97]
         assert mask["still"].tolist() == []
@@ -134,9 +137,11 @@ def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
 def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
     before = {"a": torch.zeros(100), "b": torch.zeros(8)}
     log = log_of(tmp_path / "log", before, {"a": torch.zeros(100), "b": torch.ones(8)})
-    for arguments in ({"target_step": 0}, {"target_step": 50, "include": ["a"]}, {"target_step": 0, "pool": "tensor"}):
-        with pytest.raises(MaskError, match=f"no element of step {arguments['target_step']} has changed since step 0"):
-            find_magnitude(log, sparsity=90, **arguments)  # type: ignore[arg-type]
+    for pool in ("global", "tensor"):
+        with pytest.raises(MaskError, match="no element of the chosen tensors has a magnitude score above zero"):
+            find_magnitude(log, sparsity=90, include=["a"], pool=pool)  # type: ignore[arg-type]
+    with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged one"):
+        find_magnitude(log, sparsity=90, target_step=0)
 
 
 def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ def test_nan_scores_name_the_tensor(tmp_path: Path) -> None:
     before = {"good": torch.zeros(3), "bad.weight": torch.zeros(3)}
     after = {"good": torch.ones(3), "bad.weight": torch.tensor([1.0, float("nan"), 2.0])}
     log = log_of(tmp_path / "log", before, after)
-    with pytest.raises(MaskError, match=r"change of bad.weight is NaN at 1 of 3 elements"):
+    with pytest.raises(MaskError, match=r"magnitude score of bad.weight is NaN at 1 of 3 elements"):
         find_magnitude(log, sparsity=50)
     assert find_magnitude(log, sparsity=50, exclude=["bad*"]).names == ("good",)
 
@@ -191,7 +196,7 @@ def test_target_step_and_metadata(tmp_path: Path) -> None:
         for step in (10, 20, 30):
             state["w"][step // 10] = step
             log.append(step)
-        at_20 = log.digest(20)
+        at_20, at_0 = log.digest(20), log.digest(0)
     early = find_magnitude(log, sparsity=80, target_step=20, min_tensor_keep=0)
     assert early["w"].tolist() == [1, 2]
     assert early.metadata == {
@@ -202,6 +207,10 @@ def test_target_step_and_metadata(tmp_path: Path) -> None:
         "pool": "global",
         "min_tensor_keep": "0",
         "log_digest": at_20,
+        "base_step": "0",
+        "base_digest": at_0,
+        "steps_read": "2",
+        "made_by": f"sparse-opt {__version__}",
     }
     last = find_magnitude(log, sparsity=80)
     assert last["w"].tolist() == [2, 3]

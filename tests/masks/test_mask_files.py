@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -260,3 +261,67 @@ def test_pt_damage_gives_the_right_mask_or_a_refusal(mask: MaskSet, tmp_path: Pa
     for length in range(0, len(content), 97):
         path.write_bytes(content[:length])
         refusal(path)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_pt_written_is_read(mask: MaskSet, tmp_path: Path, plain: bool, suffix: str) -> None:
+    path = mask.save_bool(tmp_path / "new" / f"m{suffix}", plain=plain)
+    loaded = MaskSet.load(path)
+    assert (loaded, loaded.digest) == (mask, mask.digest)
+    assert loaded.metadata == ({} if plain else mask.metadata)
+    # Any reader of such files sees the same bits.
+    content = torch.load(path, weights_only=True)
+    masks = content if plain else content["masks"]
+    assert content.keys() == (set(mask.names) if plain else {"masks", "metadata"})
+    for name, tensor in masks.items():
+        assert tensor.dtype == torch.bool
+        assert torch.equal(tensor, mask.bool(name))
+
+
+def test_pt_written_is_the_same_bytes_each_time(mask: MaskSet, tmp_path: Path) -> None:
+    first, second = (mask.save_bool(tmp_path / f"{name}.pt").read_bytes() for name in ("first", "second"))
+    assert first == second
+    assert b".tmp" not in first
+
+
+def test_pt_and_back_keeps_the_pattern(tmp_path: Path) -> None:
+    mask = MaskSet.random({"w": (70, 130), "v": (7,)}, density=0.5, pattern="run32", seed=1)
+    assert MaskSet.load(mask.save_bool(tmp_path / "m.pt")).pattern == "run32"
+
+
+def test_pt_that_cannot_be_written(mask: MaskSet, tmp_path: Path) -> None:
+    with pytest.raises(MaskError, match=r"m.safetensors: files of bool tensors end in .pt, .pth, .bin; found"):
+        mask.save_bool(tmp_path / "m.safetensors")
+    with pytest.raises(MaskError, match="m.pt: the mask lists no parameters"):
+        MaskSet({}, {}).save_bool(tmp_path / "m.pt")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(MaskError, match="m.pt: cannot write the mask: "):
+        mask.save_bool(tmp_path / "file" / "m.pt")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("broken_call", ["torch.save", "os.fsync", "os.replace"])
+def test_a_failed_pt_leaves_the_old_file_and_nothing_else(
+    mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_call: str
+) -> None:
+    path = mask.save_bool(tmp_path / "m.pt")
+    before = path.read_bytes()
+
+    def disk_full(*args: Any, **kwargs: Any) -> None:
+        if broken_call == "torch.save":
+            args[1].write(before[:100])
+            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(broken_call, disk_full)
+    with pytest.raises(MaskError, match="No space left on device"):
+        MaskSet.random({"w": (3,)}, density=1).save_bool(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["m.pt"]
+
+
+def test_positions_from_an_empty_numpy_array_are_written(tmp_path: Path) -> None:
+    """Such a tensor's stride is 0, with which torch refuses to look at its bytes."""
+    mask = MaskSet({"w": torch.from_numpy(np.empty(0, dtype=np.int32))}, {"w": (3,)})
+    assert MaskSet.load(mask.save(tmp_path / "m.safetensors")) == mask

@@ -4,12 +4,13 @@ import json
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.delta_log import DeltaLog
+from sparse_opt.errors import ConfigError, DeltaLogError
 from sparse_opt.trainers import dpo, loop
 from sparse_opt.trainers.config import parse_config
 from sparse_opt.trainers.options import model_slug
@@ -76,6 +77,24 @@ def test_of_two_runs_that_start_together_one_gets_the_folder(dpo_options, tmp_pa
         dpo.train(second)
     assert files == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert not (tmp_path / "log").exists()
+
+
+def test_a_second_run_into_a_delta_log_leaves_no_file(dpo_options, tmp_path, monkeypatch):
+    first = dpo_options(n_steps=1, output_dir=tmp_path / "first", delta_log_dir=tmp_path / "log")
+    second = dpo_options(n_steps=1, output_dir=tmp_path / "second", delta_log_dir=tmp_path / "log")
+    load_policy = loop.load_policy
+    with ExitStack() as runs:
+
+        def load_while_the_first_begins(config, device):
+            monkeypatch.setattr(loop, "load_policy", load_policy)
+            runs.enter_context(loop.TrainingRun(first, "dpo", "preference"))
+            return load_policy(config, device)
+
+        monkeypatch.setattr(loop, "load_policy", load_while_the_first_begins)
+        with pytest.raises(DeltaLogError, match="log: another writer has this delta log open"):
+            loop.TrainingRun(second, "dpo", "preference")
+        assert not (tmp_path / "second").exists()
+    assert DeltaLog.open(tmp_path / "log").steps == (0,)
 
 
 def test_new_and_empty_folders_are_fine_and_untouched(tmp_path):

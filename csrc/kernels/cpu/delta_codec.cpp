@@ -21,9 +21,10 @@ DeltaBlock delta_block(const DeltaArguments& args, int64_t block) {
   return {tensor, begin, std::min(kDeltaBlock, args.numels[tensor] - begin)};
 }
 
-// One byte for each element of a run of 512, then one bit: both loops vectorise, a loop over bits would not.
+// One byte for each element of a run of 512, then one bit: both loops vectorise, a loop over bits would not. Inlined, or
+// the clones of its caller would all call the baseline's.
 template <typename Word>
-inline int32_t mark_words(const void* old_data, const void* new_data, int64_t n, uint8_t* changed) {
+[[gnu::always_inline]] inline int32_t mark_words(const void* old_data, const void* new_data, int64_t n, uint8_t* changed) {
   constexpr int64_t kRun = 512;
   const Word* __restrict a = static_cast<const Word*>(old_data);
   const Word* __restrict b = static_cast<const Word*>(new_data);

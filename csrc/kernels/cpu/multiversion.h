@@ -2,6 +2,8 @@
 // library is loaded (glibc's ifunc). Elsewhere the compiler's own target is all there is.
 #pragma once
 
+#include <cstddef>  // where glibc says that it is there
+
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SPARSE_OPT_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

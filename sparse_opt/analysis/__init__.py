@@ -1,0 +1,36 @@
+"""What training changed, measured on a delta log or on two checkpoints: sparsity, coverage, ranks, and their plots."""
+
+from __future__ import annotations
+
+from .checkpoints import Checkpoint, CheckpointPair
+from .coverage import Coverage, measure_coverage
+from .ranks import (
+    RankStats,
+    get_effective_rank,
+    get_layer_rank_stats,
+    get_rank,
+    get_stable_rank,
+    measure_ranks,
+    rank_stats,
+)
+from .sparsity import ChangeCounts, StepChanges, changes_at, count_changes, measure_sparsity, sum_changes
+
+__all__ = [
+    "ChangeCounts",
+    "Checkpoint",
+    "CheckpointPair",
+    "Coverage",
+    "RankStats",
+    "StepChanges",
+    "changes_at",
+    "count_changes",
+    "get_effective_rank",
+    "get_layer_rank_stats",
+    "get_rank",
+    "get_stable_rank",
+    "measure_coverage",
+    "measure_ranks",
+    "measure_sparsity",
+    "rank_stats",
+    "sum_changes",
+]

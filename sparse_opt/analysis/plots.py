@@ -1,0 +1,253 @@
+"""Pictures of the analyses. Needs matplotlib.
+
+Every curve has a line style and a marker of its own besides its colour, so that a print in grey tells them apart; the
+legend stands beside the data. A figure is made here and written by `save_png`, or put into a page by `as_svg`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite, nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from ..atomic_files import written_aside
+from ..components import PART_LABELS, PARTS, Part, component_of
+from .coverage import Coverage
+from .ranks import RankStats
+from .shapes import WeightShape
+from .sparsity import ChangeCounts, StepChanges, sum_changes
+from .states import threshold_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, from dark to light.
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p", "d")
+_LINES = ("-", "--", "-.", ":")
+_WIDTH = 9.0
+
+T = TypeVar("T")
+
+
+def density_figure(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Figure:
+    """Density of the update by step: a curve for bits and one for each tolerance; a panel for each precision."""
+    panels: dict[str, dict[str, list[float]]] = {}
+    for precision in found[0].by_precision:
+        totals = [sum_changes(step.by_precision[precision].values()) for step in found]
+        curves = {"bits differ": [100 * total.share for total in totals]}
+        for i, tolerance in enumerate(tolerances):
+            curves[f"|ΔW| > {threshold_text(tolerance)}"] = [100 * total.shares_above[i] for total in totals]
+        panels["in the stored dtype" if precision == "stored" else "rounded to bf16"] = curves
+    steps = [step.step for step in found]
+    return _steps(steps, panels, "density of the update (% of all elements)", "Density of the update by step")
+
+
+def coverage_figure(coverage: Coverage) -> Figure:
+    """Coverage of the final active set by step: a curve for each tau."""
+    curves = {_tau(tau): [100 * share for share in coverage.coverage(i)] for i, tau in enumerate(coverage.taus)}
+    final = coverage.steps[-1]
+    label = f"coverage (% of the elements active at step {final})"
+    figure = _steps(coverage.steps, {"": curves}, label, f"Coverage of the set active at step {final}")
+    figure.axes[0].set_ylim(0, 105)
+    return figure
+
+
+def coverage_density_figure(coverage: Coverage) -> Figure:
+    """Global density by step: a curve for each tau."""
+    curves = {_tau(tau): [100 * share for share in coverage.density(i)] for i, tau in enumerate(coverage.taus)}
+    return _steps(coverage.steps, {"": curves}, "density (% of all elements that are active)", "Global density by step")
+
+
+def layer_figure(step: StepChanges, precision: str) -> Figure:
+    """Density (elements whose bits differ) and sign flips at one step by layer, a curve for each component.
+
+    Args:
+        precision: `stored` or `bf16`.
+    """
+
+    def density(tensors: Sequence[ChangeCounts]) -> float:
+        return 100 * sum_changes(tensors).share
+
+    def flips(tensors: Sequence[ChangeCounts]) -> float:
+        return 100 * sum_changes(tensors).share_flipped
+
+    counts = step.by_precision[precision]
+    panels = {
+        "density (% of elements\nwhose bits differ)": _profile(counts, density),
+        "sign flips\n(% of elements)": _profile(counts, flips),
+    }
+    end = "" if precision == "stored" else ", rounded to bf16"
+    return _layers(panels, f"Update by layer and component, step {step.step}{end}", columns=1)
+
+
+def rank_figure(stats: Mapping[str, RankStats], tau: float, step: int) -> Figure:
+    """Ranks, norm and shares of the updates by layer; a curve for each component, the mean of its matrices."""
+    figures: dict[str, Callable[[RankStats], float]] = {
+        "classical rank\n(% of full rank)": lambda s: 100 * s.rank.value / s.full_rank,
+        "effective rank\n(% of full rank)": lambda s: 100 * s.effective_rank.value / s.full_rank,
+        "stable rank": lambda s: s.stable_rank.value,
+        "Frobenius norm of the update\n(units of the weights)": lambda s: s.frobenius_norm,
+        f"elements that moved by\nmore than {threshold_text(tau)} (%)": lambda s: 100 * s.share_above,
+        "elements that moved by more\nthan mean + 2 std (%)": lambda s: 100 * s.share_large,
+    }
+
+    def mean_of(figure: Callable[[RankStats], float]) -> Callable[[Sequence[RankStats]], float]:
+        return lambda matrices: sum(map(figure, matrices)) / len(matrices)
+
+    panels = {label: _profile(stats, mean_of(figure)) for label, figure in figures.items()}
+    return _layers(panels, f"Updates of weight matrices by layer and component, step {step}", columns=2)
+
+
+def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
+    """Elements of the model by component, as bars."""
+    sums = dict.fromkeys(PARTS, 0)
+    for shape in shapes:
+        sums[component_of(shape.name).part] += shape.numel
+    parts = [part for part in PARTS if sums[part]]
+    figure = _figure(_WIDTH, 1.4 + 0.36 * len(parts))
+    axes = figure.subplots()
+    unit, scale = _unit(max(sums.values()))
+    values = [sums[part] / scale for part in parts]
+    bars = axes.barh(range(len(parts)), values, color="#56B4E9", edgecolor="black", linewidth=0.6)
+    axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=3, fontsize=8)
+    axes.set_yticks(range(len(parts)), [PART_LABELS[part] for part in parts])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"elements{unit}")
+    axes.set_ylabel("component")
+    axes.set_title(title, fontsize=11)
+    _tidy(axes, grid="x")
+    return figure
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a picture, atomically. Raises OSError."""
+    with written_aside(path) as aside:
+        figure.savefig(aside, dpi=150, format="png")
+
+
+def as_svg(figure: Figure) -> bytes:
+    """The picture as an SVG document, the same bytes for the same figure."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "sparse-opt"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def _unit(largest: int) -> tuple[str, float]:
+    units = ((" (billions)", 1e9), (" (millions)", 1e6), (" (thousands)", 1e3))
+    return next(((name, scale) for name, scale in units if largest >= scale), ("", 1.0))
+
+
+def _tau(tau: float) -> str:
+    return f"τ = {threshold_text(tau)}"
+
+
+def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], label: str, title: str) -> Figure:
+    """Panels side by side, over one scale, with the same curves."""
+    figure = _figure(_WIDTH if len(panels) == 1 else 12.0, 4.8)
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, curves) in zip(row, panels.items(), strict=True):
+        for i, (curve, values) in enumerate(curves.items()):
+            # Curves may lie on each other: the later, smaller markers then stand inside of the earlier ones.
+            _curve(axes, i, curve, list(steps), values, markersize=9 - 5 * i / max(1, len(curves) - 1))
+        axes.set_xlabel("training step")
+        axes.set_title(name, fontsize=10)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _tidy(axes)
+    row[0].set_ylabel(label)
+    row[0].set_ylim(bottom=0)
+    figure.suptitle(title, fontsize=11)
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    return figure
+
+
+# Part -> layer -> value; what is outside of all layers is under None.
+_Profile = dict[Part, dict[int | None, float]]
+
+
+def _profile(of: Mapping[str, T], figure: Callable[[Sequence[T]], float]) -> _Profile:
+    places = {name: component_of(name.partition("[")[0]) for name in of}
+    profile: _Profile = {}
+    for part in PARTS:
+        members: dict[int | None, list[T]] = {}
+        for name, place in places.items():
+            if place.part == part:
+                members.setdefault(place.layer, []).append(of[name])
+        if members:
+            profile[part] = {layer: figure(values) for layer, values in members.items()}
+    return profile
+
+
+def _layers(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:
+    parts = [part for part in PARTS if any(part in profile for profile in panels.values())]
+    layers = sorted({n for p in panels.values() for values in p.values() for n in values if n is not None})
+    outside = any(None in values for p in panels.values() for values in p.values())
+    rows = -(-len(panels) // columns)
+    figure = _figure(_WIDTH if columns == 1 else 11.5, 1.0 + 2.9 * rows)
+    # What is outside of all layers stands right of them, at one tick.
+    beyond = (layers[-1] + 1 + max(1, len(layers) // 12)) if layers else 0
+    grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
+    for axes, (label, profile) in zip(grid.flat, panels.items(), strict=True):
+        for part, values in profile.items():
+            inner = [(n, v) for n, v in sorted((n, v) for n, v in values.items() if n is not None)]
+            _curve(axes, PARTS.index(part), PART_LABELS[part], [n for n, _ in inner], [v for _, v in inner])
+            if None in values:
+                _curve(axes, PARTS.index(part), PART_LABELS[part], [beyond], [values[None]])
+        axes.set_ylabel(label, fontsize=9)
+        axes.set_ylim(bottom=0)
+        _tidy(axes)
+        _layer_ticks(axes, layers, beyond if outside else None)
+    for axes in grid[-1]:
+        axes.set_xlabel("layer")
+    handles = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    order = [PART_LABELS[part] for part in parts]
+    figure.legend([handles[label] for label in order], order, loc="outside right center", frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _layer_ticks(axes: Axes, layers: Sequence[int], beyond: int | None) -> None:
+    stride = max(1, -(-len(layers) // 12))
+    ticks = list(layers[::stride])
+    labels = [str(layer) for layer in ticks]
+    if beyond is not None:
+        ticks.append(beyond)
+        labels.append("outside\nlayers")
+        if layers:
+            axes.axvline((layers[-1] + beyond) / 2, color="#999999", linewidth=0.8)
+    axes.set_xticks(ticks, labels)
+
+
+def _curve(axes: Axes, i: int, label: str, xs: Sequence[int], ys: Sequence[float], markersize: float = 5.0) -> None:
+    axes.plot(
+        xs,
+        [y if isfinite(y) else nan for y in ys],
+        color=_COLOURS[i % len(_COLOURS)],
+        linestyle=_LINES[i % len(_LINES)],
+        marker=_MARKERS[i % len(_MARKERS)],
+        markersize=markersize,
+        linewidth=1.3,
+        markerfacecolor="white" if i % 2 else _COLOURS[i % len(_COLOURS)],
+        label=label,
+    )
+
+
+def _tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
+    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,190 @@
+"""How much of a model training changed: counts of changed elements, by tolerance, and of flipped signs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..components import PART_LABELS, component_of
+from ..errors import DataError
+from ..state_log import StateLog
+from ..tensor_state import as_bits
+from .states import (
+    DEVICE_CPU,
+    Progress,
+    base_and_states,
+    blocks,
+    chosen_names,
+    chosen_steps,
+    common_dtype,
+    distances,
+    no_progress,
+)
+
+TOLERANCES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
+
+
+@dataclass(frozen=True)
+class ChangeCounts:
+    """Of `numel` elements, those whose bits differ, those of them that moved by more than each tolerance, and those
+    that went from below zero to above it or back.
+    """
+
+    numel: int
+    changed: int
+    above: tuple[int, ...]
+    flipped: int = 0
+
+    @property
+    def share(self) -> float:
+        """changed / numel; 0 where there are no elements."""
+        return self._of(self.changed)
+
+    @property
+    def shares_above(self) -> tuple[float, ...]:
+        """above / numel, in the order of the tolerances: the densities of the update. Its sparsities are 1 - these."""
+        return tuple(self._of(count) for count in self.above)
+
+    @property
+    def share_flipped(self) -> float:
+        """flipped / numel."""
+        return self._of(self.flipped)
+
+    def _of(self, count: int) -> float:
+        return count / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class StepChanges:
+    """What changed between the base and one step.
+
+    Attributes:
+        step: the logged step.
+        stored: tensor name -> counts in the dtype the log keeps.
+        rounded: likewise with wider tensors (fp32, fp64) rounded to bf16 on both sides first, as a bf16 checkpoint of
+            the same run would have them; None where the log keeps no wider tensor.
+    """
+
+    step: int
+    stored: Mapping[str, ChangeCounts]
+    rounded: Mapping[str, ChangeCounts] | None
+
+    @property
+    def by_precision(self) -> dict[str, Mapping[str, ChangeCounts]]:
+        """`stored`, and `bf16` where there is such a rounding."""
+        return {"stored": self.stored} | ({} if self.rounded is None else {"bf16": self.rounded})
+
+
+@torch.no_grad()
+def count_changes(
+    base: Tensor, tensor: Tensor, tolerances: Sequence[float], *, device: torch.device = DEVICE_CPU
+) -> ChangeCounts:
+    """Compare two floating-point tensors of one shape; of different dtypes in the one that holds both.
+
+    Differences are taken in fp32 (fp64 tensors: in fp64). An element whose difference is NaN counts as above every
+    tolerance if its bits changed, and so does one that became or was infinite. -0 and 0 differ in bits and are at
+    distance 0; a zero or a NaN has no sign to flip.
+    """
+    changed = flipped = 0
+    above = [0] * len(tolerances)
+    for ours, theirs in blocks(*common_dtype(base, tensor), device=device):
+        differ = as_bits(ours) != as_bits(theirs)
+        before, after = ours[differ], theirs[differ]
+        changed += before.numel()
+        flipped += int(((before < 0) & (after > 0) | (before > 0) & (after < 0)).count_nonzero())
+        moved = distances(before, after)
+        for i, tolerance in enumerate(tolerances):
+            above[i] += int((moved > tolerance).count_nonzero())
+    return ChangeCounts(tensor.numel(), changed, tuple(above), flipped)
+
+
+def sum_changes(counts: Iterable[ChangeCounts]) -> ChangeCounts:
+    """The counts of all tensors together, at least one."""
+    columns = zip(*((count.numel, count.changed, count.above, count.flipped) for count in counts), strict=True)
+    numels, changed, above, flipped = columns
+    return ChangeCounts(sum(numels), sum(changed), tuple(map(sum, zip(*above, strict=True))), sum(flipped))
+
+
+def changes_by_component(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
+    """Label of a component (`attention q`) -> the counts of its tensors in all layers, in the model's order."""
+    parts = {name: component_of(name).part for name in counts}
+    return {
+        PART_LABELS[part]: sum_changes(counts[name] for name in counts if parts[name] == part)
+        for part in PART_LABELS
+        if part in parts.values()
+    }
+
+
+def changes_by_layer(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
+    """Number of a layer, or `none` for what is outside of all layers, -> the counts of its tensors."""
+    layers = {name: component_of(name).layer for name in counts}
+    numbers = sorted({layer for layer in layers.values() if layer is not None})
+    keys = [*numbers, *([None] if None in layers.values() else [])]
+    return {
+        "none" if key is None else str(key): sum_changes(counts[name] for name in counts if layers[name] == key)
+        for key in keys
+    }
+
+
+def measure_sparsity(
+    log: StateLog,
+    steps: Sequence[int] | None = None,
+    *,
+    tolerances: Sequence[float] = TOLERANCES,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+    device: torch.device = DEVICE_CPU,
+    progress: Progress = no_progress,
+) -> list[StepChanges]:
+    """What changed between the base weights and each step, in one walk over the tensors; holds two of them at a time.
+
+    Args:
+        steps: logged ones; all after the base by default.
+        tolerances: see `count_changes`.
+        include, exclude, mlp_only: which of the floating-point parameters (`mask_finding.select_names`).
+        device: where elements are compared.
+        progress: wraps the names of the tensors.
+
+    Raises:
+        DataError: a tolerance below 0, no tensor is chosen, or a step is not there to compare.
+        DeltaLogError: the log is damaged.
+    """
+    _require_tolerances(tolerances)
+    names = chosen_names(log, include, exclude, mlp_only)
+    wanted = chosen_steps(log, steps)
+    any_wide = False
+    stored: dict[int, dict[str, ChangeCounts]] = {step: {} for step in wanted}
+    rounded: dict[int, dict[str, ChangeCounts]] = {step: {} for step in wanted}
+    for name in progress(names):
+        base, states = base_and_states(log, name, wanted)
+        for step, tensor in states:
+            stored[step][name] = rounded[step][name] = count_changes(base, tensor, tolerances, device=device)
+            if max(base.element_size(), tensor.element_size()) > 2:
+                any_wide = True
+                both = base.to(torch.bfloat16), tensor.to(torch.bfloat16)
+                rounded[step][name] = count_changes(*both, tolerances, device=device)
+    return [StepChanges(step, stored[step], rounded[step] if any_wide else None) for step in wanted]
+
+
+def changes_at(
+    log: StateLog,
+    step: int,
+    *,
+    tolerances: Sequence[float] = (),
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+) -> dict[str, ChangeCounts]:
+    """Tensor name -> what changed between the base weights and a logged step: `measure_sparsity` of one step."""
+    (found,) = measure_sparsity(log, [step], tolerances=tolerances, include=include, exclude=exclude, mlp_only=mlp_only)
+    return dict(found.stored)
+
+
+def _require_tolerances(tolerances: Sequence[float]) -> None:
+    for tolerance in tolerances:
+        if not tolerance >= 0:
+            raise DataError(f"tolerance is {tolerance}, wanted at least 0")

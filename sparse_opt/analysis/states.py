@@ -1,0 +1,107 @@
+"""What the analyses share: which tensors and steps they take, and how far elements moved, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..mask_finding import select_names
+from ..state_log import StateLog
+from ..tensor_state import as_bits
+
+# Wraps the names that an analysis walks over: `lambda names: tqdm(names)`.
+Progress = Callable[[Sequence[str]], Iterable[str]]
+
+DEVICE_CPU = torch.device("cpu")
+# Elements that are compared at a time: temporaries take a fixed workspace, whatever the tensor's size.
+_BLOCK = 1 << 22
+
+
+def no_progress(names: Sequence[str]) -> Iterable[str]:
+    """A `Progress` that shows nothing."""
+    return names
+
+
+def chosen_names(
+    log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
+) -> list[str]:
+    """The floating-point parameters of a log that a choice leaves (`mask_finding.select_names`), in the model's order.
+
+    Raises:
+        DataError: none is left.
+    """
+    layout = log.layout
+    parameters = [
+        spec.name
+        for spec in layout.tensors
+        if spec.name not in layout.buffers and getattr(torch, spec.dtype).is_floating_point
+    ]
+    names = select_names(parameters, include=include, exclude=exclude, mlp_only=mlp_only)
+    if not names:
+        raise DataError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")
+    return names
+
+
+def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
+    """The given steps, ascending, or all after the base.
+
+    Raises:
+        DataError: one is the base or is not logged, or nothing is logged after the base.
+    """
+    logged = log.steps
+    if len(logged) < 2:
+        raise DataError(f"{log.directory}: no step after {logged[0]}, nothing to compare with it")
+    for step in steps or ():
+        if step not in logged:
+            raise DataError(
+                f"{log.directory}: step {step} is not logged; {len(logged)} are, {logged[0]} to {logged[-1]}"
+            )
+        if step == logged[0]:
+            raise DataError(f"{log.directory}: step {step} is the base, wanted steps after it")
+    return sorted(set(steps)) if steps else list(logged[1:])
+
+
+def base_and_states(log: StateLog, name: str, steps: Sequence[int]) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
+    """A copy of the base tensor, and (step, tensor) for the others, each good until the next one is asked for."""
+    states = log.tensor_states(name, [log.steps[0], *steps])
+    # Without a copy it would have to outlive the next tensor.
+    return next(states)[1].clone(), states
+
+
+def blocks(*tensors: Tensor, device: torch.device = DEVICE_CPU) -> Iterator[tuple[Tensor, ...]]:
+    """Matching flat pieces of tensors of one shape, on `device`."""
+    flat = [tensor.contiguous().view(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), _BLOCK):
+        yield tuple(piece[start : start + _BLOCK].to(device) for piece in flat)
+
+
+def common_dtype(base: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors in the dtype that holds the values of both exactly."""
+    dtype = torch.promote_types(base.dtype, tensor.dtype)
+    return base.to(dtype), tensor.to(dtype)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which differences are taken: fp32, of fp64 tensors fp64."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def distances(base: Tensor, tensor: Tensor) -> Tensor:
+    """abs(tensor - base) of each element of two flat tensors of one dtype, in `wide_dtype`.
+
+    0 where no bit changed, whatever the bits; infinite where one changed and the difference is NaN or infinite.
+    """
+    wide = wide_dtype(tensor)
+    moved = (tensor.to(wide) - base.to(wide)).abs_().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    return moved.masked_fill_(as_bits(base) == as_bits(tensor), 0.0)
+
+
+def threshold_text(value: float) -> str:
+    """`1e-5`, `2.5e-4`, `0`, `0.01`: a tolerance or tau as headings and legends have it."""
+    if value == 0 or value >= 0.01:
+        return f"{value:g}"
+    mantissa, _, exponent = f"{value:.6e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"

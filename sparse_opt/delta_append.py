@@ -1,0 +1,188 @@
+"""From a model's state to a step that can be written: what changed is coded on the device, before training goes on."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .delta_chain import LogFiles
+from .delta_files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepFile, StepHeader, step_file, write_step
+from .delta_patches import LogMask, StatePatch, by_dtype, count_changes, encode
+from .delta_state import StateLayout
+from .delta_writer import HostCopy, StepJob
+from .errors import DeltaLogError, MaskError
+from .masks import MaskSet
+from .patch_codec import Backend
+from .state_digest import StateDigest
+from .tensor_state import as_bits
+
+
+@dataclass
+class StepCoder:
+    """What the next step is coded with.
+
+    shadow: the bits that its patch is coded against, on the model's devices. since_keyframe: patches after the last
+    keyframe. fresh: the shadow is of no step that was handed over, so that the next one has to be a keyframe.
+    """
+
+    base: StepHeader
+    mask: LogMask | None
+    shadow: dict[str, Tensor]
+    since_keyframe: int
+    backend: Backend | None
+    fresh: bool = False
+
+    @property
+    def layout(self) -> StateLayout:
+        assert self.base.layout is not None  # the base is a keyframe
+        return self.base.layout
+
+    @property
+    def settings(self) -> LogSettings:
+        assert self.base.settings is not None  # the base is a keyframe
+        return self.base.settings
+
+    @torch.no_grad()
+    def job(self, step: int, tensors: Mapping[str, Tensor], *, fresh: bool) -> StepJob:
+        """The step as it is handed to a writer; the shadow follows it. `handed_over` follows, once it was.
+
+        Args:
+            tensors: the layout's.
+            fresh: make it a keyframe, whatever changed.
+        """
+        layout, settings, names = self.layout, self.settings, self.layout.names
+        new = _gathered(layout, tensors)
+        # The model may have moved since.
+        old = self.shadow = {name: tensor.to(new[name].device) for name, tensor in self.shadow.items()}
+        fresh = fresh or self.fresh
+        patch: StatePatch | None = None
+        changed: int | None = None
+        differ = list(range(len(names)))
+        if not fresh and settings.keyframe_every is not None and self.since_keyframe + 1 >= settings.keyframe_every:
+            changed = count_changes(layout, old, new)
+        elif not fresh:
+            patch = encode(layout, old, new, settings.level, self.mask, self.backend)
+            counts = patch.counts
+            changed = sum(counts.values())
+            if patch.nbytes > layout.nbytes:
+                patch = None
+            else:
+                differ = [i for i, name in enumerate(names) if counts[name]]
+        header = StepHeader(
+            file=step_file(self.base.file.path.parent, step, KEYFRAME if patch is None else PATCH),
+            run_id=self.base.run_id,
+            previous_step=None,
+            parent_step=None,
+            parent_digest="",
+            result_digest="",
+            tensor_digests=(),
+            changed=changed,
+            numel=layout.numel,
+            mask_digest=self.base.mask_digest,
+            level="" if patch is None else settings.level,
+            masked=patch is not None and patch.mask is not None,
+            layout=layout if patch is None else None,
+            log_metadata=self.base.log_metadata if patch is None else None,
+            settings=settings if patch is None else None,
+        )
+        # Of a keyframe copies: the model goes on. The format refuses tensors that share a storage, as slices do.
+        payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
+        job = StepJob(
+            header=header,
+            layout=layout,
+            payload=HostCopy(payload),
+            digests=StateDigest.start([new[names[i]] for i in differ]),
+            digested=tuple(differ),
+            against_base=settings.against == "base",
+            fresh=fresh,
+        )
+        self.fresh = True
+        if settings.against == "previous":
+            moved = [names[i] for i in differ]
+            if moved:
+                torch._foreach_copy_([as_bits(old[n]) for n in moved], [as_bits(new[n]) for n in moved])
+        return job
+
+    def handed_over(self, job: StepJob) -> None:
+        """The writer has taken the last job."""
+        self.fresh = False
+        self.since_keyframe = 0 if job.header.file.kind == KEYFRAME else self.since_keyframe + 1
+
+
+def begin(
+    directory: Path,
+    layout: StateLayout,
+    tensors: Mapping[str, Tensor],
+    settings: LogSettings,
+    mask: MaskSet | None,
+    metadata: Mapping[str, str],
+    backend: Backend | None,
+) -> StepCoder:
+    """Write a log's mask and its first step, which is on disk on return.
+
+    Raises:
+        DeltaLogError: a file cannot be written, or the mask does not fit the state.
+    """
+    log_mask = None if mask is None else LogMask(_resolved(mask, layout, tensors, directory))
+    shadow = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    digests = StateDigest.start([shadow[name] for name in layout.names]).result()
+    header = StepHeader(
+        file=step_file(directory, 0, KEYFRAME),
+        run_id=secrets.token_hex(16),
+        previous_step=None,
+        parent_step=None,
+        parent_digest="",
+        result_digest=layout.state_digest(digests),
+        tensor_digests=digests,
+        changed=0,
+        numel=layout.numel,
+        mask_digest="" if log_mask is None else log_mask.digest,
+        layout=layout,
+        log_metadata=dict(metadata),
+        settings=settings,
+    )
+    if log_mask is not None:
+        try:
+            log_mask.mask.save(directory / MASK_NAME)
+        except MaskError as error:
+            raise DeltaLogError(f"{header.file.where}: {error}") from error
+    write_step(header, {name: tensor.cpu() for name, tensor in shadow.items()})
+    return StepCoder(header, log_mask, shadow, 0, backend)
+
+
+def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
+    """What the step after the last one is coded with, rebuilt from the files, and the header of the last one."""
+    base, listed = files.base(), files.steps()
+    assert base.settings is not None  # the base is a keyframe
+    chain = files.chain(max(listed))
+    shadow = files.rebuild(chain if base.settings.against == "previous" else [base])
+    mask = LogMask.load(files.directory, base, files.layout) if base.mask_digest else None
+    return StepCoder(base, mask, shadow, since_keyframe(listed), files.backend), chain[-1]
+
+
+def since_keyframe(listed: Mapping[int, StepFile]) -> int:
+    """Patches after the last keyframe of a log."""
+    kinds = [file.kind for file in listed.values()]
+    return kinds[::-1].index(KEYFRAME)
+
+
+def _resolved(mask: MaskSet, layout: StateLayout, tensors: Mapping[str, Tensor], directory: Path) -> MaskSet:
+    tied = {alias: tensors[name] for alias, name in layout.aliases.items()}
+    try:
+        return mask.resolve({**tensors, **tied})
+    except MaskError as error:
+        raise DeltaLogError(f"{directory}: {error}") from error
+
+
+def _gathered(layout: StateLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, those of one dtype on the device of the first."""
+    gathered: dict[str, Tensor] = {}
+    for specs in by_dtype(layout).values():
+        device = tensors[specs[0].name].device
+        gathered |= {spec.name: tensors[spec.name].to(device).contiguous() for spec in specs}
+    return gathered

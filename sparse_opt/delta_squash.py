@@ -1,0 +1,78 @@
+"""Squashing: steps of a log taken out, so that what follows them is rebuilt without them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .delta_chain import LogFiles
+from .delta_files import KEYFRAME, StepHeader, read_keyframe, write_step
+from .delta_patches import LogMask, count_changes, encode
+from .errors import DeltaLogError
+
+
+def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | None) -> StepHeader:
+    """Take out the steps strictly between two; the header of step b as it is then. See `DeltaLog.squash`."""
+    listed = files.steps()
+    for step in (a, b):
+        if step not in listed:
+            raise DeltaLogError(f"{files.directory}: step {step} is not logged")
+    if a >= b:
+        raise DeltaLogError(f"{files.directory}: squash from step {a} to step {b}: wanted an earlier and a later step")
+    between = [step for step in listed if a < step < b]
+    for step in (step for step in listed if step > b):
+        header = files.header(listed[step])
+        if header.parent_step in between:
+            raise DeltaLogError(f"{header.file.where}: is coded against step {header.parent_step}, which would go")
+    header = files.header(listed[b])
+    if not between:
+        return header
+    _rewrite(files, a, header)
+    # From the last one back: what is left after a crash can still be rebuilt.
+    for step in reversed(between):
+        try:
+            listed[step].path.unlink()
+            _fsync(files.directory)
+        except OSError as error:
+            raise DeltaLogError(f"{listed[step].where}: cannot be removed: {error}") from error
+        if on_step is not None:
+            on_step(step)
+    return files.header(listed[b])
+
+
+def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
+    """Step b as one that follows step a, with the same state and under the same name."""
+    layout, chain_a = files.layout, files.chain(a)
+    base = files.base()
+    assert base.settings is not None  # the base is a keyframe
+    parent = base if base.settings.against == "base" else chain_a[-1]
+    new = files.rebuild(files.chain(header.file.step))
+    if header.file.kind == KEYFRAME:
+        old = files.rebuild(chain_a)
+        changed = count_changes(layout, old, new)
+        write_step(replace(header, previous_step=a, changed=changed), new)
+        return
+    old = dict(read_keyframe(base)) if parent is base else files.rebuild(chain_a)
+    mask = LogMask.load(files.directory, header, layout) if header.mask_digest else None
+    patch = encode(layout, old, new, base.settings.level, mask, files.backend)
+    written = replace(
+        header,
+        previous_step=a,
+        parent_step=parent.file.step,
+        parent_digest=parent.result_digest,
+        changed=sum(patch.counts.values()),
+        level=base.settings.level,
+        masked=patch.mask is not None,
+        payload_digest="",
+    )
+    write_step(written, patch.parts())
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

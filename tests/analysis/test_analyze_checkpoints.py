@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparse_opt.analysis import CheckpointPair, changes_at, count_changes, measure_ranks
+from sparse_opt.errors import DataError
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """`write(name, tensors, shards=1, config=None)`: a checkpoint folder."""
+
+    def make(name: str, tensors: dict[str, torch.Tensor], shards: int = 1, config: dict | None = None) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(config))
+        if shards == 1:
+            save_file(tensors, folder / "model.safetensors")
+            return folder
+        names = list(tensors)
+        weight_map = {}
+        for i in range(shards):
+            file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+            save_file({n: tensors[n] for n in names[i::shards]}, folder / file)
+            weight_map |= dict.fromkeys(names[i::shards], file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return folder
+
+    return make
+
+
+def test_two_folders_are_a_log_of_two_steps(write, random_states):
+    base, _, _, tuned = random_states(torch.float32)
+    pair = CheckpointPair.open(write("base", base, shards=3), write("tuned", tuned))
+    assert pair.steps == (0, 1)
+    assert set(pair.layout.names) == set(tuned)
+    found = changes_at(pair, 1, tolerances=[1e-5])
+    assert found == {name: count_changes(base[name], tuned[name], [1e-5]) for name in found}
+    assert set(measure_ranks(pair)) == {name for name in tuned if "norm" not in name}
+    for step, state in ((0, base), (1, tuned)):
+        for name in tuned:
+            ((at, tensor),) = pair.tensor_states(name, [step])
+            assert at == step
+            assert torch.equal(tensor, state[name])
+    assert pair.digest(0) != pair.digest(1)
+
+
+def test_a_checkpoint_of_another_dtype_is_compared_in_fp32(write):
+    weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    pair = CheckpointPair.open(write("base", {"w.weight": weight.bfloat16()}), write("tuned", {"w.weight": weight}))
+    counts = changes_at(pair, 1, tolerances=[0.0])["w.weight"]
+    assert counts.changed == int((weight != weight.bfloat16().float()).sum())
+
+
+def test_gpt2_names_match_with_and_without_their_prefix(write):
+    base = {"h.0.attn.c_attn.weight": torch.zeros(4, 12), "h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    tuned = {"transformer.h.0.attn.c_attn.weight": torch.ones(4, 12)}
+    for first, second in ((base, tuned), (tuned, base)):
+        pair = CheckpointPair.open(write(f"a{len(first)}", first), write(f"b{len(second)}", second))
+        (name,) = pair.layout.names
+        assert name in second
+        assert changes_at(pair, 1)[name].changed == 48
+
+
+def test_a_mask_kept_as_a_buffer_is_no_weight(write):
+    state = {"h.0.attn.c_attn.weight": torch.zeros(4, 12), "h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    pair = CheckpointPair.open(write("base", state), write("tuned", state))
+    assert list(changes_at(pair, 1)) == ["h.0.attn.c_attn.weight"]
+
+
+def test_a_tied_head_may_be_missing(write):
+    body = {"model.embed_tokens.weight": torch.zeros(5, 3)}
+    head = {**body, "lm_head.weight": torch.zeros(5, 3)}
+    tied, untied = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+    pair = CheckpointPair.open(write("with_head", head), write("tied", body, config=tied))
+    assert pair.layout.names == ("model.embed_tokens.weight",)
+    for name, config in (("untied", untied), ("unknown", None)):
+        with pytest.raises(DataError, match=r"with_head has lm_head\.weight, which .* has not"):
+            CheckpointPair.open(Path(pair.base.source), write(name, body, config=config))
+
+
+def test_names_and_shapes_must_be_those_of_one_model(write):
+    base = write("base", {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2)})
+    with pytest.raises(DataError, match=r"a\.weight is \[2, 3\] in .*base and \[3, 2\] in .*turned"):
+        CheckpointPair.open(base, write("turned", {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(2)}))
+    with pytest.raises(DataError, match=r"base has b\.weight, which .*short has not: two different models"):
+        CheckpointPair.open(base, write("short", {"a.weight": torch.zeros(2, 3)}))
+
+
+def test_what_is_no_checkpoint_is_named(write, tmp_path):
+    good = write("good", {"a.weight": torch.zeros(2, 3)})
+    (tmp_path / "empty").mkdir()
+    torn = write("torn", {"a.weight": torch.zeros(2, 3)})
+    (torn / "model.safetensors").write_bytes(b"\x10")
+    lost = write("lost", {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2)}, shards=2)
+    (lost / "model-00002-of-00002.safetensors").unlink()
+    odd = write("odd", {"a.weight": torch.zeros(2, 3)}, shards=2)
+    (odd / "model.safetensors.index.json").write_text("{}")
+    for source, said in (
+        (tmp_path / "empty", "holds no model.safetensors and no model.safetensors.index.json"),
+        (torn, "not a readable safetensors file"),
+        (lost, "model-00002-of-00002.safetensors: not a readable"),
+        (odd, "not a readable index of shards"),
+        ("someone/model-that-is-not-cached", "cannot read the checkpoint someone/model-that-is-not-cached"),
+        ("no such name", "cannot read the checkpoint no such name"),
+    ):
+        with pytest.raises(DataError, match=said) as caught:
+            CheckpointPair.open(good, source)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_hub_name_is_taken_from_the_cache(write, tmp_path, monkeypatch):
+    folder = write("model", {"a.weight": torch.ones(2, 3)}, shards=2, config={})
+    snapshot = tmp_path / "hub" / "models--someone--small" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (tmp_path / "hub" / "models--someone--small" / "refs").mkdir()
+    (tmp_path / "hub" / "models--someone--small" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    pair = CheckpointPair.open("someone/small", "someone/small@main")
+    assert changes_at(pair, 1)["a.weight"].changed == 0

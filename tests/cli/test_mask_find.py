@@ -1,0 +1,252 @@
+"""`sparse-opt mask find`: every method, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_opt import DeltaLog, MaskSet, mask_step_times
+from sparse_opt.bench.mask_step_times import source
+from sparse_opt.cli import mask_find
+from sparse_opt.mask_calibration import CALIBRATION_METHODS
+from sparse_opt.mask_finding import find_from_log
+from sparse_opt.mask_scores import LOG_METHODS
+
+UNTRAINED = ("random", "weight_magnitude", *CALIBRATION_METHODS)
+
+
+@pytest.fixture
+def find(sparse_opt, files, tmp_path):
+    """`find("--method", "fisher", ...)`: on the tiny log and model, as the method wants, into tmp_path/masks."""
+
+    def call(method, *words):
+        source = ["--delta_log_dir", files.delta_log] if method in LOG_METHODS else ["--model_name", files.model]
+        if method in CALIBRATION_METHODS:
+            source += ["--dataset", files.pairs, "--n_samples", 4]
+        return sparse_opt("mask", "find", "--method", method, *source, "--output", tmp_path / "masks", *words)
+
+    return call
+
+
+def test_methods_are_those_of_the_library():
+    assert mask_find.LOG_METHODS == LOG_METHODS
+    assert mask_find.CALIBRATION_METHODS == CALIBRATION_METHODS
+
+
+@pytest.mark.parametrize("method", [*LOG_METHODS, *UNTRAINED])
+def test_every_method_writes_a_mask_that_a_run_takes(find, files, tmp_path, method):
+    found = json.loads(find(method, "--json", "--sparsity_percent", 80).done())
+    names = {
+        "magnitude": "magnitude_step3",
+        "momentum": "momentum_w3_step3",
+        "fisher": "fisher_step3",
+        "oracle": "oracle_step3",
+        "random": "random_seed0",
+    }
+    assert found["file"] == str(tmp_path / "masks" / f"sparsity_80.0pct_{names.get(method, method)}.safetensors")
+    mask = MaskSet.load(found["file"], files.states[0])
+    assert (mask.nnz, mask.digest, mask.metadata["method"]) == (found["nnz"], found["digest"], method)
+    assert mask.density == pytest.approx(0.2, abs=0.002)
+    assert mask.metadata["sparsity"] == "80.0"
+
+
+def test_a_log_s_mask_is_the_library_s(find, files):
+    words = ("--sparsity_percent", 70, "--target_step", 2, "--exclude", "*norm*", "--pool", "tensor", "--json")
+    found = json.loads(find("fisher", *words).done())
+    wanted = find_from_log(
+        DeltaLog.open(files.delta_log),
+        method="fisher",
+        sparsity=70,
+        target_step=2,
+        exclude=["*norm*"],
+        pool="tensor",
+    ).mask
+    mask = MaskSet.load(found["file"])
+    assert mask == wanted
+    assert mask.metadata == wanted.metadata
+
+
+def test_top_percent_names_what_is_kept(find, tmp_path):
+    found = json.loads(find("momentum", "--top_percent", 2.4, "--momentum_window", 2, "--json").done())
+    assert found["file"] == str(tmp_path / "masks" / "top_2.4pct_momentum_w2_step3.safetensors")
+    assert found["metadata"]["sparsity"] == "97.6"
+    assert found["metadata"]["momentum_window"] == "2"
+
+
+def test_a_pattern_says_what_it_captures_and_how_fast_it_is(find):
+    words = ("--pattern", "run16", "--sparsity_percent", 50)
+    found = json.loads(find("magnitude", *words, "--json").done())
+    assert found["pattern"] == "run16"
+    capture = found["captured_score"]
+    assert capture["share"] == pytest.approx(capture["score"] / capture["element_score"])
+    assert 0 < capture["share"] < 1
+    assert capture["nnz"] == found["nnz"]
+    assert found["metadata"]["captured_score"] == f"{capture['share']:.6f}"
+    assert found["step_ms"]["run16"] == mask_step_times.STEP_MS["run16"]
+    text = find("magnitude", *words).done()
+    assert f"run16 holds {100 * capture['share']:.3f} % of the score" in text
+    assert f"takes {mask_step_times.STEP_MS['run16']} ms under run16" in text
+    assert "_run16_" in text
+
+
+def test_jaccard_with_the_oracle_mask(find, files):
+    found = json.loads(find("magnitude", "--target_step", 1, "--compute_jaccard", "--json").done())
+    log = DeltaLog.open(files.delta_log)
+    masks = [find_from_log(log, sparsity=90, target_step=step).mask for step in (1, 3)]
+    assert found["jaccard_oracle"] == masks[0].jaccard(masks[1])
+    assert found["jaccard_oracle_by_chance"] < found["jaccard_oracle"] < 1
+    assert (
+        f"Jaccard with the oracle mask {found['jaccard_oracle']:.4f}, "
+        in find("magnitude", "--target_step", 1, "--compute_jaccard").done()
+    )
+    for method in ("magnitude", "oracle"):
+        assert json.loads(find(method, "--compute_jaccard", "--json").done())["jaccard_oracle"] == 1.0
+
+
+@pytest.mark.parametrize("method", ["random", "wanda"])
+def test_jaccard_of_an_untrained_model_s_mask(find, files, method):
+    """Over the tensors of that mask alone: wanda's are the linear layers'."""
+    words = ("--delta_log_dir", files.delta_log, "--compute_jaccard", "--sparsity_percent", 50, "--json")
+    found = json.loads(find(method, *words).done())
+    mask = MaskSet.load(found["file"])
+    oracle = find_from_log(DeltaLog.open(files.delta_log), method="oracle", sparsity=50, include=list(mask.names)).mask
+    assert found["jaccard_oracle"] == mask.jaccard(oracle)
+
+
+def test_debug_lists_every_tensor(find, files):
+    found = json.loads(find("magnitude", "--debug", "--json").done())
+    mask = MaskSet.load(found["file"])
+    assert found["tensors"].keys() == set(mask.names)
+    for name, figures in found["tensors"].items():
+        change = (files.states[3][name].float() - files.states[0][name].float()).abs().view(-1)
+        assert (figures["kept"], figures["numel"]) == (mask[name].numel(), change.numel())
+        assert figures["scoring"] == int((change > 0).sum())
+        assert figures["most"] == float(change.max())
+        assert figures["threshold"] == float(change[mask[name].long()].min())
+    text = find("magnitude", "--debug").done()
+    assert f"threshold of all tensors together {found['threshold']:.6g}" in text
+    assert all(name in text for name in mask.names)
+
+
+def test_calibration_is_recorded(find, files):
+    found = json.loads(find("snip", "--seed", 3, "--max_length", 20, "--dtype", "bf16", "--json").done())
+    metadata = found["metadata"]
+    assert metadata["model"] == str(files.model)
+    assert metadata["dataset"] == str(files.pairs)
+    assert (metadata["n_samples"], metadata["seed"], metadata["max_length"]) == ("4", "3", "20")
+    assert metadata["dtype"] == "bf16"
+
+
+def test_random_is_that_of_mask_random(sparse_opt, find, files, tmp_path):
+    found = json.loads(find("random", "--sparsity_percent", 75, "--seed", 3, "--pattern", "run16", "--json").done())
+    words = ("--model_name", files.model, "--density", 0.25, "--seed", 3, "--pattern", "run16", "--output", tmp_path)
+    drawn = json.loads(sparse_opt("mask", "random", *words, "--json").done())
+    assert found["digest"] == drawn["digest"]
+
+
+def test_a_log_that_is_the_model_s_gives_it_a_name(find, files):
+    found = json.loads(find("magnitude", "--model_name", files.model, "--json").done())
+    assert found["metadata"]["model"] == "tiny"  # what the log says
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "code", "said"),
+    [
+        (
+            "momentum",
+            ("--momentum_window", 4),
+            1,
+            "window 4 needs 4 logged steps after the first, step 0; up to step 3",
+        ),
+        ("momentum", ("--target_step", 1), 1, "momentum with window 2 needs 2 logged steps after the first, step 0"),
+        ("fisher", ("--target_step", 1), 1, "fisher needs 2 logged steps after the first"),
+        ("oracle", ("--target_step", 1), 1, "target_step is 1, and oracle scores the last logged step, 3"),
+        ("magnitude", ("--target_step", 0), 1, "no element of step 0 has changed since step 0"),
+        ("magnitude", ("--sparsity_percent", 0), 2, "'sparsity_percent' is 0.0"),
+        ("magnitude", ("--sparsity_percent", 100), 2, "'sparsity_percent' is 100.0"),
+        ("magnitude", ("--sparsity_percent", 101), 2, "'sparsity_percent' is 101.0"),
+        ("magnitude", ("--top_percent", 0), 2, "'top_percent' is 0.0"),
+        ("magnitude", ("--top_percent", 1, "--sparsity_percent", 99), 2, "not allowed with"),
+        ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' has no part in method 'magnitude'"),
+        ("magnitude", ("--dataset", "pairs.jsonl"), 2, "'dataset' has no part in method 'magnitude'"),
+        ("momentum", ("--momentum_window", 1), 2, "'momentum_window' is 1: wanted 2 or more"),
+        ("random", ("--pool", "global"), 2, "'pool' has no part in method 'random'"),
+        ("random", ("--debug",), 2, "'debug' has no part in method 'random'"),
+        ("random", ("--delta_log_dir", "log"), 2, "'delta_log_dir' has no part in method 'random' without"),
+        ("snip", ("--target_step", 3), 2, "'target_step' has no part in method 'snip'"),
+        ("snip", ("--n_samples", 0), 2, "'n_samples' is 0: wanted 1 or more"),
+        ("snip", ("--compute_jaccard",), 2, "'compute_jaccard' needs --delta_log_dir"),
+        ("wanda", ("--include", "*norm*"), 1, "wanda scores weights of linear layers"),
+        ("weight_magnitude", ("--include", "nothing*"), 2, "no tensor of"),
+        ("magnitude", ("--pattern", "tile128"), 1, "in whole units of tile128, but sparsity 90.0 leaves"),
+        ("magnitude", ("--device", "gpu"), 2, "'device' is 'gpu'"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_refuses_in_one_line_and_writes_nothing(find, tmp_path, method, words, code, said):
+    assert said in find(method, *words).failed_in_one_line(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--method", "fisher"), "method 'fisher' needs --delta_log_dir"),
+        (("--method", "random"), "method 'random' needs --model_name"),
+        (("--method", "wanda", "--model_name", "M"), "method 'wanda' needs --dataset"),
+        (("--method", "fischer"), "invalid choice: 'fischer'"),
+    ],
+)
+def test_what_a_method_needs(sparse_opt, tmp_path, words, said):
+    assert said in sparse_opt("mask", "find", *words, "--output", tmp_path).failed_in_one_line(2)
+
+
+def test_a_log_of_another_model_is_refused(sparse_opt, find, files, tmp_path):
+    line = find("magnitude", "--model_name", files.wider_model).failed_in_one_line(1)
+    assert f"is no log of {files.wider_model}: model.embed_tokens.weight is [" in line
+    words = ("--method", "random", "--model_name", files.wider_model, "--delta_log_dir", files.delta_log)
+    call = ("mask", "find", *words, "--compute_jaccard", "--output", tmp_path / "masks")
+    assert f"is no log of {files.wider_model}: " in sparse_opt(*call).failed_in_one_line(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_log_and_one_of_a_single_step(sparse_opt, tmp_path):
+    (tmp_path / "empty").mkdir()
+    DeltaLog.create(tmp_path / "one", {"w": torch.zeros(3)}).close()
+    for folder, said in (("empty", "holds no delta log"), ("one", "no element of step 0 has changed since step 0")):
+        for method in LOG_METHODS:
+            call = (
+                "mask",
+                "find",
+                "--method",
+                method,
+                "--delta_log_dir",
+                tmp_path / folder,
+                "--output",
+                tmp_path / "m",
+            )
+            assert said in sparse_opt(*call).failed_in_one_line(1)
+    assert not (tmp_path / "m").exists()
+
+
+def test_nan_scores_are_refused(sparse_opt, tmp_path):
+    with DeltaLog.create(tmp_path / "log", {"w": torch.zeros(3)}) as log:
+        for step in (1, 2):
+            log.append(step, {"w": torch.tensor([1.0, step, float("nan")])})
+    for method in LOG_METHODS:
+        call = ("mask", "find", "--method", method, "--delta_log_dir", tmp_path / "log", "--output", tmp_path / "m")
+        line = sparse_opt(*call, "--min_tensor_keep", 0).failed_in_one_line(1)
+        assert f"the {method} score of w is NaN at 1 of 3 elements" in line
+    assert not (tmp_path / "m").exists()
+
+
+def test_step_times_are_those_of_the_committed_report():
+    checkout = Path(__file__).resolve().parents[2]
+    report = json.loads((checkout / "bench" / "results" / "gpu_check.json").read_text())
+    text = (checkout / "sparse_opt" / "mask_step_times.py").read_text()
+    assert text == source(report), (
+        "run: python -m sparse_opt.bench.mask_step_times REPORT sparse_opt/mask_step_times.py"
+    )

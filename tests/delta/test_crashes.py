@@ -1,0 +1,141 @@
+"""Killed, or out of disk, at every call that changes a file: what was acknowledged is there, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from sparse_opt import DeltaLog
+from sparse_opt.errors import DeltaLogError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from crash_driver import state_at
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+START = (0, 1, 2, 4, 5, 7)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler, for a library that breaks off file calls")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = Path(__file__).with_name("faults.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def run_driver(faults: Path, tmp_path: Path) -> Callable[..., dict[int, tuple[int, ...]]]:
+    """The driver's scenario; the steps acknowledged at each fault, the run that met none not counted."""
+
+    def run(scenario: str, mode: str, keyframe_every: int | None = None) -> dict[int, tuple[int, ...]]:
+        if scenario != "create":
+            with DeltaLog.create(tmp_path / "start", state_at(0), keyframe_every=keyframe_every) as log:
+                for step in START[1:]:
+                    log.append(step, state_at(step))
+        driver = Path(__file__).with_name("crash_driver.py")
+        done = subprocess.run(
+            [sys.executable, driver, tmp_path, scenario, mode],
+            env={**os.environ, "LD_PRELOAD": str(faults)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        acknowledged: dict[int, tuple[int, ...]] = {}
+        for n, what, *steps in (line.split() for line in done.stdout.splitlines()):
+            if what == "done":
+                assert int(n) >= 6, f"{scenario} changed files in {int(n) - 1} calls only"
+                acknowledged = {k: acknowledged.get(k, ()) for k in range(1, int(n))}
+            else:
+                acknowledged[int(n)] = (*acknowledged.get(int(n), ()), *map(int, steps))
+        return acknowledged
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scenario", "keyframe_every"),
+    [("append", None), ("append", 6), ("queue", None)],
+    ids=["patch", "keyframe", "queue"],
+)
+def test_killed_at_every_call_of_an_append(
+    run_driver: Callable[..., dict[int, tuple[int, ...]]],
+    tmp_path: Path,
+    same_bits: Compare,
+    scenario: str,
+    keyframe_every: int | None,
+) -> None:
+    for n, acknowledged in run_driver(scenario, "killed", keyframe_every).items():
+        log = DeltaLog.open(tmp_path / str(n))
+        assert set(log.steps) >= {*START, *acknowledged}, n
+        assert log.verify() == []
+        for step in log.steps:
+            same_bits(log.load(step), state_at(step))
+        # The dead writer's lock is gone with it, and so are its unfinished files.
+        assert log.append(10, state_at(10)).wait().step == 10
+        same_bits(log.load(10), state_at(10))
+        log.close()
+        assert not [path for path in (tmp_path / str(n)).iterdir() if ".tmp" in path.name]
+
+
+def test_killed_at_every_call_of_a_creation(
+    run_driver: Callable[..., dict[int, tuple[int, ...]]], tmp_path: Path, same_bits: Compare
+) -> None:
+    for n, acknowledged in run_driver("create", "killed").items():
+        assert not acknowledged
+        if list(tmp_path.glob(f"{n}/step_*")):
+            log = DeltaLog.open(tmp_path / str(n))
+        else:
+            with pytest.raises(DeltaLogError, match="holds no delta log"):
+                DeltaLog.open(tmp_path / str(n))
+            log = DeltaLog.create(tmp_path / str(n), state_at(0))
+        assert log.verify() == []
+        same_bits(log.load(0), state_at(0))
+        log.append(1, state_at(1))
+        same_bits(log.load(1), state_at(1))
+        log.close()
+
+
+@pytest.mark.parametrize("keyframe_every", [None, 4], ids=["patch", "keyframe"])
+def test_killed_at_every_call_of_a_squash(
+    run_driver: Callable[..., dict[int, tuple[int, ...]]],
+    tmp_path: Path,
+    same_bits: Compare,
+    keyframe_every: int | None,
+) -> None:
+    seen = set()
+    for n in run_driver("squash", "killed", keyframe_every):
+        log = DeltaLog.open(tmp_path / str(n))
+        seen.add(log.steps)
+        assert log.verify() == []
+        for step in log.steps:
+            same_bits(log.load(step), state_at(step))
+        log.squash(1, 5)
+        assert log.steps == (0, 1, 5, 7)
+        for step in log.steps:
+            same_bits(log.load(step), state_at(step))
+    assert seen == {START, (0, 1, 2, 5, 7), (0, 1, 5, 7)}
+
+
+@pytest.mark.parametrize("scenario", ["append", "squash"])
+def test_a_full_disk_at_every_call(
+    run_driver: Callable[..., dict[int, tuple[int, ...]]], tmp_path: Path, same_bits: Compare, scenario: str
+) -> None:
+    for n, acknowledged in run_driver(scenario, "full").items():
+        log = DeltaLog.open(tmp_path / str(n))
+        assert acknowledged == (10, 11)
+        assert log.verify() == []
+        assert set(log.steps) >= {0, 1, 5, 7, 10, 11}
+        for step in log.steps:
+            same_bits(log.load(step), state_at(step))

@@ -1,0 +1,272 @@
+"""A step that cannot be written: who is told of it, what stays, and how the log goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_opt import DeltaLog, atomic_files, delta_writer
+from sparse_opt.errors import DeltaLogError
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+
+
+class Disk:
+    """What stands between a log and its files: full or not, and a gate that holds writes back."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self._save_file = atomic_files.save_file
+
+    def save_file(self, tensors: Any, path: Path, metadata: Any) -> None:
+        assert self.gate.wait(30)
+        if self.full:
+            Path(path).write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        self._save_file(tensors, path, metadata)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(atomic_files, "save_file", disk.save_file)
+    yield disk
+    disk.gate.set()
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return {"w": torch.zeros(4000)}
+
+
+def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+FULL = "step {}: cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize("broken_call", ["save_file", "fsync", "replace"])
+@pytest.mark.parametrize("step_before", [7, 8], ids=["patch", "keyframe"])
+def test_a_failed_write_loses_nothing_and_the_log_goes_on(
+    logged: Any, same_bits: Compare, states: Any, monkeypatch: pytest.MonkeyPatch, broken_call: str, step_before: int
+) -> None:
+    if step_before == 7:
+        logged.file(8).unlink()
+    state = states.change(logged.states[step_before])
+    log = DeltaLog.open(logged.directory, state)
+    before = sorted(os.listdir(logged.directory))
+
+    def disk_full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic_files if broken_call == "save_file" else os, broken_call, disk_full)
+        with pytest.raises(DeltaLogError, match=FULL.format(20)):
+            log.append(20).wait()
+    assert sorted(os.listdir(logged.directory)) == before
+    assert log.verify() == []
+    # Also under the number that was not logged.
+    info = log.append(20).wait()
+    assert (info.kind, info.changed, info.share) == ("keyframe", None, None)
+    same_bits(log.load(20), state)
+    later = states.change(state, 0.05)
+    assert log.append(21, later).wait().parent_step == 20
+    same_bits(log.load(21), later)
+    assert log.verify() == []
+
+
+@pytest.mark.parametrize("call", ["append", "flush", "close", "wait"])
+def test_a_failure_is_raised_once_where_it_is_first_met(
+    tmp_path: Path, disk: Disk, state: dict[str, Tensor], call: str
+) -> None:
+    log = DeltaLog.create(tmp_path / "log", state)
+    disk.full = True
+    state["w"][:9] += 1
+    handed = log.append(1)
+    log._drain()
+    calls: dict[str, Callable[[], Any]] = {
+        "append": lambda: log.append(2),
+        "flush": log.flush,
+        "close": log.close,
+        "wait": handed.wait,
+    }
+    with pytest.raises(DeltaLogError, match=FULL.format(1)):
+        calls[call]()
+    disk.full = False
+    log.flush()
+    assert log.append(3).wait().kind == ("patch" if call == "close" else "keyframe")
+    log.close()
+    assert handed.done()
+    with pytest.raises(DeltaLogError, match=FULL.format(1)):
+        handed.wait()  # whoever asks for a step is told
+    assert DeltaLog.open(tmp_path / "log").steps == (0, 3)
+
+
+def test_steps_behind_a_failed_one_are_dropped_with_it(
+    tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare
+) -> None:
+    log = DeltaLog.create(tmp_path / "log", state)
+    disk.gate.clear()
+    disk.full = True
+    handed = []
+    for step in (1, 2):
+        state["w"][step::7] += 1
+        handed.append(log.append(step))
+    disk.gate.set()
+    with pytest.raises(DeltaLogError, match="step 2: dropped with step 1, which could not be written"):
+        handed[1].wait()
+    disk.full = False
+    # Waiting for the second said it.
+    assert log.append(3).wait().kind == "keyframe"
+    state["w"][5] = 9
+    assert log.append(4).wait().kind == "patch"
+    same_bits(log.load(4), state)
+    assert log.steps == (0, 3, 4)
+    assert log.verify() == []
+
+
+def test_a_keyframe_that_fails_too(tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare) -> None:
+    log = DeltaLog.create(tmp_path / "log", state)
+    disk.full = True
+    for step in (1, 2, 3):
+        state["w"][step] += 1
+        with pytest.raises(DeltaLogError, match=FULL.format(step)):
+            log.append(step).wait()
+    disk.full = False
+    kinds = []
+    for step in (4, 5, 6):
+        state["w"][step] += 1
+        kinds.append(log.append(step))
+    assert [handed.wait().kind for handed in kinds] == ["keyframe", "patch", "patch"]
+    same_bits(log.load(6), state)
+    assert log.verify() == []
+
+
+def test_training_can_go_on_without_the_log(
+    tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DeltaLog.create(tmp_path / "log", state, on_error="warn")
+    state["w"][0] += 1
+    log.append(1).wait()
+    disk.full = True
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(2, 8):
+            state["w"][step] += 1
+            handed = log.append(step)
+            log._drain()
+        log.flush()
+    assert len(warned) == 1
+    assert FULL.format(2) + "; training goes on" in str(warned[0].message)
+    with pytest.raises(DeltaLogError, match=FULL.format(7)):
+        handed.wait()
+    # While there is not even room for a keyframe, none is made.
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=15_999))
+        with pytest.raises(DeltaLogError, match="step 8: a keyframe takes 16000 bytes, 15999 are free"):
+            log.append(8).wait()
+    disk.full = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert log.append(8).wait().kind == "keyframe"
+        state["w"][9] += 1
+        assert log.append(9).wait().kind == "patch"
+        log.close()
+    assert log.steps == (0, 1, 8, 9)
+    assert log.verify() == []
+    same_bits(log.load(9), state)
+
+
+def test_the_end_of_a_with_block_adds_the_failure_to_an_exception_under_way(
+    tmp_path: Path, disk: Disk, state: dict[str, Tensor]
+) -> None:
+    def fail_at_both() -> None:
+        with DeltaLog.create(tmp_path / "log", state) as log:
+            disk.full = True
+            log.append(1, {"w": torch.ones(4000)})
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as error:
+        fail_at_both()
+    disk.full = False
+    assert "step 1: cannot be written" in error.value.__notes__[0]
+    DeltaLog.open(tmp_path / "log", state).append(2).done()  # the directory was let go of
+
+
+def test_what_is_logged_is_the_state_at_the_call(
+    tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare
+) -> None:
+    log = DeltaLog.create(tmp_path / "log", state, keyframe_every=2)
+    disk.gate.clear()
+    kept, handed = {}, []
+    for step in (1, 2):
+        state["w"][step::3] += 1
+        kept[step] = copy_of(state)
+        handed.append(log.append(step))
+    state["w"] -= 5
+    assert not any(one.done() for one in handed)
+    disk.gate.set()
+    assert [one.wait().kind for one in handed] == ["patch", "keyframe"]
+    for step, wanted in kept.items():
+        same_bits(log.load(step), wanted)
+
+
+def test_no_more_than_two_steps_wait(tmp_path: Path, disk: Disk, state: dict[str, Tensor]) -> None:
+    log = DeltaLog.create(tmp_path / "log", state)
+    disk.gate.clear()
+    for step in range(1, delta_writer.IN_FLIGHT + 1):
+        log.append(step)
+    third = threading.Thread(target=log.append, args=(9,))
+    third.start()
+    third.join(0.3)
+    assert third.is_alive()
+    disk.gate.set()
+    third.join(30)
+    assert not third.is_alive()
+    assert log.steps == (0, 1, 2, 9)
+
+
+@pytest.mark.parametrize("broken", ["encode", "submit"])
+def test_an_error_while_a_step_is_coded(
+    tmp_path: Path, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Before the shadow has moved, and after: then nothing may be coded against it."""
+    log = DeltaLog.create(tmp_path / "log", state)
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    place: Any = "sparse_opt.delta_append.encode" if broken == "encode" else "sparse_opt.delta_writer.StepWriter.submit"
+    for step in (1, 2, 3):  # more than the steps that may wait: none of them takes a place
+        with monkeypatch.context() as patched:
+            patched.setattr(place, out_of_memory)
+            state["w"][step] += 1
+            with pytest.raises(torch.OutOfMemoryError):
+                log.append(step)
+    state["w"][7] += 1
+    assert log.append(4).wait().kind == ("patch" if broken == "encode" else "keyframe")
+    same_bits(log.load(4), state)
+    assert log.verify() == []
+
+
+def test_a_log_that_is_forgotten_writes_what_it_was_given(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    log = DeltaLog.create(tmp_path / "log", state)
+    state["w"] += 1
+    log.append(1)
+    del log
+    again = DeltaLog.open(tmp_path / "log", state)
+    assert again.steps == (0, 1)
+    again.append(2).wait()  # nobody holds the directory any more

@@ -1,0 +1,181 @@
+"""Logs of runs under a mask: patches over its elements, and changes elsewhere, which are never lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.errors import DeltaLogError
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+
+
+def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+@pytest.fixture
+def state(states: Any, device: torch.device) -> dict[str, Tensor]:
+    made = {
+        "a": states.bits((40, 50), torch.bfloat16),
+        "frozen": states.bits((300,), torch.bfloat16),
+        "b": states.bits((700,), torch.float32),
+        "n": torch.tensor([7, 8]),
+    }
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+@pytest.fixture
+def mask(state: dict[str, Tensor]) -> MaskSet:
+    return MaskSet.random({"a": state["a"], "b": state["b"]}, density=0.25, seed=3)
+
+
+def step_(state: dict[str, Tensor], mask: MaskSet, seed: int) -> None:
+    """New bits at half of the mask's elements."""
+    for name in mask.names:
+        words = state[name].view(-1).view(torch.int16 if state[name].element_size() == 2 else torch.int32)
+        positions = mask[name][seed % 2 :: 2].long().to(words.device)
+        words[positions] += seed
+
+
+@pytest.mark.parametrize("level", ["fast", "packed", "tight"])
+@pytest.mark.parametrize("against", ["previous", "base"])
+def test_patches_over_the_mask(
+    tmp_path: Path, state: dict[str, Tensor], mask: MaskSet, same_bits: Compare, level: str, against: Any
+) -> None:
+    kept = {0: copy_of(state)}
+    with DeltaLog.create(tmp_path / "log", state, mask=mask, level=level, against=against) as log:
+        for step in (1, 2, 3):
+            step_(state, mask, step)
+            info = log.append(step).wait()
+            kept[step] = copy_of(state)
+            assert (info.kind, info.masked) == ("patch", True)
+            if against == "previous":
+                assert info.changed == sum(len(mask[name][step % 2 :: 2]) for name in mask.names)
+    with DeltaLog.open(tmp_path / "log") as log:
+        assert log.mask_digest == mask.digest
+        for step, wanted in kept.items():
+            same_bits(log.load(step), wanted)
+            for name in wanted:
+                same_bits({name: next(log.tensor_states(name, [step]))[1]}, {name: wanted[name]})
+        assert log.verify() == []
+        # Going on, and taking steps out, keep to the mask.
+        step_(state, mask, 4)
+        assert log.append(4, state).wait().masked
+        assert log.squash(1, 3).masked
+        same_bits(log.load(4), state)
+        same_bits(log.load(3), kept[3])
+        assert log.verify() == []
+
+
+@pytest.mark.parametrize("outside", ["a", "frozen", "n"])
+def test_a_change_outside_of_the_mask_is_not_lost(
+    tmp_path: Path, state: dict[str, Tensor], mask: MaskSet, same_bits: Compare, outside: str
+) -> None:
+    """In a tensor that the mask lists, in one of the same dtype that it does not, and in one of another dtype."""
+    chosen = set(mask[outside].tolist()) if outside in mask.names else set()
+    position = next(i for i in range(state[outside].numel()) if i not in chosen)
+    kept = {0: copy_of(state)}
+    with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
+        masked = []
+        for step in (1, 2, 3):
+            step_(state, mask, step)
+            if step == 2:
+                flat = state[outside].view(-1)
+                flat.view(torch.uint8)[position * flat.element_size()] ^= 1
+            masked.append(log.append(step).wait().masked)
+            kept[step] = copy_of(state)
+        assert masked == [True, False, True]
+        for step, wanted in kept.items():
+            same_bits(log.load(step), wanted)
+        assert log.verify() == []
+        # Over the step that went outside, too.
+        assert not log.squash(1, 3).masked
+        same_bits(log.load(3), kept[3])
+
+
+def test_a_masked_patch_says_nothing_of_positions(tmp_path: Path, mask: MaskSet) -> None:
+    """With every element of the mask changed, bf16 values alone remain; the plain form needs the positions too."""
+    state = {"w": torch.zeros(100_000, dtype=torch.bfloat16)}
+    mask = MaskSet.random(state, density=0.1)
+    sizes = {}
+    for name, given in (("masked", mask), ("plain", None)):
+        moved = {"w": state["w"].clone()}
+        with DeltaLog.create(tmp_path / name, moved, mask=given, level="fast") as log:
+            moved["w"][mask["w"].long()] = torch.randn(mask.nnz).bfloat16()
+            info = log.append(1).wait()
+            assert info.changed == mask.nnz == 10_000
+            sizes[name] = info.bytes
+    assert 2 * mask.nnz < sizes["masked"] < 2 * mask.nnz + 2500
+    assert sizes["plain"] - sizes["masked"] > 0.9 * mask.nnz
+
+
+def test_the_mask_is_kept_beside_the_steps(tmp_path: Path, state: dict[str, Tensor], mask: MaskSet) -> None:
+    log = DeltaLog.create(tmp_path / "log", state, mask=mask, keyframe_every=2)
+    for step in (1, 2):
+        step_(state, mask, step)
+        log.append(step)
+    log.close()
+    assert MaskSet.load(tmp_path / "log" / "mask.safetensors") == mask
+    for file in sorted((tmp_path / "log").glob("step_*")):
+        with safe_open(file, framework="pt") as content:
+            assert content.metadata()["mask_digest"] == mask.digest
+    assert DeltaLog.open(tmp_path / "log").verify() == []
+    assert DeltaLog.open(tmp_path / "log").steps == (0, 1, 2)
+
+
+def test_a_lost_or_other_mask(tmp_path: Path, state: dict[str, Tensor], mask: MaskSet, same_bits: Compare) -> None:
+    kept = copy_of(state)
+    with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
+        step_(state, mask, 1)
+        log.append(1)
+    path, file = tmp_path / "log" / "mask.safetensors", tmp_path / "log" / "step_00000001.patch.safetensors"
+    other = MaskSet.random({"a": state["a"]}, density=0.5)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 64
+    for content, message in (
+        (None, "no such mask file"),
+        (bytes(damaged), "positions of b run from 2 to 1073742512, wanted 0 to 699"),
+        (other, f"{mask.digest}, but {path} is the mask {other.digest}"),
+    ):
+        path.unlink(missing_ok=True)
+        if isinstance(content, MaskSet):
+            content.save(path)
+        elif content is not None:
+            path.write_bytes(content)
+        log = DeltaLog.open(tmp_path / "log", state)
+        calls: list[Callable[[], Any]] = [partial(log.load, 1), partial(log.append, 2)]
+        for call in (*calls, partial(next, log.tensor_states("a", [1]))):
+            with pytest.raises(DeltaLogError, match=f"(step 1|step 0): needs the mask .*{message}"):
+                call()
+        assert [(p.file, p.lost_steps) for p in log.verify()] == [(file.name, (1,))]
+        same_bits(log.load(0), kept)
+
+
+def test_a_mask_that_does_not_fit(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    for mask, message in (
+        (MaskSet.random({"other": (3,)}, density=0.5), "other is not a parameter of the model"),
+        (MaskSet.random({"a": (40, 51)}, density=0.5), r"a is \[40, 51\] in the mask, \[40, 50\] in the model"),
+    ):
+        with pytest.raises(DeltaLogError, match=f"log: mask does not fit the model: {message}"):
+            DeltaLog.create(tmp_path / "log", state, mask=mask)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_mask_under_a_tied_name(tmp_path: Path, same_bits: Compare) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    mask = MaskSet.from_bool({"b.weight": torch.eye(4, dtype=torch.bool)})
+    log = DeltaLog.create(tmp_path / "log", model, mask=mask)
+    with torch.no_grad():
+        model["a"].weight[2, 2] = 9
+    assert log.append(1).wait().masked
+    same_bits(log.load(1), model.state_dict())

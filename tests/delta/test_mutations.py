@@ -1,0 +1,27 @@
+"""Ten thousand broken files: each is read as the right bits or refused, in bounded memory and time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+MUTATIONS = 10_000
+
+
+def test_ten_thousand_broken_files(tmp_path: Path) -> None:
+    driver = Path(__file__).with_name("mutation_driver.py")
+    done = subprocess.run(
+        [sys.executable, driver, tmp_path, str(MUTATIONS), "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert sum(sum(kinds.values()) for kinds in outcomes.values()) == MUTATIONS
+    # What is broken is met: a read that comes to none of it is right.
+    for name, kinds in outcomes.items():
+        assert kinds["refused"] > 0.3 * sum(kinds.values()), name

@@ -1,0 +1,157 @@
+"""Drawn states and runs: patches are the identity on every backend, and a log gives back what it was given."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparse_opt import DeltaLog, MaskSet, patch_codec
+from sparse_opt.backends import why_unavailable
+from sparse_opt.patch_codec import LEVELS, Backend, Patch
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+]
+# Lengths around those of runs, tiles and lanes.
+NUMELS = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 8191, 8192, 8193, 20_000]))
+DENSITIES = st.sampled_from([0.0, 0.001, 0.02, 0.2, 0.6, 1.0])
+KINDS = st.sampled_from(["any bits", "steps", "far steps"])
+BACKENDS: list[Any] = [
+    ("reference", "cpu"),
+    ("native", "cpu"),
+    pytest.param(("native", "cuda"), marks=pytest.mark.gpu),
+]
+
+
+def has_native_codec() -> bool:
+    return not why_unavailable("cpu", "cpu") and hasattr(torch.ops.sparse_opt_native, "patch_encode")
+
+
+@st.composite
+def pairs(draw: Any, dtypes: list[torch.dtype]) -> tuple[Tensor, Tensor]:
+    """A tensor, and what became of it: `numel` words of which about a share `density` are others."""
+    dtype, numel, density, kind = draw(st.sampled_from(dtypes)), draw(NUMELS), draw(DENSITIES), draw(KINDS)
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    if dtype == torch.bool:
+        old = torch.rand(numel, generator=source) < 0.5
+        return old, old ^ (torch.rand(numel, generator=source) < density)
+    size = dtype.itemsize
+    old = torch.randint(0, 256, (numel, size), generator=source, dtype=torch.uint8)
+    if kind == "any bits":
+        other = torch.randint(0, 256, (numel, size), generator=source, dtype=torch.uint8)
+    else:
+        other = old.clone()
+        low = 1 if kind == "steps" else size
+        for column in range(low):
+            other[:, column] += torch.randint(0, 3, (numel,), generator=source, dtype=torch.uint8)
+    chosen = torch.rand(numel, generator=source) < density
+    new = torch.where(chosen[:, None], other, old)
+    return old.view(-1).view(dtype), new.view(-1).view(dtype)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("decoder", BACKENDS, ids="-".join)
+@pytest.mark.parametrize("encoder", BACKENDS, ids="-".join)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_patch_made_on_one_backend_decodes_on_every_other(
+    level: str, encoder: tuple[Backend, str], decoder: tuple[Backend, str]
+) -> None:
+    if "native" in (encoder[0], decoder[0]) and not has_native_codec():
+        pytest.skip("needs the extension with patch_encode: build it again")
+
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(st.sampled_from(DTYPES).flatmap(lambda dtype: st.lists(pairs([dtype]), min_size=1, max_size=4)))
+    def identity(drawn: list[tuple[Tensor, Tensor]]) -> None:
+        old, new = [a.clone() for a, _ in drawn], [b for _, b in drawn]
+        there = [[tensor.to(encoder[1]) for tensor in tensors] for tensors in (old, new)]
+        patch = patch_codec.encode(*there, level, backend=encoder[0])
+        assert patch.counts.tolist() == [int((_words(a) != _words(b)).sum()) for a, b in drawn]
+        parts = {name: part.cpu() for name, part in patch.parts().items()}
+        read = Patch.from_parts(parts, level, patch.dtype, patch.numels)
+        whole = [tensor.to(decoder[1], copy=True) for tensor in old]
+        patch_codec.apply_(whole, read, backend=decoder[0])
+        for found, wanted in zip(whole, new, strict=True):
+            assert bytes_of(found) == bytes_of(wanted)
+        for i, (before, after) in enumerate(drawn):
+            alone = before.to(decoder[1], copy=True)
+            patch_codec.apply_([alone], read.of_tensor(i), backend=decoder[0])
+            assert bytes_of(alone) == bytes_of(after)
+
+    identity()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    drawn=st.lists(pairs(DTYPES), min_size=1, max_size=5),
+    level=st.sampled_from(LEVELS),
+    against=st.sampled_from(["previous", "base"]),
+    keyframe_every=st.sampled_from([None, None, 1, 2]),
+    mask_density=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    within=st.booleans(),
+    squashed=st.booleans(),
+)
+def test_a_log_gives_back_what_it_was_given(
+    drawn: list[tuple[Tensor, Tensor]],
+    level: str,
+    against: Any,
+    keyframe_every: int | None,
+    mask_density: float | None,
+    within: bool,
+    squashed: bool,
+) -> None:
+    """Steps that go to the second state of each pair and back, in the mask or beyond it."""
+    first = {f"t{i}": a for i, (a, _) in enumerate(drawn)}
+    second = {f"t{i}": b for i, (_, b) in enumerate(drawn)}
+    mask = None if mask_density is None else MaskSet.random(first, density=mask_density)
+    if mask is not None and within:
+        for name, old in first.items():
+            kept = torch.ones(old.numel(), dtype=torch.bool)
+            kept[mask[name].long()] = False
+            words = _words(second[name]).clone()
+            words[kept] = _words(old)[kept]
+            second[name] = words.view(old.dtype)
+    states = {0: first, 2: second, 3: second, 4: first, 9: second}
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"level": level, "against": against, "keyframe_every": keyframe_every}
+        with DeltaLog.create(f"{folder}/log", first, mask=mask, **options) as log:
+            infos = [log.append(step, state) for step, state in states.items() if step]
+            if mask is not None and within:
+                assert all(info.wait().masked for info in infos if info.wait().kind == "patch")
+            if squashed:
+                log.squash(2, 9)
+                assert log.steps == (0, 2, 9)
+        log = DeltaLog.open(f"{folder}/log")
+        for step in reversed(log.steps):
+            found = log.load(step)
+            assert all(bytes_of(found[name]) == bytes_of(tensor) for name, tensor in states[step].items())
+        for name in first:
+            for step, tensor in log.tensor_states(name, log.steps):
+                assert bytes_of(tensor) == bytes_of(states[step][name])
+        assert log.verify() == []
+        state_bytes = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in first.values())
+        headers = 4000 + 200 * len(first)
+        assert all(info.bytes <= 1.01 * state_bytes + headers for info in log.info() if info.step in (0, 2, 3))

@@ -1,0 +1,110 @@
+"""DeltaLogCallback: a log of any trainer's run in one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from sparse_opt import DeltaLog, MaskSet, atomic_files
+from sparse_opt.errors import ConfigError, DeltaLogError
+from sparse_opt.integrations import DeltaLogCallback
+
+
+def assert_log_holds(log: DeltaLog, kept: dict) -> None:
+    assert log.verify() == []
+    for step, weights in kept.items():
+        state = log.load(step)
+        for name, tensor in weights.items():
+            assert torch.equal(state[name].view(torch.int32), tensor.cpu().view(torch.int32)), (step, name)
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
+def test_a_run_is_logged_by_one_line(lab, watch, weights, tmp_path, kind):
+    trainer, watched = lab(kind, max_steps=5), watch(5)
+    start = weights(trainer.model)
+    trainer.add_callback(watched)
+    trainer.add_callback(DeltaLogCallback(tmp_path / "log", "every:2,last"))
+    trainer.train()
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 2, 4, 5)
+    assert log.metadata == {"model": str(lab.folder)}
+    assert_log_holds(log, {0: start} | {step: watched.weights[step] for step in (2, 4, 5)})
+    log.append(9, trainer.model).wait()  # nobody holds it any more
+
+
+def test_options_are_those_of_the_log(lab, tmp_path):
+    trainer = lab("Trainer", max_steps=3)
+    mask = MaskSet.random(trainer.model, density=1.0)
+    options = {"level": "fast", "against": "base", "keyframe_every": 3, "mask": mask, "metadata": {"seed": "3"}}
+    trainer.add_callback(DeltaLogCallback(tmp_path / "log", **options))
+    trainer.train()
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 1, 2, 3)
+    assert (log.settings.level, log.settings.against, log.settings.keyframe_every) == ("fast", "base", 3)
+    assert log.mask_digest == mask.digest
+    assert log.metadata["seed"] == "3"
+    with pytest.raises(ConfigError, match="step schedule 'often'"):
+        DeltaLogCallback(tmp_path / "log", "often")
+
+
+def test_a_resumed_run_appends(lab, watch, tmp_path):
+    whole, watched = lab("Trainer", max_steps=6, save_strategy="steps", save_steps=1), watch(6)
+    whole.add_callback(watched)
+    whole.add_callback(DeltaLogCallback(tmp_path / "log"))
+    whole.train()
+    # As if the run had ended after step 4, and gone back to the checkpoint of step 2.
+    for step in (5, 6):
+        next((tmp_path / "log").glob(f"step_{step:08d}.*")).unlink()
+    resumed = lab("Trainer", max_steps=6)
+    resumed.add_callback(DeltaLogCallback(tmp_path / "log"))
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == tuple(range(7))
+    assert_log_holds(log, watched.weights)
+
+    other = lab("Trainer", max_steps=6, max_grad_norm=1e-3)
+    other.add_callback(DeltaLogCallback(tmp_path / "log"))
+    with pytest.raises(DeltaLogError, match="log: step 3 is not the weights that the resumed run has there"):
+        other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    other.pop_callback(DeltaLogCallback).close()
+    anew = lab("Trainer", max_steps=6)
+    anew.add_callback(DeltaLogCallback(tmp_path / "log"))
+    with pytest.raises(DeltaLogError, match="log: holds a delta log already"):
+        anew.train()
+    late = lab("Trainer", max_steps=6)
+    late.add_callback(DeltaLogCallback(tmp_path / "late"))
+    with pytest.raises(DeltaLogError, match="late: holds no delta log, and the run goes on after step 2"):
+        late.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    assert not (tmp_path / "late").exists()
+
+
+class FullDisk(TrainerCallback):
+    """From the end of a step on, nothing can be written."""
+
+    def __init__(self, monkeypatch, step: int) -> None:
+        self.monkeypatch, self.step = monkeypatch, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.monkeypatch.setattr(atomic_files, "save_file", self.refuse)
+
+    def refuse(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_full_disk(lab, watch, tmp_path, monkeypatch, on_error):
+    trainer, watched = lab("Trainer", max_steps=6), watch(6)
+    trainer.add_callback(watched)
+    trainer.add_callback(FullDisk(monkeypatch, 3))
+    trainer.add_callback(DeltaLogCallback(tmp_path / "log", on_error=on_error))
+    message = "step 3: cannot be written: No space left on device"
+    with (
+        pytest.raises(DeltaLogError, match=message) if on_error == "raise" else pytest.warns(UserWarning, match=message)
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 6 or on_error == "raise"
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 1, 2)
+    assert_log_holds(log, {step: watched.weights[step] for step in (1, 2)})

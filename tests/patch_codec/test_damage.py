@@ -1,0 +1,177 @@
+"""What the reference refuses the native decoder refuses, what it reads the native one reads to the same words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from patch_words import any_words, bits, changed_words, name_of
+from torch import Tensor
+
+from sparse_opt.patch_codec import LEVELS, Patch, PatchError, apply_, encode, torch_reference
+from sparse_opt.patch_codec.words import RAW_BIT, TILE, first_tiles, word_kind
+
+UNIT = {"fast": 4, "packed": 4, "tight": 2}
+
+
+def as_op_arguments(patch: Patch, device: torch.device, offsets: Tensor | None = None) -> list[object]:
+    """What patch_apply_ takes behind the tensors."""
+    kind, tables = word_kind(patch.dtype), patch.tables
+    arrays = [None] * 4 if tables is None else [tables.row_of, tables.rows, tables.class_table, tables.values]
+    return [
+        None if patch.heads is None else patch.heads.to(device),
+        patch.sizes.to(device),
+        (patch.offsets() if offsets is None else offsets).to(device),
+        patch.records.to(device),
+        LEVELS.index(patch.level),
+        kind.is_float,
+        kind.class_shift,
+        patch.width,
+        *(None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays),
+    ]
+
+
+def records_of(patch: Patch) -> list[np.ndarray]:
+    offsets = patch.offsets().tolist()
+    return [patch.records.numpy()[a:b] for a, b in pairwise(offsets)]
+
+
+def with_record(patch: Patch, tile: int, record: np.ndarray, raw: bool, head: int | None) -> Patch:
+    """`patch` whose tile `tile` has another record and head, and the size that fits them."""
+    records = records_of(patch)
+    records[tile] = record
+    sizes = patch.sizes.numpy().copy()
+    sizes[tile] = len(record) // UNIT[patch.level] | (RAW_BIT if raw else 0)
+    heads = None if patch.heads is None else patch.heads.numpy().copy()
+    if heads is not None:
+        heads[tile] = head
+    return replace(
+        patch,
+        records=torch.from_numpy(np.concatenate(records)),
+        sizes=torch.from_numpy(sizes),
+        heads=None if heads is None else torch.from_numpy(heads),
+    )
+
+
+def damaged(source: np.random.Generator, patch: Patch) -> tuple[Patch, int]:
+    """The patch with one tile damaged, mostly by little, and the tile."""
+    tile = int(source.integers(len(patch.sizes)))
+    record = records_of(patch)[tile].copy()
+    unit = UNIT[patch.level]
+    raw = patch.level == "tight" and bool(int(patch.sizes[tile]) & RAW_BIT)
+    head = None if patch.heads is None else int(patch.heads[tile])
+    way = source.integers(6)
+    if way == 0:
+        record = record[: source.integers(len(record) // unit + 1) * unit]
+    elif way == 1:
+        record = np.concatenate([record, source.integers(0, 2, source.integers(1, 4) * unit).astype(np.uint8)])
+    elif way == 2 and head is not None:
+        head = head ^ 1 << int(source.integers(16)) if source.integers(2) else int(source.integers(2**16))
+    elif way == 2 and patch.level == "tight":
+        raw = not raw
+    elif len(record):
+        for at in source.integers(len(record), size=source.integers(1, 3)):
+            record[at] = source.integers(256) if way == 3 else record[at] ^ 1 << source.integers(8)
+    return with_record(patch, tile, record, raw, head), tile
+
+
+def words_of_tiles(tensors: list[Tensor], patch: Patch) -> list[Tensor]:
+    tile = TILE[patch.level]
+    return [part for tensor in tensors if tensor.numel() for part in bits(tensor).split(tile)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2, torch.int64], ids=name_of)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_verdict_of_the_reference(place, level, dtype):
+    source = np.random.default_rng(14)
+    numels = [150, 0, 40] if level == "tight" else [2 * 8192 + 300, 0, 700]
+    refused = 0
+    for density, step in [(0.02, 2), (0.05, None), (0.4, 1), (1.0, None)]:
+        old = [any_words(source, numel, dtype) for numel in numels]
+        new = [changed_words(source, tensor, density, step) for tensor in old]
+        sound = encode(old, new, level, backend="reference")
+        for _ in range(60):
+            patch, tile = damaged(source, sound)
+            wanted, found = [bits(t).clone() for t in old], [bits(t).clone().to(place) for t in old]
+            reference = int(torch_reference.patch_apply_(wanted, *as_op_arguments(patch, torch.device("cpu"))))
+            native = int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place)))
+            assert native == reference
+            is_bad = native < len(patch.sizes)
+            refused += is_bad
+            # The reference stops at a damaged tile, the native decoder reads all others.
+            expected = words_of_tiles(new if is_bad else wanted, patch)
+            for i, (mine, theirs) in enumerate(zip(words_of_tiles(found, patch), expected, strict=True)):
+                assert torch.equal(mine, theirs) or (is_bad and i == tile)
+    assert 40 < refused < 220, "some of both"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_lowest_damaged_tile_is_named(place, level):
+    source = np.random.default_rng(15)
+    numels = [500, 300, 200] if level == "tight" else [3 * 8192, 100, 2 * 8192]
+    old = [any_words(source, numel, torch.bfloat16).to(place) for numel in numels]
+    new = [changed_words(source, tensor.cpu(), 0.05, 2).to(place) for tensor in old]
+    sound = encode(old, new, level, backend="native")
+    patch = replace(sound, records=sound.records.cpu(), sizes=sound.sizes.cpu())
+    patch = replace(patch, heads=None if sound.heads is None else sound.heads.cpu())
+    last = len(patch.sizes) - 1
+    for tile in (last, 1):  # the first one stays damaged
+        head = None if patch.heads is None else int(patch.heads[tile])
+        patch = with_record(patch, tile, np.full(4, 255, np.uint8), False, head)
+        tensor = int(np.searchsorted(first_tiles(numels, level), tile, side="right")) - 1
+        with pytest.raises(PatchError, match=f"of tensor {tensor} is damaged"):
+            apply_([t.clone() for t in old], patch, backend="native")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_offsets_that_fit_nothing(place, level):
+    source = np.random.default_rng(16)
+    numels = [500, 300] if level == "tight" else [8192, 300]
+    old = [any_words(source, numel, torch.bfloat16) for numel in numels]
+    new = [changed_words(source, tensor, 0.05, 2) for tensor in old]
+    patch = encode(old, new, level, backend="reference")
+    offsets = patch.offsets()
+    shifted = offsets + len(patch.records)
+    for bad in (-offsets - 4, shifted, offsets.flip(0), offsets + 1, offsets + 2**62, offsets.clamp(max=4)):
+        found = [bits(t).clone().to(place) for t in old]
+        # Tile 0 is the first whose record is not where it should be; with its end alone displaced, too.
+        assert int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place, bad))) == 0
+
+
+def test_tables_that_fit_nothing():
+    """What a file holds is checked before; what comes straight to the op is damage, or an error when encoding."""
+    source = np.random.default_rng(17)
+    old = any_words(source, 3000, torch.bfloat16)
+    new = changed_words(source, old, 0.05, 2)
+    patch = encode([old], [new], "tight", backend="native")
+    tables = patch.tables
+    assert tables is not None
+    values = tables.values.copy()
+    values[0, 0] += 1
+    native = torch.ops.sparse_opt_native
+    for bad in (
+        replace(tables, row_of=tables.row_of + np.uint16(len(tables.rows))),
+        replace(tables, class_table=np.full_like(tables.class_table, len(tables.values))),
+        replace(tables, values=values),
+        replace(tables, rows=np.zeros_like(tables.rows)),
+    ):
+        arguments = as_op_arguments(replace(patch, tables=bad), torch.device("cpu"))
+        assert int(native.patch_apply_([bits(old).clone()], *arguments)) == 0
+        with pytest.raises(ValueError, match="row_of|class_table|values|rows"):
+            native.patch_encode([bits(old)], [bits(new)], *arguments[4:])
+
+
+def test_arguments_that_do_not_fit():
+    native = torch.ops.sparse_opt_native
+    old, none = [torch.zeros(10, dtype=torch.int16)], (None,) * 4
+    with pytest.raises(ValueError, match=r"level is 3"):
+        native.patch_encode(old, old, 3, True, 7, 0, *none)
+    with pytest.raises(ValueError, match=r"width is 16"):
+        native.patch_encode(old, old, 1, True, 7, 16, *none)
+    with pytest.raises(ValueError, match=r"level 2 wants row_of"):
+        native.patch_encode(old, old, 2, True, 7, 0, *none)
+    with pytest.raises(ValueError, match=r"old\[0\] has 10 elements, new\[0\] has 9"):
+        native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none)
