@@ -1,6 +1,6 @@
 // The patch codec's ops, written once for all devices: check, collect pointers, run. `Device` supplies
 //   Guard(at::Device), alive during the work, and
-//   static encode(PatchCall&), sample(PatchCall&) and apply(PatchCall&).
+//   static encode(PatchCall&), count_changes(PatchCall&), sample(PatchCall&, PatchSample) and apply(PatchCall&).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -96,13 +96,27 @@ using Encoded = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 template <typename Device>
 Encoded patch_encode(at::TensorList old_list, at::TensorList new_list, int64_t level, bool is_float,
                      int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
-                     const OptionalTensor& class_table, const OptionalTensor& values) {
+                     const OptionalTensor& class_table, const OptionalTensor& values, bool advance) {
   PatchCall call("old", old_list, level, is_float, class_shift);
+  SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not for level 2");
+  call.args.advance = advance;
   call.set_new(old_list, new_list);
   call.set_width(width);
   call.set_tables(row_of, rows, class_table, values);
   const typename Device::Guard guard(call.device);
   return Device::encode(call);
+}
+
+// int64 [count] on the CPU, the changed words of each tensor.
+template <typename Device>
+at::Tensor count_changes(at::TensorList old_list, at::TensorList new_list) {
+  PatchCall call("old", old_list, 0, false, 0);
+  call.set_new(old_list, new_list);
+  const typename Device::Guard guard(call.device);
+  const at::Tensor changes = at::zeros({call.args.count}, call.options(at::kLong));
+  call.args.changes = changes.mutable_data_ptr<int64_t>();
+  Device::count_changes(call);
+  return changes.cpu();
 }
 
 template <typename Device>
@@ -158,6 +172,7 @@ at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const
 template <typename Device, typename Library>
 void implement_patch_ops(Library& m) {
   m.impl("patch_encode", &patch_encode<Device>);
+  m.impl("count_changes", &count_changes<Device>);
   m.impl("patch_sample", &patch_sample<Device>);
   m.impl("patch_apply_", &patch_apply_<Device>);
 }

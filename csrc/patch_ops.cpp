@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels/cpu/patch_codec.h"
 #include "patch_native.h"
@@ -12,9 +13,10 @@ TORCH_LIBRARY_FRAGMENT(sparse_opt_native, m) {
       "patch_sample(Tensor[] old, Tensor[] new, bool is_float, int class_shift) -> "
       "(Tensor seen, Tensor changed, Tensor symbols)");
   m.def(
-      "patch_encode(Tensor[] old, Tensor[] new, int level, bool is_float, int class_shift, int width, Tensor? row_of, "
-      "Tensor? rows, Tensor? class_table, Tensor? values) -> "
+      "patch_encode(Tensor(a!)[] old, Tensor[] new, int level, bool is_float, int class_shift, int width, "
+      "Tensor? row_of, Tensor? rows, Tensor? class_table, Tensor? values, bool advance) -> "
       "(Tensor heads, Tensor sizes, Tensor records, Tensor counts)");
+  m.def("count_changes(Tensor[] old, Tensor[] new) -> Tensor");
   m.def(
       "patch_apply_(Tensor(a!)[] dense, Tensor? heads, Tensor sizes, Tensor offsets, Tensor records, int level, "
       "bool is_float, int class_shift, int width, Tensor? row_of, Tensor? rows, Tensor? class_table, Tensor? values) "
@@ -35,6 +37,8 @@ struct Cpu {
   };
 
   static void sample(PatchCall& call, const PatchSample& sample) { cpu::patch_sample(call.args, sample, parallel_for); }
+
+  static void count_changes(PatchCall& call) { cpu::count_changes(call.args, parallel_for); }
 
   static void apply(PatchCall& call) { cpu::patch_apply(call.args, parallel_for); }
 
@@ -58,6 +62,11 @@ struct Cpu {
     parallel_for(static_cast<int64_t>(pieces.size()), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) std::copy(pieces[i].begin(), pieces[i].end(), out + begins[i]);
     });
+    if (args.advance) {
+      for (int64_t i = 0; i < args.count; ++i) {
+        std::memcpy(args.old_tensors[i], args.new_tensors[i], args.numels[i] * args.element_size);
+      }
+    }
     return {heads, sizes, records, counts};
   }
 };

@@ -18,6 +18,8 @@ struct CudaPatches {
 
   static void sample(PatchCall& call, const PatchSample& sample) { cuda::patch_sample(call.args, sample, stream()); }
 
+  static void count_changes(PatchCall& call) { cuda::count_changes(call.args, stream()); }
+
   static Encoded encode(PatchCall& call) {
     PatchArguments& args = call.args;
     const bool tight = args.level == PatchLevel::kTight;

@@ -145,7 +145,8 @@ struct PatchArguments {
   PatchLevel level = PatchLevel::kFast;
   bool is_float = false;
   int class_shift = 0;
-  int width = 0;  // b of `packed`
+  int width = 0;         // b of `packed`
+  bool advance = false;  // encode gives the old tensors the new bits; not at `tight`
 
   // Of `tight`.
   const uint16_t* row_of = nullptr;      // [count]

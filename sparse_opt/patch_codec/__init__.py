@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..backends import why_unavailable
 from ..errors import BackendUnavailable, DeltaLogError
+from ..tensor_state import as_bits
 from . import torch_reference
 from .reference import fast_bytes
 from .tables import Sample, Tables, best_width, make_tables
@@ -144,7 +145,14 @@ PARTS = {
 }
 
 
-def encode(old: Sequence[Tensor], new: Sequence[Tensor], level: str, *, backend: Backend | None = None) -> Patch:
+def encode(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    level: str,
+    *,
+    advance: bool = False,
+    backend: Backend | None = None,
+) -> Patch:
     """The patch that leads from the bits of `old` to those of `new`.
 
     Runs on the tensors' device; the host waits once for the length of the records, and at `packed` and `tight` once
@@ -154,6 +162,8 @@ def encode(old: Sequence[Tensor], new: Sequence[Tensor], level: str, *, backend:
         old, new: contiguous tensors of one device and one dtype of 1, 2, 4 or 8 bytes; new[i] has the elements of
             old[i]. At least one.
         level: `fast`, `packed` or `tight`.
+        advance: give `old` the bits of `new` as well, which then costs little more than the stores. Where an error is
+            raised, what `old` holds is void.
         backend: `native` (C++ and CUDA) or `reference` (numpy); None takes the native one where it can run, and warns
             once where not.
 
@@ -170,16 +180,36 @@ def encode(old: Sequence[Tensor], new: Sequence[Tensor], level: str, *, backend:
     run = _implementation(new[0].device, backend)
     width, tables = 0, None
     if level != "fast":
-        seen, changed, symbols = run.patch_sample(old, new, kind.is_float, kind.class_shift)
+        # `packed` wants to know of symbols alone.
+        class_shift = kind.class_shift if level == "tight" else kind.bits
+        seen, changed, symbols = run.patch_sample(old, new, kind.is_float, class_shift)
         sample = Sample(seen.numpy(), changed.numpy(), symbols.numpy())
         if level == "packed":
             width = best_width(sample.symbols, kind.bits)
         else:
             tables = make_tables(sample, numels, kind)
+    # A lane of `tight` reads the old words again after it has coded them.
+    at_once = advance and level != "tight"
     heads, sizes, records, counts = run.patch_encode(
-        old, new, _LEVEL_NUMBER[level], kind.is_float, kind.class_shift, width, *_on_device(tables, new[0].device)
+        old,
+        new,
+        _LEVEL_NUMBER[level],
+        kind.is_float,
+        kind.class_shift,
+        width,
+        *_on_device(tables, new[0].device),
+        at_once,
     )
+    if advance and not at_once:
+        moved = [i for i, count in enumerate(counts.tolist()) if count]
+        torch._foreach_copy_([as_bits(old[i]) for i in moved], [as_bits(new[i]) for i in moved])
     return Patch(level, dtype, numels, counts, None if level == "tight" else heads, sizes, records, width, tables)
+
+
+def count_changes(old: Sequence[Tensor], new: Sequence[Tensor], *, backend: Backend | None = None) -> Tensor:
+    """int64 [tensors] on the CPU, the elements of each tensor whose bits differ. Arguments as of `encode`."""
+    _check_tensors(old, new)
+    return _implementation(new[0].device, backend).count_changes(list(old), list(new))
 
 
 def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = None, check: bool = True) -> None:

@@ -23,6 +23,11 @@ def patch_sample(
     return torch.from_numpy(found.seen), torch.from_numpy(found.changed), torch.from_numpy(found.symbols)
 
 
+def count_changes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+    """int64 [tensors] on the CPU, the changed words of each tensor."""
+    return torch.tensor([int((a != b).sum()) for a, b in zip(_words(old), _words(new), strict=True)])
+
+
 def patch_encode(
     old: Sequence[Tensor],
     new: Sequence[Tensor],
@@ -34,13 +39,17 @@ def patch_encode(
     rows: Tensor | None,
     class_table: Tensor | None,
     values: Tensor | None,
+    advance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """heads uint16 [tiles], none at `tight`; sizes uint16 or uint32 [tiles]; records uint8; counts int64 on the CPU."""
     kind = WordKind(new[0].element_size(), is_float, class_shift)
     a, b = _words(old), _words(new)
     tables = _tables(row_of, rows, class_table, values)
     heads, sizes, records = reference.encode_tiles(a, b, LEVELS[level], kind, width, tables)
-    counts = torch.tensor([int((x != y).sum()) for x, y in zip(a, b, strict=True)], dtype=torch.int64)
+    counts = count_changes(old, new)
+    if advance:
+        for target, source in zip(old, new, strict=True):
+            as_bits(target).copy_(as_bits(source))
     device = new[0].device
     return (
         torch.from_numpy(heads).to(device),

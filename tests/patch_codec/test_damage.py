@@ -161,17 +161,19 @@ def test_tables_that_fit_nothing():
         arguments = as_op_arguments(replace(patch, tables=bad), torch.device("cpu"))
         assert int(native.patch_apply_([bits(old).clone()], *arguments)) == 0
         with pytest.raises(ValueError, match="row_of|class_table|values|rows"):
-            native.patch_encode([bits(old)], [bits(new)], *arguments[4:])
+            native.patch_encode([bits(old)], [bits(new)], *arguments[4:], False)
 
 
 def test_arguments_that_do_not_fit():
     native = torch.ops.sparse_opt_native
     old, none = [torch.zeros(10, dtype=torch.int16)], (None,) * 4
     with pytest.raises(ValueError, match=r"level is 3"):
-        native.patch_encode(old, old, 3, True, 7, 0, *none)
+        native.patch_encode(old, old, 3, True, 7, 0, *none, False)
     with pytest.raises(ValueError, match=r"width is 16"):
-        native.patch_encode(old, old, 1, True, 7, 16, *none)
+        native.patch_encode(old, old, 1, True, 7, 16, *none, False)
     with pytest.raises(ValueError, match=r"level 2 wants row_of"):
-        native.patch_encode(old, old, 2, True, 7, 0, *none)
+        native.patch_encode(old, old, 2, True, 7, 0, *none, False)
+    with pytest.raises(ValueError, match="advance is not for level 2"):
+        native.patch_encode(old, old, 2, True, 7, 0, *none, True)
     with pytest.raises(ValueError, match=r"old\[0\] has 10 elements, new\[0\] has 9"):
-        native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none)
+        native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none, False)

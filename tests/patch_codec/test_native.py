@@ -10,7 +10,7 @@ import torch
 from patch_words import DTYPES, any_words, bits, changed_words, name_of
 from torch import Tensor
 
-from sparse_opt.patch_codec import LEVELS, Patch, apply_, encode, torch_reference
+from sparse_opt.patch_codec import LEVELS, Patch, apply_, count_changes, encode, torch_reference
 from sparse_opt.patch_codec.words import LANE_ROWS, TILE, word_kind
 
 # Densities with the most that a word moves by: None is to any bits.
@@ -132,7 +132,9 @@ def test_samples_of_the_reference(place, dtype):
     wanted = torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.class_shift)
     here = [[bits(t).to(place) for t in tensors] for tensors in (old, new)]
     found = torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.class_shift)
-    for mine, reference in zip(found, wanted, strict=True):
+    one_class = [torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.bits)]
+    one_class.append(torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.bits))
+    for mine, reference in [*zip(found, wanted, strict=True), *zip(*one_class, strict=True)]:
         assert mine.device.type == "cpu"
         assert torch.equal(mine, reference)
 
@@ -173,3 +175,28 @@ def test_a_patch_of_one_tensor_of_many(place, level):
         dense = tensor.clone()
         apply_([dense], read.of_tensor(i), backend="native")
         assert torch.equal(bits(dense), bits(new[i]))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_encoding_that_leads_the_old_tensors_on(place, level, backend):
+    source = np.random.default_rng(11)
+    # A few changes, and more than a GPU keeps of a tile.
+    for density in (0.01, 0.6):
+        old = [any_words(source, numel, torch.float32).to(place) for numel in (700, 0, 8192, 1)]
+        new = [changed_words(source, tensor.cpu(), density, None).to(place) for tensor in old]
+        ahead = [tensor.clone() for tensor in old]
+        patch = encode(ahead, new, level, advance=True, backend=backend)
+        assert_same_bytes(patch, encode(old, new, level, backend=backend))
+        for found, wanted in zip(ahead, new, strict=True):
+            assert torch.equal(bits(found), bits(wanted))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8], ids=name_of)
+def test_counts_of_changes(place, dtype, backend):
+    source = np.random.default_rng(12)
+    old = [any_words(source, numel, dtype) for numel in (20_000, 0, 1, 8192)]
+    new = [changed_words(source, tensor, 0.3, None) for tensor in old]
+    found = count_changes([t.to(place) for t in old], [t.to(place) for t in new], backend=backend)
+    assert found.tolist() == [int((bits(a) != bits(b)).sum()) for a, b in zip(old, new, strict=True)]

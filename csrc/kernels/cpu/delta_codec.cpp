@@ -4,7 +4,7 @@
 
 #include "blocks.h"
 #include "kernels.h"
-#include "multiversion.h"
+#include "patch_tiles.h"
 
 namespace sparse_opt::cpu {
 namespace {
@@ -19,43 +19,6 @@ DeltaBlock delta_block(const DeltaArguments& args, int64_t block) {
   const int64_t tensor = after - args.first_block - 1;
   const int64_t begin = (block - args.first_block[tensor]) * kDeltaBlock;
   return {tensor, begin, std::min(kDeltaBlock, args.numels[tensor] - begin)};
-}
-
-// One byte for each element of a run of 512, then one bit: both loops vectorise, a loop over bits would not. Inlined, or
-// the clones of its caller would all call the baseline's.
-template <typename Word>
-[[gnu::always_inline]] inline int32_t mark_words(const void* old_data, const void* new_data, int64_t n, uint8_t* changed) {
-  constexpr int64_t kRun = 512;
-  const Word* __restrict a = static_cast<const Word*>(old_data);
-  const Word* __restrict b = static_cast<const Word*>(new_data);
-  int32_t count = 0;
-  for (int64_t begin = 0; begin < kDeltaBlock; begin += kRun) {
-    alignas(64) uint8_t differs[kRun] = {};
-    const int64_t size = std::min(kRun, n - begin);
-    for (int64_t k = 0; k < size; ++k) differs[k] = a[begin + k] != b[begin + k] ? 1 : 0;
-    for (int64_t k = 0; k < kRun / 8; ++k) {
-      uint64_t bytes;
-      std::memcpy(&bytes, differs + 8 * k, 8);
-      // Byte j is 0 or 1; the product's top byte collects it at bit j.
-      changed[begin / 8 + k] = static_cast<uint8_t>(bytes * 0x0102040810204080u >> 56);
-    }
-    for (int64_t k = 0; k < kRun; ++k) count += differs[k];
-  }
-  return count;
-}
-
-SPARSE_OPT_MULTIVERSION
-int32_t mark(int element_size, const void* old_data, const void* new_data, int64_t n, uint8_t* changed) {
-  switch (element_size) {
-    case 1:
-      return mark_words<uint8_t>(old_data, new_data, n, changed);
-    case 2:
-      return mark_words<uint16_t>(old_data, new_data, n, changed);
-    case 4:
-      return mark_words<uint32_t>(old_data, new_data, n, changed);
-    default:
-      return mark_words<uint64_t>(old_data, new_data, n, changed);
-  }
 }
 
 template <typename Word, typename Index>
@@ -99,7 +62,8 @@ void delta_mark(const DeltaArguments& args, ParallelFor parallel_for) {
       const void* old_data = at(args.old_tensors[where.tensor], where.begin, args.element_size);
       const void* new_data = at(args.new_tensors[where.tensor], where.begin, args.element_size);
       uint8_t* changed = args.changed + block * kDeltaBlockBytes;
-      args.block_counts[block] = mark(args.element_size, old_data, new_data, where.size, changed);
+      args.block_counts[block] =
+          mark_changes(args.element_size, old_data, new_data, where.size, reinterpret_cast<uint64_t*>(changed));
     }
   });
 }

@@ -12,6 +12,9 @@ namespace sparse_opt::cpu {
 // What is wrong with the tables of a call at `tight` that is to encode, or null; null at other levels.
 const char* patch_tables_fault(const PatchArguments& args);
 
+// Adds to changes. The level is not `tight`.
+void count_changes(const PatchArguments& args, ParallelFor parallel_for);
+
 // Fills heads and sizes, and adds to changes. The records are those of the result's pieces, one behind the other.
 std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for);
 

@@ -9,6 +9,7 @@
 namespace sparse_opt::cuda {
 
 void patch_sample(const PatchArguments& args, const PatchSample& sample, cudaStream_t stream);
+void count_changes(const PatchArguments& args, cudaStream_t stream);  // adds to args.changes
 
 // find fills sizes, lengths, changes, overflowed, overflows and, but for `tight`, heads; and the slots of records that
 // fit. With offsets, the running sums of lengths: place moves those to records, as far as record_bytes goes, and again

@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   const BlockRange range = block_range(table, kSampleBlock * kSampleStride);
   const auto* old_words = static_cast<const Word*>(table.companions[range.segment]);
   const auto* new_words = static_cast<const Word*>(table.dense[range.segment]);
+  const bool one_class = args.class_shift >= kWordBits<Word>;
   const bool all = table.ends[range.segment] <= kSampledNumel;
   const int64_t end = all ? range.end : min(range.end, range.begin + kSampleBlock);
   const int symbols = patch_symbols(sizeof(Word)), lane = threadIdx.x % 32;
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_word = k < end;
     const Word a = has_word ? old_words[k] : Word{0}, b = has_word ? new_words[k] : Word{0};
     const int of = has_word ? class_of(a, args.class_shift) : -1;
-    const uint32_t same = __match_any_sync(0xffffffffu, of);
+    const uint32_t same = one_class ? __ballot_sync(0xffffffffu, has_word) : __match_any_sync(0xffffffffu, of);
     const uint32_t changed = __ballot_sync(0xffffffffu, a != b);
     if (has_word && __ffs(static_cast<int>(same)) - 1 == lane) {
       atomicAdd(counts.seen + of, __popc(same));

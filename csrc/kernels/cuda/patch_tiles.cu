@@ -217,10 +217,20 @@ __device__ __forceinline__ TileChanges<Word> compare_tile(ChangedBits& changed, 
   return tile;
 }
 
+// Once the whole block has read what was there.
+template <typename Word>
+__device__ __forceinline__ void advance_tile(const TileChanges<Word>& tile) {
+  __syncthreads();
+  for (uint32_t bits = tile.bits; bits != 0; bits &= bits - 1) {
+    const int k = static_cast<int>(threadIdx.x) * 32 + __ffs(static_cast<int>(bits)) - 1;
+    const_cast<Word*>(tile.old_words)[k] = tile.new_words[k];
+  }
+}
+
 // A block for each tile.
 template <typename Word, typename Tile, int Capacity>
-__global__ void __launch_bounds__(kThreads) patch_find_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                              const __grid_constant__ PatchArguments args) {
+__global__ void __launch_bounds__(kThreads, 6) patch_find_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                 const __grid_constant__ PatchArguments args) {
   __shared__ ChangedBits changed;
   __shared__ Tile coder;
   __shared__ __align__(16) uint32_t staged[std::is_same_v<Tile, PackedTile> ? kPatchTile * sizeof(Word) / 8 / 4 : 1];
@@ -241,6 +251,7 @@ __global__ void __launch_bounds__(kThreads) patch_find_kernel(const __grid_const
       __syncthreads();
       for (int i = threadIdx.x; i < units; i += kThreads) __stcs(reinterpret_cast<uint32_t*>(slot) + i, staged[i]);
     }
+    if (args.advance && units * kRecordUnit <= args.slot_bytes) advance_tile(tile);
   }
   if (threadIdx.x == 0) {
     args.heads[number] = static_cast<uint16_t>(head);
@@ -282,6 +293,22 @@ __global__ void __launch_bounds__(kThreads) patch_again_kernel(const __grid_cons
       static_cast<const Word*>(table.dense[range.segment]) + range.begin, static_cast<int>(range.end - range.begin));
   int units;
   coder.encode(tile, args, units, [&](int) { return args.records + args.offsets[number]; });
+  if (args.advance) advance_tile(tile);
+}
+
+// A block for each tile.
+template <typename Word, int Capacity>
+__global__ void __launch_bounds__(kThreads) count_changes_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                 const __grid_constant__ PatchArguments args) {
+  __shared__ ChangedBits changed;
+  const BlockRange range = block_range(table, kPatchTile);
+  changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin,
+                  static_cast<const Word*>(table.dense[range.segment]) + range.begin,
+                  static_cast<int>(range.end - range.begin));
+  const int total = block_sum(__popc(changed.words[threadIdx.x]));
+  if (threadIdx.x == 0 && total != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(args.changes + range.number), total);
+  }
 }
 
 // Decoders. A warp for each tile; whatever a record holds, they read within it and write within the tile.
@@ -532,6 +559,14 @@ void patch_find(const PatchArguments& args, cudaStream_t stream) {
       } else {
         patch_find_kernel<Word, PackedTile><<<blocks, kThreads, 0, stream>>>(table, args);
       }
+    });
+  });
+}
+
+void count_changes(const PatchArguments& args, cudaStream_t stream) {
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+      count_changes_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
     });
   });
 }
