@@ -12,14 +12,13 @@ from torch import Tensor
 
 from .delta_chain import LogFiles
 from .delta_files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepFile, StepHeader, step_file, write_step
-from .delta_patches import LogMask, StatePatch, by_dtype, count_changes, encode
+from .delta_patches import LogMask, StatePatch, by_dtype, copy_, count_changes, encode
 from .delta_state import StateLayout
 from .delta_writer import HostCopy, StepJob
 from .errors import DeltaLogError, MaskError
 from .masks import MaskSet
 from .patch_codec import Backend
 from .state_digest import StateDigest
-from .tensor_state import as_bits
 
 
 @dataclass
@@ -60,19 +59,24 @@ class StepCoder:
         # The model may have moved since.
         old = self.shadow = {name: tensor.to(new[name].device) for name, tensor in self.shadow.items()}
         fresh = fresh or self.fresh
+        follows = settings.against == "previous"
+        # Until the step is handed over, the shadow is of none.
+        self.fresh = True
         patch: StatePatch | None = None
         changed: int | None = None
         differ = list(range(len(names)))
         if not fresh and settings.keyframe_every is not None and self.since_keyframe + 1 >= settings.keyframe_every:
-            changed = count_changes(layout, old, new)
+            changed = sum(count_changes(layout, old, new, self.backend).values())
         elif not fresh:
-            patch = encode(layout, old, new, settings.level, self.mask, self.backend)
+            patch = encode(layout, old, new, settings.level, self.mask, self.backend, advance=follows)
             counts = patch.counts
             changed = sum(counts.values())
             if patch.nbytes > layout.nbytes:
                 patch = None
             else:
                 differ = [i for i, name in enumerate(names) if counts[name]]
+        if patch is None and follows:
+            copy_(old, new, names)
         header = StepHeader(
             file=step_file(self.base.file.path.parent, step, KEYFRAME if patch is None else PATCH),
             run_id=self.base.run_id,
@@ -101,11 +105,6 @@ class StepCoder:
             against_base=settings.against == "base",
             fresh=fresh,
         )
-        self.fresh = True
-        if settings.against == "previous":
-            moved = [names[i] for i in differ]
-            if moved:
-                torch._foreach_copy_([as_bits(old[n]) for n in moved], [as_bits(new[n]) for n in moved])
         return job
 
     def handed_over(self, job: StepJob) -> None:

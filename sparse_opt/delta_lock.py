@@ -22,6 +22,7 @@ class WriterLock:
     def __init__(self, directory: Path, descriptor: int, made: list[Path]) -> None:
         self.directory = directory
         self._descriptor: int | None = descriptor
+        self._process = os.getpid()
         self._made = made
 
     @classmethod
@@ -59,6 +60,10 @@ class WriterLock:
     def release(self) -> None:
         """Let go of the directory. Does nothing a second time."""
         if self._descriptor is not None:
+            # A process forked since, as data loaders are, has the lock too: closed here, it would hold it on. And it
+            # must not let go of it.
+            if os.getpid() == self._process:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 

@@ -82,6 +82,7 @@ class DeltaLog(DeltaReader):
         super().__init__(directory, backend)
         self._model, self._on_error = model_or_state, on_error
         self._writing: _Writing | None = None
+        self._seen: Callable[[], nn.Module | None] = _no_module  # the one that was appended last
 
     @classmethod
     def create(
@@ -199,9 +200,11 @@ class DeltaLog(DeltaReader):
             writing.last_step = writing.writer.last_step
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
             raise DeltaLogError(f"{self.directory}: step {step!r} cannot follow step {writing.last_step}: steps ascend")
-        found, tensors = read_state(state)
+        found, tensors = read_state(state, known=self._seen() is state)
         layout = self.layout
         layout.require_same(found, f"{self.directory}: step {step}")
+        if isinstance(state, nn.Module):
+            self._seen = weakref.ref(state)
         if fresh and self._on_error == "warn":
             # A keyframe would be copied from the device for nothing, at every step of a run that has a full disk.
             free = shutil.disk_usage(self.directory).free
@@ -321,6 +324,10 @@ def delta_log_dir_name(model_name: str) -> str:
     if not slug:
         raise DeltaLogError(f"model name {model_name!r} has no letter or digit to name a directory by")
     return f"delta_logs_{slug}"
+
+
+def _no_module() -> None:
+    return None
 
 
 def _end(writer: StepWriter, lock: WriterLock) -> None:

@@ -59,7 +59,7 @@ class LogMask:
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """[numel] of the tensor's dtype, a copy."""
-        return as_bits(tensor)[self._at(name, tensor.device)].view(tensor.dtype)
+        return as_bits(tensor).index_select(0, self._at(name, tensor.device)).view(tensor.dtype)
 
     def put_(self, name: str, tensor: Tensor, compact: Tensor) -> None:
         """Back into a contiguous tensor."""
@@ -68,8 +68,8 @@ class LogMask:
     def _at(self, name: str, device: torch.device) -> Tensor:
         key = (name, device)
         if key not in self._positions:
-            listed = self.mask.indices.get(name)
-            self._positions[key] = torch.empty(0, dtype=torch.int32) if listed is None else listed.to(device)
+            listed = self.mask.indices.get(name, torch.empty(0, dtype=torch.int32))
+            self._positions[key] = listed.to(device)
         return self._positions[key]
 
 
@@ -111,25 +111,45 @@ def encode(
     level: str,
     mask: LogMask | None,
     backend: Backend | None,
+    *,
+    advance: bool = False,
 ) -> StatePatch:
     """The patch from `old` to `new`, contiguous tensors of the layout, those of one dtype on one device.
 
     Over the mask's elements if there is a mask and nothing else has changed, which is counted over all elements.
+
+    Args:
+        advance: give `old` the bits of `new` as well. Where an error is raised, what `old` holds is void.
     """
     if mask is not None:
-        compact = _encode(layout, old, new, level, mask, backend)
-        if sum(compact.counts.values()) == count_changes(layout, old, new):
+        compact = _encode(layout, old, new, level, mask, backend, advance=False)
+        if compact.counts == count_changes(layout, old, new, backend):
+            if advance:
+                copy_(old, new, [name for name, count in compact.counts.items() if count])
             return compact
-    return _encode(layout, old, new, level, None, backend)
+    # `tight` advances by a copy as well, and by none at all where nothing has changed.
+    patch = _encode(layout, old, new, level, None, backend, advance=advance and level != "tight")
+    if advance and level == "tight":
+        copy_(old, new, [name for name, count in patch.counts.items() if count])
+    return patch
 
 
-def count_changes(layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
-    """Elements whose bits differ. One wait for each device; holds a bool for each element of a tensor."""
-    counts: dict[torch.device, list[Tensor]] = {}
-    for name in layout.names:
-        differ = as_bits(old[name]) != as_bits(new[name])
-        counts.setdefault(differ.device, []).append(differ.count_nonzero())
-    return sum(int(torch.stack(found).sum()) for found in counts.values())
+def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Give the named tensors of `old` the bits of those of `new`."""
+    if names:
+        torch._foreach_copy_([as_bits(old[name]) for name in names], [as_bits(new[name]) for name in names])
+
+
+def count_changes(
+    layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor], backend: Backend | None
+) -> dict[str, int]:
+    """Name -> elements whose bits differ, of tensors as `encode` takes them. Waits for each device once."""
+    counts = {}
+    for specs in by_dtype(layout).values():
+        pairs = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
+        found = patch_codec.count_changes(*pairs, backend=backend).tolist()
+        counts.update({spec.name: int(count) for spec, count in zip(specs, found, strict=True)})
+    return counts
 
 
 def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payload: Mapping[str, Tensor]) -> StatePatch:
@@ -192,13 +212,16 @@ def _encode(
     level: str,
     mask: LogMask | None,
     backend: Backend | None,
+    *,
+    advance: bool,
 ) -> StatePatch:
     groups = {}
     for dtype, specs in by_dtype(layout).items():
         pairs = [(spec.name, old[spec.name], new[spec.name]) for spec in specs]
         if mask is not None:
             pairs = [(name, mask.take(name, a), mask.take(name, b)) for name, a, b in pairs]
-        groups[dtype] = patch_codec.encode([a for _, a, _ in pairs], [b for _, _, b in pairs], level, backend=backend)
+        before, after = [a for _, a, _ in pairs], [b for _, _, b in pairs]
+        groups[dtype] = patch_codec.encode(before, after, level, advance=advance, backend=backend)
     return StatePatch(layout, groups, mask)
 
 

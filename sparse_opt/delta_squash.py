@@ -51,7 +51,7 @@ def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
     new = files.rebuild(files.chain(header.file.step))
     if header.file.kind == KEYFRAME:
         old = files.rebuild(chain_a)
-        changed = count_changes(layout, old, new)
+        changed = sum(count_changes(layout, old, new, files.backend).values())
         write_step(replace(header, previous_step=a, changed=changed), new)
         return
     old = dict(read_keyframe(base)) if parent is base else files.rebuild(chain_a)

@@ -122,17 +122,23 @@ class StateLayout:
         return cls(tensors, aliases, frozenset(content["buffers"]))
 
 
-def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
+def read_state(
+    model_or_state: nn.Module | Mapping[str, Tensor], *, known: bool = False
+) -> tuple[StateLayout, dict[str, Tensor]]:
     """The layout of a module's `state_dict()`, or of a state dict, and its tensors under their first names.
 
     The tensors share storage with the model and are not copied.
+
+    Args:
+        known: the module was read before: which of its tensors are buffers is left out, and how it is sharded is not
+            looked for again. Both walk over all of its parts.
 
     Raises:
         DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory; the model
             is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
     """
     module = model_or_state if isinstance(model_or_state, nn.Module) else None
-    if module is not None:
+    if module is not None and not known:
         _require_whole(module)
     # `module` tells the two apart, which a type checker does not follow.
     state: dict[str, Tensor] = dict(model_or_state.state_dict() if module is not None else model_or_state)  # type: ignore[union-attr,arg-type]
@@ -142,8 +148,9 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
     tensors = {name: tensor.detach() for name, tensor in state.items() if firsts[name] == name}
     specs = tuple(TensorSpec(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items())
     aliases = {name: first for name, first in firsts.items() if first != name}
-    parameters = set() if module is None else {n for n, _ in module.named_parameters(remove_duplicate=False)}
-    buffers = frozenset() if module is None else frozenset(tensors.keys() - parameters)
+    buffers: frozenset[str] = frozenset()
+    if module is not None and not known:
+        buffers = frozenset(tensors.keys() - {n for n, _ in module.named_parameters(remove_duplicate=False)})
     return StateLayout(specs, aliases, buffers), tensors
 
 

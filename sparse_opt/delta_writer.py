@@ -86,7 +86,7 @@ class HostCopy:
                     if tensor.device == device:
                         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                         self._copies[name] = copy.copy_(tensor, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event(blocking=True)  # the thread that waits for it does not spin
                 event.record(stream)
                 self._events.append(event)
 

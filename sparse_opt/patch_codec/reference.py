@@ -406,6 +406,9 @@ def _new_words(
     tables: Tables | None,
 ) -> Array:
     if level == "fast":
+        wanted = fast_bytes(int(heads[number]), len(part), kind.size)
+        if len(record) != wanted:
+            raise ValueError(f"its record has {len(record)} bytes, wanted {wanted}")
         return apply_fast_tile(part, int(heads[number]), record) if len(record) else part
     if level == "packed":
         return apply_packed_tile(part, int(heads[number]), record, kind, width)

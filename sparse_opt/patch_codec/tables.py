@@ -125,7 +125,7 @@ def make_tables(sample: Sample, numels: Sequence[int], kind: WordKind) -> Tables
 
 def best_width(symbols: Array, bits: int) -> int:
     """The b of `packed` that takes the fewest bits for these counts of symbols; 4, or fewer, where nothing changed."""
-    buckets = symbols.reshape(-1, 2).sum(1)
+    buckets = symbols.sum(0).reshape(-1, 2).sum(1)
     big = int(buckets[1:].sum())
     if big == 0:
         return min(4, bits - 1)

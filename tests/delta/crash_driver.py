@@ -32,8 +32,13 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
     return state
 
 
+def say(n: int, *words: object) -> None:
+    # In one call: the thread that writes may be killed while this one prints.
+    os.write(1, (" ".join(map(str, (n, *words))) + "\n").encode())
+
+
 def acknowledge(n: int, *steps: int) -> None:
-    print(n, "acknowledged", *steps, flush=True)
+    say(n, "acknowledged", *steps)
 
 
 def work(scenario: str, directory: Path, n: int) -> None:
@@ -93,7 +98,7 @@ def main(root: Path, scenario: str, mode: str) -> None:
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == NOT_MET:
-            print(n, "done", flush=True)
+            say(n, "done")
             return
         if status != (-9 if mode == "killed" else MET):
             sys.exit(f"{scenario}, fault {n}: exit status {status}")

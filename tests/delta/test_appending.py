@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,40 @@ def test_sharded_models_are_refused(tmp_path: Path, sharded: str) -> None:
         message = "the model is sharded by FullyShardedDataParallel: log a full state dict"
     with pytest.raises(DeltaLogError, match=message):
         DeltaLog.create(tmp_path / "log", model)
+
+
+def test_a_forked_process_neither_holds_nor_frees_the_directory(tmp_path: Path) -> None:
+    """As workers of a data loader are forked while a log is written."""
+    state = {"w": torch.zeros(4)}
+    log = DeltaLog.create(tmp_path / "log", state)
+    entered, leave = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            log._writing.end()  # type: ignore[union-attr]  # as when it is collected there
+            os.write(entered[1], b"x")
+            os.read(leave[0], 1)
+        finally:
+            os._exit(0)
+    os.read(entered[0], 1)
+    with pytest.raises(DeltaLogError, match="another writer has this delta log open"):
+        DeltaLog.open(tmp_path / "log", state).append(1)
+    log.append(1).wait()
+    log.close()
+    assert DeltaLog.open(tmp_path / "log", state).append(2).wait().step == 2
+    os.write(leave[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_that_was_forked_and_lives_on_does_not_hold_the_directory(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(4)}
+    log = DeltaLog.create(tmp_path / "log", state)
+    leave = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(leave[0], 1)
+        os._exit(0)
+    log.close()
+    assert DeltaLog.open(tmp_path / "log", state).append(1).wait().step == 1
+    os.write(leave[1], b"x")
+    os.waitpid(child, 0)

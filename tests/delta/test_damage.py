@@ -297,6 +297,37 @@ def test_a_log_of_the_first_format(logged: Any) -> None:
         assert str(error.value) == message
 
 
+@pytest.mark.parametrize("level", ["fast", "packed", "tight"])
+def test_a_tensor_is_read_by_its_own_records_alone(tmp_path: Path, states: Any, same_bits: Compare, level: str) -> None:
+    """Whatever has become of the others': those are refused."""
+    before = {name: states.bits((9000,), torch.bfloat16) for name in ("a", "b")}
+    after = states.change(before, 0.1)
+    with DeltaLog.create(tmp_path / "log", before, level=level) as log:
+        log.append(1, after)
+    path = tmp_path / "log" / "step_00000001.patch.safetensors"
+    content = path.read_bytes()
+    with safe_open(path, framework="pt") as file:
+        records = file.get_tensor("bfloat16.records").numpy().tobytes()
+    end = content.index(records) + len(records)
+    path.write_bytes(content[: end - 700] + bytes(byte ^ 85 for byte in content[end - 700 : end]) + content[end:])
+    log = DeltaLog.open(tmp_path / "log")
+    same_bits({"a": next(log.tensor_states("a", [1]))[1]}, {"a": after["a"]})
+    for read in (lambda: next(log.tensor_states("b", [1])), lambda: log.load(1)):
+        with pytest.raises(DeltaLogError, match=f"{path}: step 1: damaged: its payload has digest"):
+            read()
+
+
+def test_a_chain_that_is_broken_for_one_tensor_names_the_file(logged: Any) -> None:
+    """The digest of what comes out is wrong at the end of the chain; the file at fault is another."""
+    content = bytearray(logged.file(1).read_bytes())
+    with safe_open(logged.file(1), framework="pt") as file:
+        records = file.get_tensor("bfloat16.records").numpy().tobytes()
+    content[content.index(records)] ^= 1
+    logged.file(1).write_bytes(content)
+    with pytest.raises(DeltaLogError, match=f"{logged.file(1)}: step 1: damaged: "):
+        next(DeltaLog.open(logged.directory).tensor_states("a.w", [2]))
+
+
 def test_no_log_at_all(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(DeltaLogError, match=f"{directory}: holds no delta log"):

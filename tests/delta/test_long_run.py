@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from sparse_opt import DeltaLog
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run_driver import STEPS, make_mask, make_model, train
 
 
+@pytest.mark.slow
 def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     model = make_model()
     layout, tensors = read_state(model)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MUTATIONS = 10_000
 
 
+@pytest.mark.slow
 def test_ten_thousand_broken_files(tmp_path: Path) -> None:
     driver = Path(__file__).with_name("mutation_driver.py")
     done = subprocess.run(

@@ -79,7 +79,7 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(
     if "native" in (encoder[0], decoder[0]) and not has_native_codec():
         pytest.skip("needs the extension with patch_encode: build it again")
 
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
     @given(st.sampled_from(DTYPES).flatmap(lambda dtype: st.lists(pairs([dtype]), min_size=1, max_size=4)))
     def identity(drawn: list[tuple[Tensor, Tensor]]) -> None:
         old, new = [a.clone() for a, _ in drawn], [b for _, b in drawn]
@@ -104,7 +104,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     drawn=st.lists(pairs(DTYPES), min_size=1, max_size=5),
     level=st.sampled_from(LEVELS),

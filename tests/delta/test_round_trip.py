@@ -143,6 +143,20 @@ def test_views_of_one_buffer_and_other_strides(tmp_path: Path, same_bits: Compar
     same_bits(state, before)
 
 
+@pytest.mark.gpu
+def test_a_state_that_lies_on_several_devices(tmp_path: Path, states: Any, same_bits: Compare) -> None:
+    """Tensors of one dtype are coded together, on the device of the first; and a model may move between steps."""
+    state = {"a": states.bits((40,), torch.bfloat16), "b": states.bits((50,), torch.bfloat16), "n": torch.tensor(1)}
+    kept = {0: state}
+    with DeltaLog.create(tmp_path / "log", {**state, "b": state["b"].cuda()}) as log:
+        for step, on_gpu in enumerate(("a", "b", "n", "ab", "abn", ""), start=1):
+            kept[step] = states.change(kept[step - 1], 0.1)
+            log.append(step, {name: t.cuda() if name in on_gpu else t for name, t in kept[step].items()})
+        for step, wanted in kept.items():
+            same_bits(log.load(step), wanted)
+        assert log.verify() == []
+
+
 def test_info(tmp_path: Path, device: torch.device) -> None:
     state = {"w": torch.zeros(1000, dtype=torch.bfloat16, device=device), "n": torch.zeros((), dtype=torch.int64)}
     with DeltaLog.create(tmp_path / "log", state, keyframe_every=2) as log:

@@ -102,11 +102,15 @@ int64_t encode_fast_tile(const PatchArguments& args, int64_t number, const Patch
 }
 
 bool apply_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record) {
-  if (record.bytes == 0) return true;
-  const int n = static_cast<int>(args.heads[number] & kCountMask), mode = args.heads[number] >> kModeShift;
-  const int t = static_cast<int>(tile.size);
+  const int head = args.heads[number], n = head & static_cast<int>(kCountMask), mode = head >> kModeShift;
+  const int t = static_cast<int>(tile.size), size = args.element_size;
+  if (n > t || mode > kModeRaw) return false;
+  if (n == 0) return head == 0 && record.bytes == 0;
+  const int64_t wanted = mode == kModeList     ? fast_list_bytes(n, t, size)
+                         : mode == kModeBitmap ? fast_bitmap_bytes(n, t, size)
+                                               : tile.size * size;
+  if (record.bytes != (wanted + kRecordUnit - 1) / kRecordUnit * kRecordUnit) return false;
   if (mode == kModeRaw) {
-    if (record.bytes < tile.size * args.element_size) return false;
     std::memcpy(at(args.old_tensors[tile.tensor], tile.begin, args.element_size), record.data,
                 tile.size * args.element_size);
     return true;

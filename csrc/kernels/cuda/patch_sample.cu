@@ -25,12 +25,13 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kSampleBlock % kThreads == 0, "whole turns");
   __shared__ ClassCounts counts;
   for (int c = threadIdx.x; c < kClasses; c += kThreads) counts.seen[c] = counts.changed[c] = 0;
-  for (int i = threadIdx.x; i < kClasses * kFrequentSymbols; i += kThreads) counts.symbols[i] = 0;
+  const bool one_class = args.class_shift >= kWordBits<Word>;
+  const int frequent = one_class ? kFrequentSymbols : kClasses * kFrequentSymbols;
+  for (int i = threadIdx.x; i < frequent; i += kThreads) counts.symbols[i] = 0;
   __syncthreads();
   const BlockRange range = block_range(table, kSampleBlock * kSampleStride);
   const auto* old_words = static_cast<const Word*>(table.companions[range.segment]);
   const auto* new_words = static_cast<const Word*>(table.dense[range.segment]);
-  const bool one_class = args.class_shift >= kWordBits<Word>;
   const bool all = table.ends[range.segment] <= kSampledNumel;
   const int64_t end = all ? range.end : min(range.end, range.begin + kSampleBlock);
   const int symbols = patch_symbols(sizeof(Word)), lane = threadIdx.x % 32;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
     add(sample.seen + range.number * kClasses + c, counts.seen[c]);
     add(sample.changed + range.number * kClasses + c, counts.changed[c]);
   }
-  for (int i = threadIdx.x; i < kClasses * kFrequentSymbols; i += kThreads) {
+  for (int i = threadIdx.x; i < frequent; i += kThreads) {
     add(sample.symbols + i / kFrequentSymbols * symbols + i % kFrequentSymbols, counts.symbols[i]);
   }
 }
