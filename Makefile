@@ -15,7 +15,7 @@ PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 BASELINE ?= $(lastword $(sort $(wildcard bench/results/pytest/*/*_cpu.json)))
 BENCH_THRESHOLD ?= min:20%
 
-.PHONY: help quickstart test lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help quickstart test test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +32,10 @@ test: $(VENV)/.test ## the whole suite, then the optimizers on the backends that
 
 # mypy looks a package up by its folder: lay the import map out as it is installed. Its cache goes with the layout: kept
 # across two layouts, it lost modules.
+test-browser: $(VENV)/.test ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
+	$(INSTALL) --quiet PySide6-WebEngine
+	$(PYTEST) tests/analysis -k browser
+
 lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

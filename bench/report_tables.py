@@ -7,6 +7,7 @@ A table stands between a line `<!-- table: NAME -->` and a line `<!-- end -->`; 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -14,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import baseline_report, dram_bytes, floors, kernels, spread, targets, trl_memory
+from . import baseline_report, delta_report, dram_bytes, floors, kernels, spread, targets, trl_memory
 from .report import markdown_table
 
 DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
-DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"))
+DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), Path("docs/delta_logs.md"))
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
@@ -188,6 +189,24 @@ def trl_memory_table(results: Path) -> str:
     return f"{where}\n\n{markdown_table(trl_memory.HEADERS, trl_memory.cells(report['results']))}"
 
 
+def delta_table(results: Path, device: str) -> str:
+    """Patches of the last run on a CPU or a GPU: speeds, sizes, what was missed; without a run, how to make one."""
+    path = results / f"delta_{device}.json"
+    if not path.is_file():
+        return f"Not measured yet: `sparse-opt bench delta` on a {device.upper()}."
+    report = _load(path)
+    return f"{machine_line(report['environment'])}. {delta_report.patch_text(report)}"
+
+
+def delta_logging_table(results: Path) -> str:
+    """A training loop with and without a log; without a run on a GPU, how to make one."""
+    path = results / "delta_logging.json"
+    if not path.is_file():
+        return "Not measured yet: `sparse-opt bench delta_logging` on a GPU."
+    report = _load(path)
+    return f"{machine_line(report['environment'])}. {delta_report.logging_text(report)}"
+
+
 def _load(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
@@ -201,6 +220,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "dram_bytes": dram_table,
     "pytest_cpu": pytest_table,
     "pytest_spread": spread_table,
+    "delta_gpu": functools.partial(delta_table, device="gpu"),
+    "delta_cpu": functools.partial(delta_table, device="cpu"),
+    "delta_logging": delta_logging_table,
 }
 
 

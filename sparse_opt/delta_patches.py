@@ -127,11 +127,7 @@ def encode(
             if advance:
                 copy_(old, new, [name for name, count in compact.counts.items() if count])
             return compact
-    # `tight` advances by a copy as well, and by none at all where nothing has changed.
-    patch = _encode(layout, old, new, level, None, backend, advance=advance and level != "tight")
-    if advance and level == "tight":
-        copy_(old, new, [name for name, count in patch.counts.items() if count])
-    return patch
+    return _encode(layout, old, new, level, None, backend, advance=advance)
 
 
 def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[str]) -> None:

@@ -11,6 +11,8 @@ from .parser import CommandParser
 BENCHMARKS = {
     "baseline": "a step of DPO or GRPO end to end, dense, sparse, LoRA and SHiRA: time by section, and peak memory",
     "cpu_step": "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)",
+    "delta": "patches: bytes for each changed weight, and speed, beside other ways to keep what changed",
+    "delta_logging": "a training loop that logs every step, beside one that does not: time a step, and memory",
     "gpu_check": "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
     "kernels": "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",
 }

@@ -200,8 +200,8 @@ def encode(
         *_on_device(tables, new[0].device),
         at_once,
     )
-    if advance and not at_once:
-        moved = [i for i, count in enumerate(counts.tolist()) if count]
+    moved = [i for i, count in enumerate(counts.tolist()) if count]
+    if advance and not at_once and moved:
         torch._foreach_copy_([as_bits(old[i]) for i in moved], [as_bits(new[i]) for i in moved])
     return Patch(level, dtype, numels, counts, None if level == "tight" else heads, sizes, records, width, tables)
 

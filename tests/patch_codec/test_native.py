@@ -181,8 +181,8 @@ def test_a_patch_of_one_tensor_of_many(place, level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_encoding_that_leads_the_old_tensors_on(place, level, backend):
     source = np.random.default_rng(11)
-    # A few changes, and more than a GPU keeps of a tile.
-    for density in (0.01, 0.6):
+    # None, a few changes, and more than a GPU keeps of a tile.
+    for density in (0.0, 0.01, 0.6):
         old = [any_words(source, numel, torch.float32).to(place) for numel in (700, 0, 8192, 1)]
         new = [changed_words(source, tensor.cpu(), density, None).to(place) for tensor in old]
         ahead = [tensor.clone() for tensor in old]
