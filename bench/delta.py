@@ -7,11 +7,11 @@ whatever the work reads: encoding reads two. The share of the copy rate counts a
 GPU's times are between events, with what it waits for the host in the middle (`packed` and `tight` look at a sample
 first), but not before the first kernel; "wall ms" is from an idle device to an idle device.
 
-Case "dense" changes 60 % of the weights; case "mask" changes a tenth of the positions of a random mask of 2.5 %, which is
+Case "dense" changes 60 % of the weights. Case "mask" changes a tenth of the positions of a random mask of 2.5 %; it is
 coded as a delta log does it, over the mask's elements, and in the ordinary form beside that.
 
-Other packages' coders run on the host (but nvCOMP), on the first elements of each case, their copies from and to the
-GPU included. What is not installed is listed as that: pip install 'sparse-opt[peers]'.
+Other packages' coders run on the host (but nvCOMP), on fewer weights, their copies from and to the GPU included. What
+is not installed is listed as that: pip install 'sparse-opt[peers]'.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from sparse_opt import backends
 
 from .delta_data import KINDS, Kind, Step, code_sizes, make_step, n_different
-from .delta_peers import Coder, LevelCoder, MaskedCoder, PairsCoder, TorchSaveCoder, first_elements, peers
+from .delta_peers import Coder, LevelCoder, MaskedCoder, PairsCoder, TorchSaveCoder, peers
 from .delta_targets import FEW, LEVELS, MORE, judge
 from .environment import environment
 from .report import table, why_unwritable, write_json
@@ -192,7 +192,7 @@ class DeltaBench:
         threads: of the CPU, as torch was told; other packages are told the same.
         kinds: of steps.
         numel: elements of the one tensor that they are made on.
-        peer_numel: how many of them other packages code.
+        peer_numel: of the one that other packages code.
         model_numel: of the list of a 3B model's matrices; 0 leaves it out.
         n_rounds: timed calls.
         with_peers: time other packages' coders too.
@@ -219,12 +219,18 @@ class DeltaBench:
         if self.model_numel:
             model = scaled(LLAMA_3_2_3B, self.model_numel)
             work += [(f"{len(model)} matrices", kind, model) for kind in self.kinds if kind.name in (FEW, MORE)]
-        with tqdm(work, desc="bench delta", unit="case", disable=None, leave=False) as bar:
-            for layout, kind, shapes in bar:
+        n_peers = len(self.kinds) if self.with_peers else 0
+        with tqdm(total=len(work) + n_peers, desc="bench delta", unit="case", disable=None, leave=False) as bar:
+            for layout, kind, shapes in work:
                 bar.set_postfix_str(f"{kind.name}, {layout}")
-                step = make_step(kind, shapes, self.device, self.seed)
-                self.cases.append(self._case(layout, step, with_peers=self.with_peers and layout == "one tensor"))
-                del step
+                self.cases.append(self._case(layout, make_step(kind, shapes, self.device, self.seed)))
+                bar.update()
+            # Last: what they break on the device is theirs alone.
+            for kind, case in zip(self.kinds[:n_peers], self.cases, strict=False):
+                bar.set_postfix_str(f"{kind.name}, peers")
+                small = make_step(kind, {"weight": (self.peer_numel,)}, self.device, self.seed)
+                self._peers(small, case["rows"])
+                bar.update()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -237,7 +243,7 @@ class DeltaBench:
             "failures": self.failures,
         }
 
-    def _case(self, layout: str, step: Step, *, with_peers: bool) -> dict[str, Any]:
+    def _case(self, layout: str, step: Step) -> dict[str, Any]:
         coders: list[Coder] = [LevelCoder(level) for level in LEVELS]
         sized = step.old, step.new
         if step.mask is not None:
@@ -258,31 +264,28 @@ class DeltaBench:
             "entropy_bytes_per_change": sizes.entropy / changed,
             "computed_rice_bytes_per_change": sizes.rice / changed,
         }
-        rows = self._rows(coders, step, self.n_rounds, found)
-        if with_peers:
-            rows += self._peer_rows(step, found)
-        return {**found, "rows": [row.as_dict() for row in rows]}
+        rows, copy_ms = self._rows(coders, step, self.n_rounds)
+        found["copy_gb_per_s"] = 4 * step.numel / copy_ms / 1e6
+        return {**found, "rows": rows}
 
-    def _peer_rows(self, step: Step, found: dict[str, Any]) -> list[CoderRow]:
-        part = [[t.clone() for t in first_elements(side, self.peer_numel)] for side in (step.old, step.new)]
-        small = Step(step.name, part[0], part[1], step.lr)
-        rows = self._rows([TorchSaveCoder()], small, PEER_ROUNDS, None)
+    def _peers(self, step: Step, rows: list[dict[str, Any]]) -> None:
+        """Adds the rows of what is here."""
+        rows += self._rows([TorchSaveCoder()], step, PEER_ROUNDS)[0]
         for peer in peers(self.device, self.threads):
             if why := peer.why_absent(self.device):
                 self.left_out[peer.name] = why
                 continue
             self.peer_versions[peer.name] = peer.version()
             try:
-                rows += self._rows([peer.make()], small, PEER_ROUNDS, None)
+                rows += self._rows([peer.make()], step, PEER_ROUNDS)[0]
             except Exception as error:  # another package's, which may be of any kind: the report shows it, and goes on
                 first_line = str(error).strip().partition("\n")[0]
                 self.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
-        return rows
 
-    def _rows(self, coders: Sequence[Coder], step: Step, n_rounds: int, found: dict[str, Any] | None) -> list[CoderRow]:
-        """Check and time these coders in turns; the copy rate goes into `found`."""
+    def _rows(self, coders: Sequence[Coder], step: Step, n_rounds: int) -> tuple[list[dict[str, Any]], float]:
+        """Check and time these coders in turns: their rows, and milliseconds of a copy of the weights among them."""
         buffers = [tensor.clone() for tensor in step.old]
-        numel, changed, raw = step.numel, step.changed, sum(t.nbytes for t in step.old)
+        numel, changed = step.numel, step.changed
         checked: list[tuple[Coder, int, int]] = []
         variants: dict[str, Callable[[], object]] = {"copy": functools.partial(torch._foreach_copy_, buffers, step.old)}
         for coder in coders:
@@ -300,9 +303,7 @@ class DeltaBench:
             variants[f"decode {coder.name}"] = Prepared(decode.before, decode.call)
         times = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds)
         copy_ms = times["copy"].ms
-        if found is not None:
-            found["copy_gb_per_s"] = 2 * raw / copy_ms / 1e6
-        return [
+        rows = [
             CoderRow(
                 coder.name,
                 coder.name.partition(",")[0] in LEVELS,
@@ -314,9 +315,15 @@ class DeltaBench:
                 times[f"encode {coder.name}"],
                 times[f"decode {coder.name}"],
                 copy_ms,
-            )
+            ).as_dict()
             for coder, nbytes, n_wrong in checked
         ]
+        return rows, copy_ms
+
+
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for a, b in zip(to, source, strict=True):
+        a.copy_(b)
 
 
 @dataclass
@@ -330,7 +337,7 @@ class _Decode:
     start: Any = None
 
     def before(self) -> None:
-        torch._foreach_copy_(self.buffers, self.old)
+        _copy(self.buffers, self.old)
         self.start = self.coder.start(self.buffers)
 
     def call(self) -> list[Tensor]:

@@ -28,8 +28,8 @@ from torch import nn
 from tqdm import tqdm
 
 from sparse_opt import DeltaLog, MaskSet, backends, delta_patches
-from sparse_opt.delta_patches import LogMask
-from sparse_opt.delta_state import read_state
+from sparse_opt.delta_patches import LogMask, MaskedState
+from sparse_opt.delta_state import StateReader, read_state
 from sparse_opt.delta_writer import HostCopy, StepInfo
 from sparse_opt.patch_codec.words import LEVELS
 from sparse_opt.state_digest import StateDigest
@@ -278,25 +278,26 @@ def _parts(
     old = {name: tensor.clone() for name, tensor in tensors.items()}
     loop.run()
     layout, new = read_state(model)
-    log_mask = None if mask is None else LogMask(mask)
+    masked = None if mask is None else MaskedState(LogMask(mask), layout, old)
     shadow = {name: tensor.clone() for name, tensor in old.items()}
-    patch = delta_patches.encode(layout, old, new, level, log_mask, None)
-    names = [name for name, count in patch.counts.items() if count]
+    patch = delta_patches.encode(layout, old, new, level, None, masked=masked)
+    reader = StateReader(layout)
 
     def restore() -> None:
         delta_patches.copy_(shadow, old, layout.names)
 
     def lead_on() -> None:
-        delta_patches.encode(layout, shadow, new, level, log_mask, None, advance=True)
+        delta_patches.encode(layout, shadow, new, level, None, advance=True)
 
     variants: dict[str, Callable[[], object]] = {
-        "read the state": lambda: read_state(model),
-        "encode": lambda: delta_patches.encode(layout, old, new, level, log_mask, None),
+        "read the state": lambda: reader.read(model, "bench"),
+        "encode": lambda: delta_patches.encode(layout, old, new, level, None),
         "encode, and lead the shadow on": Prepared(restore, lead_on),
-        "copy to the shadow": lambda: delta_patches.copy_(shadow, new, names),
-        "digests": lambda: StateDigest.start([new[name] for name in names]),
+        "digests": lambda: StateDigest.start([new[name] for name in layout.names]),
         "copy to the host": lambda: HostCopy(patch.parts()).result(),
     }
+    if masked is not None:
+        variants["encode, over the mask"] = lambda: masked.encode(new, level, None, advance=False)
     return {name: timing.as_dict() for name, timing in measure(variants, device=device, n_rounds=10).items()}
 
 

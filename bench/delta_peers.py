@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import delta_patches, patch_codec
-from sparse_opt.delta_patches import LogMask
+from sparse_opt.delta_patches import LogMask, MaskedState
 from sparse_opt.delta_state import StateLayout, TensorSpec
 from sparse_opt.ops import delta_apply_, delta_encode
 from sparse_opt.tensor_state import as_bits, dtype_name
@@ -29,17 +29,19 @@ from .delta_data import Step
 
 
 class Coder(Protocol):
-    """One way from the weights before a step to those after it.
+    """One way from the weights before a step to those after it."""
 
-    Attributes:
-        name: in the table.
-        on_device: the work is the device's alone, so that a GPU's time is read with events; else the wall's is told.
-        exact: decoding gives the new bits. Where it is False, how many are wrong is told.
-    """
+    @property
+    def name(self) -> str:
+        """In the table."""
 
-    name: str
-    on_device: bool
-    exact: bool
+    @property
+    def on_device(self) -> bool:
+        """The work is the device's alone, so that a GPU's time is read with events; else the wall's is told."""
+
+    @property
+    def exact(self) -> bool:
+        """Decoding gives the new bits; where not, how many are wrong is told."""
 
     def start(self, old: list[Tensor]) -> Any:
         """What encoding and decoding begin with, made of the old weights; not timed. May share their memory."""
@@ -98,10 +100,14 @@ class MaskedCoder:
         self.layout = StateLayout(tuple(specs), {}, frozenset())
 
     def start(self, old: list[Tensor]) -> list[Tensor]:
+        # A log keeps the mask's elements beside the state.
+        self._masked = MaskedState(self.mask, self.layout, self._named(old))
         return old
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> delta_patches.StatePatch:
-        return delta_patches.encode(self.layout, self._named(start), self._named(new), self.level, self.mask, None)
+        return delta_patches.encode(
+            self.layout, self._named(start), self._named(new), self.level, None, masked=self._masked
+        )
 
     def decode(self, start: list[Tensor], coded: delta_patches.StatePatch) -> list[Tensor]:
         coded.apply_(self._named(start), "bench", None)
@@ -112,7 +118,7 @@ class MaskedCoder:
 
     def compact(self, tensors: list[Tensor]) -> list[Tensor]:
         """The mask's elements of each tensor."""
-        return [self.mask.take(name, tensor) for name, tensor in self._named(tensors).items()]
+        return self.mask.take(self.layout.names, tensors)
 
     def _named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.layout.names, tensors, strict=True))
@@ -304,7 +310,7 @@ class NvcompCoder:
 # Of nvCOMP's codecs those for bytes that are mostly zero, and the one that zstd-1 is to be compared with.
 NVCOMP: dict[str, dict[str, Any]] = {
     "ANS": {},
-    "Bitcomp": {"algorithm_type": 1},  # for sparse data
+    "Bitcomp": {"algorithm_type": 1, "data_type": "<u2"},  # for sparse data
     "Cascaded": {"data_type": "<u2"},
     "LZ4": {},
     "Zstd": {},
@@ -331,10 +337,9 @@ class Peer:
 
     def why_absent(self, device: torch.device) -> str:
         """Empty if it can be tried here, else the cause."""
-        if not _is_there(self.module):
-            return f"not installed ({' or '.join(self.packages)})"
-        made_for = self.device_type
-        return "" if made_for in (None, device.type) else f"made for {made_for}, this is {device.type}"
+        if self.device_type not in (None, device.type):
+            return f"made for {self.device_type}, this is {device.type}"
+        return "" if _is_there(self.module) else f"not installed ({' or '.join(self.packages)})"
 
     def version(self) -> str:
         installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
@@ -365,13 +370,3 @@ def _is_there(module: str) -> bool:
 
 def _bytes(tensor: Tensor) -> bytes:
     return as_bits(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def first_elements(tensors: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """The first tensors, cut so that they hold `numel` elements together, each flattened; views."""
-    found: list[Tensor] = []
-    for tensor in tensors:
-        rest = numel - sum(map(Tensor.numel, found))
-        if rest:
-            found.append(tensor.reshape(-1)[:rest])
-    return found

@@ -155,6 +155,15 @@ void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Te
   Device::run_swap(call.args);
 }
 
+// Of delta logs: compact = dense[indices], bit for bit.
+template <typename Device>
+void indexed_take_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
+                   at::IntArrayRef ends) {
+  const MoveCall call(dense, "compact", compact, indices, starts, ends);
+  const typename Device::Guard guard(indices.device());
+  Device::run_take(call.args);
+}
+
 template <typename Device>
 void delta_apply_(at::TensorList dense, const at::Tensor& indices, const at::Tensor& values, at::IntArrayRef starts,
                   at::IntArrayRef ends) {
@@ -221,6 +230,7 @@ void implement_ops(Library& m) {
   m.impl("indexed_sgd_", &indexed_sgd_<Device>);
   m.impl("masked_grad_gather_", &masked_grad_gather_<Device>);
   m.impl("indexed_swap_", &indexed_swap_<Device>);
+  m.impl("indexed_take_", &indexed_take_<Device>);
   m.impl("count_steps_", &count_steps_<Device>);
   m.impl("delta_encode", &delta_encode<Device>);
   m.impl("delta_apply_", &delta_apply_<Device>);

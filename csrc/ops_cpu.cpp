@@ -27,6 +27,8 @@ TORCH_LIBRARY(sparse_opt_native, m) {
   m.def(
       "indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends, *, "
       "int run_length=1, Tensor? index_bases=None) -> ()");
+  // Of delta logs.
+  m.def("indexed_take_(Tensor[] dense, Tensor(a!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
   // Of the optimizers.
   m.def("count_steps_(Tensor(a!) steps, Tensor? found_inf) -> ()");
   // Of their hooks, on a GPU: see ops_cuda.cpp.
@@ -58,6 +60,7 @@ struct Cpu {
     for (int64_t i = 0; i < count; ++i) steps[i] += 1.0f;
   }
   static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
+  static void run_take(const MoveArguments& args) { cpu::indexed_take(args, parallel_for); }
   static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
 
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {

@@ -36,6 +36,7 @@ struct Cuda {
     cuda::count_steps(steps, count, found_inf, stream());
   }
   static void run_swap(const MoveArguments& args) { cuda::indexed_swap(args, stream()); }
+  static void run_take(const MoveArguments& args) { cuda::indexed_take(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 
   // Memory for the changes is needed before their number is known, or the device would wait for the host: as much as

@@ -130,7 +130,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> patch_sample(at::TensorList old_l
   const at::Tensor sums = at::zeros({2 * rows + kClasses * symbols}, call.options(at::kLong));
   int64_t* seen = sums.mutable_data_ptr<int64_t>();
   Device::sample(call, {seen, seen + rows, seen + 2 * rows});
-  const at::Tensor found = sums.cpu();
+  // On a GPU not there yet: the caller waits for the stream, or for an event on it.
+  const bool on_gpu = call.device.type() != at::kCPU;
+  const at::Tensor found =
+      on_gpu ? at::empty(sums.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true)).copy_(sums, true)
+             : sums;
   return {found.slice(0, 0, rows).view({call.args.count, kClasses}),
           found.slice(0, rows, 2 * rows).view({call.args.count, kClasses}),
           found.slice(0, 2 * rows).view({kClasses, symbols})};

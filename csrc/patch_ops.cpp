@@ -62,10 +62,9 @@ struct Cpu {
     parallel_for(static_cast<int64_t>(pieces.size()), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) std::copy(pieces[i].begin(), pieces[i].end(), out + begins[i]);
     });
-    if (args.advance) {
-      for (int64_t i = 0; i < args.count; ++i) {
-        std::memcpy(args.old_tensors[i], args.new_tensors[i], args.numels[i] * args.element_size);
-      }
+    for (int64_t i = 0; args.advance && i < args.count; ++i) {
+      if (args.changes[i] == 0) continue;
+      std::memcpy(args.old_tensors[i], args.new_tensors[i], args.numels[i] * args.element_size);
     }
     return {heads, sizes, records, counts};
   }

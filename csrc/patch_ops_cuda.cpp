@@ -71,7 +71,10 @@ struct CudaPatches {
 
   static void apply(PatchCall& call) {
     PatchArguments& args = call.args;
-    if (args.level != PatchLevel::kTight) return cuda::patch_apply(args, stream());
+    const bool tight = args.level == PatchLevel::kTight;
+    const uintptr_t unit = tight ? kTightUnit : kRecordUnit, past = reinterpret_cast<uintptr_t>(args.records) % unit;
+    SPARSE_OPT_CHECK(past == 0, "records begin ", past, " bytes past a multiple of ", unit, ", wanted none");
+    if (!tight) return cuda::patch_apply(args, stream());
     const at::Tensor value_ends = running_values(call);
     args.value_ends = value_ends.const_data_ptr<int32_t>();
     cuda::tight_apply(args, stream());

@@ -9,6 +9,7 @@ experts, and heads other than the language model's.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -114,6 +115,16 @@ def layer_of(name: str) -> int | None:
     """The first integer among a name's dotted parts, None without one."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
+
+
+def layer_label(layer: int | None) -> str:
+    """`3`; `none` for what is outside of all layers."""
+    return "none" if layer is None else str(layer)
+
+
+def in_layer_order(layers: Iterable[int | None]) -> list[int | None]:
+    """Each layer once, ascending; None, for what is outside of all layers, last."""
+    return sorted(set(layers), key=lambda layer: (layer is None, layer or 0))
 
 
 def component_of(name: str) -> Component:

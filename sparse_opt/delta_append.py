@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .delta_chain import LogFiles
 from .delta_files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepFile, StepHeader, step_file, write_step
-from .delta_patches import LogMask, StatePatch, by_dtype, copy_, count_changes, encode
+from .delta_patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, count_changes, encode
 from .delta_state import StateLayout
 from .delta_writer import HostCopy, StepJob
 from .errors import DeltaLogError, MaskError
@@ -26,7 +26,8 @@ class StepCoder:
     """What the next step is coded with.
 
     shadow: the bits that its patch is coded against, on the model's devices. since_keyframe: patches after the last
-    keyframe. fresh: the shadow is of no step that was handed over, so that the next one has to be a keyframe.
+    keyframe. fresh: the shadow is of no step that was handed over, so that the next one has to be a keyframe. masked:
+    the mask's elements of the shadow, from the first step on that wants them.
     """
 
     base: StepHeader
@@ -35,6 +36,7 @@ class StepCoder:
     since_keyframe: int
     backend: Backend | None
     fresh: bool = False
+    masked: MaskedState | None = None
 
     @property
     def layout(self) -> StateLayout:
@@ -60,6 +62,14 @@ class StepCoder:
         old = self.shadow = {name: tensor.to(new[name].device) for name, tensor in self.shadow.items()}
         fresh = fresh or self.fresh
         follows = settings.against == "previous"
+        digests: list[StateDigest] = []
+        # On a GPU all digests are taken while the host waits for a sample; on a CPU those of what changed, afterwards.
+        early = all(tensor.is_cuda for tensor in new.values())
+
+        def meanwhile() -> None:
+            if early and not digests:
+                digests.append(StateDigest.start([new[name] for name in names]))
+
         # Until the step is handed over, the shadow is of none.
         self.fresh = True
         patch: StatePatch | None = None
@@ -68,7 +78,16 @@ class StepCoder:
         if not fresh and settings.keyframe_every is not None and self.since_keyframe + 1 >= settings.keyframe_every:
             changed = sum(count_changes(layout, old, new, self.backend).values())
         elif not fresh:
-            patch = encode(layout, old, new, settings.level, self.mask, self.backend, advance=follows)
+            patch = encode(
+                layout,
+                old,
+                new,
+                settings.level,
+                self.backend,
+                masked=self._masked(),
+                advance=follows,
+                meanwhile=meanwhile,
+            )
             counts = patch.counts
             changed = sum(counts.values())
             if patch.nbytes > layout.nbytes:
@@ -77,6 +96,11 @@ class StepCoder:
                 differ = [i for i, name in enumerate(names) if counts[name]]
         if patch is None and follows:
             copy_(old, new, names)
+            self.masked = None  # of the old bits
+        if digests:
+            differ = list(range(len(names)))
+        else:
+            digests = [StateDigest.start([new[names[i]] for i in differ])]
         header = StepHeader(
             file=step_file(self.base.file.path.parent, step, KEYFRAME if patch is None else PATCH),
             run_id=self.base.run_id,
@@ -100,12 +124,18 @@ class StepCoder:
             header=header,
             layout=layout,
             payload=HostCopy(payload),
-            digests=StateDigest.start([new[names[i]] for i in differ]),
+            digests=digests[0],
             digested=tuple(differ),
             against_base=settings.against == "base",
             fresh=fresh,
         )
         return job
+
+    def _masked(self) -> MaskedState | None:
+        """Of the shadow, where the log has a mask."""
+        if self.mask is not None and self.masked is None:
+            self.masked = MaskedState(self.mask, self.layout, self.shadow)
+        return self.masked
 
     def handed_over(self, job: StepJob) -> None:
         """The writer has taken the last job."""

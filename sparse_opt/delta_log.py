@@ -22,7 +22,7 @@ from .delta_lock import WriterLock, require_no_log
 from .delta_lock import claim as claim
 from .delta_reader import DeltaReader
 from .delta_reader import StateDelta as StateDelta
-from .delta_state import read_state
+from .delta_state import StateReader, read_state
 from .delta_verify import Problem as Problem
 from .delta_writer import Append, StepInfo, StepWriter
 from .errors import DeltaLogError
@@ -82,7 +82,7 @@ class DeltaLog(DeltaReader):
         super().__init__(directory, backend)
         self._model, self._on_error = model_or_state, on_error
         self._writing: _Writing | None = None
-        self._seen: Callable[[], nn.Module | None] = _no_module  # the one that was appended last
+        self._reader: StateReader | None = None
 
     @classmethod
     def create(
@@ -200,11 +200,10 @@ class DeltaLog(DeltaReader):
             writing.last_step = writing.writer.last_step
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
             raise DeltaLogError(f"{self.directory}: step {step!r} cannot follow step {writing.last_step}: steps ascend")
-        found, tensors = read_state(state, known=self._seen() is state)
         layout = self.layout
-        layout.require_same(found, f"{self.directory}: step {step}")
-        if isinstance(state, nn.Module):
-            self._seen = weakref.ref(state)
+        if self._reader is None:
+            self._reader = StateReader(layout)
+        tensors = self._reader.read(state, f"{self.directory}: step {step}")
         if fresh and self._on_error == "warn":
             # A keyframe would be copied from the device for nothing, at every step of a run that has a full disk.
             free = shutil.disk_usage(self.directory).free
@@ -324,10 +323,6 @@ def delta_log_dir_name(model_name: str) -> str:
     if not slug:
         raise DeltaLogError(f"model name {model_name!r} has no letter or digit to name a directory by")
     return f"delta_logs_{slug}"
-
-
-def _no_module() -> None:
-    return None
 
 
 def _end(writer: StepWriter, lock: WriterLock) -> None:

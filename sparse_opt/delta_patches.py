@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from . import patch_codec
+from . import ops, patch_codec
 from .atomic_files import one_line
+from .backends import why_unavailable
 from .delta_files import MASK_NAME, StepHeader, opened
 from .delta_state import StateLayout, TensorSpec
 from .errors import DeltaLogError, MaskError
@@ -20,14 +22,14 @@ from .tensor_state import as_bits
 
 
 class LogMask:
-    """The mask of a log: a tensor's elements in it, taken out and put back, on the tensor's device.
+    """The mask of a log: tensors' elements in it, taken out and put back, on the tensors' device.
 
     Keeps the positions on each device that it was used on.
     """
 
     def __init__(self, mask: MaskSet) -> None:
         self.mask = mask
-        self._positions: dict[tuple[str, torch.device], Tensor] = {}
+        self._positions: dict[tuple[tuple[str, ...], torch.device], _Positions] = {}
 
     @classmethod
     def load(cls, directory: Path, header: StepHeader, layout: StateLayout) -> LogMask:
@@ -57,20 +59,63 @@ class LogMask:
         """Elements of a tensor in the mask; 0 of one that the mask does not list."""
         return len(self.mask.indices[name]) if name in self.mask.indices else 0
 
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """[numel] of the tensor's dtype, a copy."""
-        return as_bits(tensor).index_select(0, self._at(name, tensor.device)).view(tensor.dtype)
+    def take(self, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """[numel] of each tensor's dtype, copies. The tensors are contiguous, of one dtype and on one device."""
+        at = self._at(names, tensors[0].device)
+        compact = torch.empty(at.ends[-1], dtype=as_bits(tensors[0]).dtype, device=tensors[0].device)
+        dense = [as_bits(tensor) for tensor in tensors]
+        if why_unavailable(compact.device.type, compact.device.type):
+            for tensor, start, end in zip(dense, at.starts, at.ends, strict=True):
+                compact[start:end] = tensor[at.indices[start:end]]
+        else:
+            torch.ops.sparse_opt_native.indexed_take_(dense, compact, at.indices, at.starts, at.ends)
+        return [compact[s:e].view(tensors[0].dtype) for s, e in zip(at.starts, at.ends, strict=True)]
 
-    def put_(self, name: str, tensor: Tensor, compact: Tensor) -> None:
-        """Back into a contiguous tensor."""
-        as_bits(tensor)[self._at(name, tensor.device)] = as_bits(compact)
+    def put_(self, names: Sequence[str], tensors: Sequence[Tensor], compact: Sequence[Tensor]) -> None:
+        """Back into the tensors."""
+        at = self._at(names, tensors[0].device)
+        values = torch.cat([as_bits(part) for part in compact])
+        ops.delta_apply_([as_bits(tensor) for tensor in tensors], at.indices, values, at.starts, at.ends)
 
-    def _at(self, name: str, device: torch.device) -> Tensor:
-        key = (name, device)
+    def _at(self, names: Sequence[str], device: torch.device) -> _Positions:
+        key = (tuple(names), device)
         if key not in self._positions:
-            listed = self.mask.indices.get(name, torch.empty(0, dtype=torch.int32))
-            self._positions[key] = listed.to(device)
+            none = torch.empty(0, dtype=torch.int32)
+            parts = [self.mask.indices.get(name, none) for name in names]
+            wide = any(part.dtype == torch.int64 for part in parts)
+            indices = torch.cat([part.to(torch.int64) if wide else part for part in parts])
+            ends = list(accumulate(len(part) for part in parts))
+            self._positions[key] = _Positions(indices.to(device), [0, *ends[:-1]], ends)
         return self._positions[key]
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Of several tensors, flat: those of tensor i are [starts[i], ends[i])."""
+
+    indices: Tensor
+    starts: list[int]
+    ends: list[int]
+
+
+class MaskedState:
+    """The mask's elements of a state, on its devices."""
+
+    def __init__(self, mask: LogMask, layout: StateLayout, state: Mapping[str, Tensor]) -> None:
+        self.mask, self._layout = mask, layout
+        self._elements = self._taken(state)
+
+    def encode(self, new: Mapping[str, Tensor], level: str, backend: Backend | None, *, advance: bool) -> StatePatch:
+        """The patch over the mask's elements that leads to those of `new`; see `delta_patches.encode`."""
+        groups = {
+            dtype: patch_codec.encode(self._elements[dtype], after, level, advance=advance, backend=backend)
+            for dtype, after in self._taken(new).items()
+        }
+        return StatePatch(self._layout, groups, self.mask)
+
+    def _taken(self, state: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        kinds = {dtype: [spec.name for spec in specs] for dtype, specs in by_dtype(self._layout).items()}
+        return {dtype: self.mask.take(names, [state[name] for name in names]) for dtype, names in kinds.items()}
 
 
 @dataclass(frozen=True)
@@ -109,25 +154,30 @@ def encode(
     old: Mapping[str, Tensor],
     new: Mapping[str, Tensor],
     level: str,
-    mask: LogMask | None,
     backend: Backend | None,
     *,
+    masked: MaskedState | None = None,
     advance: bool = False,
+    meanwhile: Callable[[], object] | None = None,
 ) -> StatePatch:
     """The patch from `old` to `new`, contiguous tensors of the layout, those of one dtype on one device.
 
-    Over the mask's elements if there is a mask and nothing else has changed, which is counted over all elements.
+    Over the mask's elements if there is a mask and nothing else has changed, which the patch over all elements shows.
 
     Args:
-        advance: give `old` the bits of `new` as well. Where an error is raised, what `old` holds is void.
+        masked: the mask's elements of `old`.
+        advance: give `old` and `masked` the bits of `new` as well. Where an error is raised, what they hold is void.
+        meanwhile: as `patch_codec.encode` takes it; called once, or more often.
     """
-    if mask is not None:
-        compact = _encode(layout, old, new, level, mask, backend, advance=False)
-        if compact.counts == count_changes(layout, old, new, backend):
-            if advance:
-                copy_(old, new, [name for name, count in compact.counts.items() if count])
-            return compact
-    return _encode(layout, old, new, level, None, backend, advance=advance)
+    groups = {}
+    for dtype, specs in by_dtype(layout).items():
+        before, after = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
+        groups[dtype] = patch_codec.encode(before, after, level, advance=advance, meanwhile=meanwhile, backend=backend)
+    whole = StatePatch(layout, groups)
+    if masked is None:
+        return whole
+    compact = masked.encode(new, level, backend, advance=advance)
+    return compact if compact.counts == whole.counts else whole
 
 
 def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[str]) -> None:
@@ -201,34 +251,14 @@ def by_dtype(layout: StateLayout) -> dict[str, list[TensorSpec]]:
     return kinds
 
 
-def _encode(
-    layout: StateLayout,
-    old: Mapping[str, Tensor],
-    new: Mapping[str, Tensor],
-    level: str,
-    mask: LogMask | None,
-    backend: Backend | None,
-    *,
-    advance: bool,
-) -> StatePatch:
-    groups = {}
-    for dtype, specs in by_dtype(layout).items():
-        pairs = [(spec.name, old[spec.name], new[spec.name]) for spec in specs]
-        if mask is not None:
-            pairs = [(name, mask.take(name, a), mask.take(name, b)) for name, a, b in pairs]
-        before, after = [a for _, a, _ in pairs], [b for _, _, b in pairs]
-        groups[dtype] = patch_codec.encode(before, after, level, advance=advance, backend=backend)
-    return StatePatch(layout, groups, mask)
-
-
 def _apply_(
     tensors: Sequence[tuple[str, Tensor]], patch: Patch, mask: LogMask | None, where: str, backend: Backend | None
 ) -> None:
-    dense = [tensor if mask is None else mask.take(name, tensor) for name, tensor in tensors]
+    names, dense = [name for name, _ in tensors], [tensor for _, tensor in tensors]
+    elements = dense if mask is None else mask.take(names, dense)
     try:
-        patch_codec.apply_(dense, patch, backend=backend)
+        patch_codec.apply_(elements, patch, backend=backend)
     except PatchError as error:
         raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error
     if mask is not None:
-        for (name, tensor), compact in zip(tensors, dense, strict=True):
-            mask.put_(name, tensor, compact)
+        mask.put_(names, dense, elements)

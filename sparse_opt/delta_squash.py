@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .delta_chain import LogFiles
 from .delta_files import KEYFRAME, StepHeader, read_keyframe, write_step
-from .delta_patches import LogMask, count_changes, encode
+from .delta_patches import LogMask, MaskedState, count_changes, encode
 from .errors import DeltaLogError
 
 
@@ -55,8 +55,10 @@ def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
         write_step(replace(header, previous_step=a, changed=changed), new)
         return
     old = dict(read_keyframe(base)) if parent is base else files.rebuild(chain_a)
-    mask = LogMask.load(files.directory, header, layout) if header.mask_digest else None
-    patch = encode(layout, old, new, base.settings.level, mask, files.backend)
+    masked = None
+    if header.mask_digest:
+        masked = MaskedState(LogMask.load(files.directory, header, layout), layout, old)
+    patch = encode(layout, old, new, base.settings.level, files.backend, masked=masked)
     written = replace(
         header,
         previous_step=a,

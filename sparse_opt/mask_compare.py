@@ -33,7 +33,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from .components import PARTS, Part, component_of, layer_of
+from .components import PARTS, Part, component_of, in_layer_order, layer_of
 from .errors import MaskError
 from .masks import MaskSet
 from .position_sets import intersection_size
@@ -146,7 +146,7 @@ class Comparison:
     def layers(self) -> dict[int | None, Overlap]:
         """Of each layer in ascending order; None, last, holds what is outside of layers."""
         sums = self.grouped(layer_of)
-        return {layer: sums[layer] for layer in sorted(sums, key=lambda n: (n is None, n or 0))}
+        return {layer: sums[layer] for layer in in_layer_order(sums)}
 
     @property
     def parts(self) -> dict[Part, Overlap]:

@@ -164,15 +164,20 @@ def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None
     return chosen | ({"mlp_only": "true"} if mlp_only else {})
 
 
-def _chosen(
-    log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
-) -> dict[str, TensorSpec]:
+def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:
+    """Name -> the floating-point parameters of a log, tied ones once, in the model's order; buffers are none."""
     layout = log.layout
-    specs = {
+    return {
         spec.name: spec
         for spec in layout.tensors
         if spec.name not in layout.buffers and getattr(torch, spec.dtype).is_floating_point
     }
+
+
+def _chosen(
+    log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
+) -> dict[str, TensorSpec]:
+    specs = floating_parameters(log)
     names = select_names(specs, include=include, exclude=exclude, mlp_only=mlp_only)
     if not names:
         raise MaskError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")

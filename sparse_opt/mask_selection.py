@@ -144,16 +144,18 @@ def find_mask(
         progress: show a bar on a terminal.
 
     Raises:
-        MaskError: an argument out of range, the floors alone exceed the quota, a score is NaN (names the tensor), no
-            element scores, or no unit fits into the quota.
+        MaskError: an argument out of range, the floors alone exceed the quota, a score is NaN or below zero (names the
+            tensor), no element scores, the quota is no element, or no unit fits into it.
     """
     require_arguments(sparsity, min_tensor_keep, pool, pattern)
     numels = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    quota = _rounded(sum(numels.values()), 100.0 - sparsity)
+    # Without the rounding 100 - 99.9 is a bit less than 0.1, and a half is missed.
+    percent = round(100.0 - sparsity, 10)
+    quota = _rounded(sum(numels.values()), percent)
     floors = {name: math.ceil(min_tensor_keep * numel) for name, numel in numels.items()}
     if pool == "global":
         _require_room(sum(floors.values()), quota, min_tensor_keep, sparsity)
-    shares = {name: _rounded(numel, 100.0 - sparsity) for name, numel in numels.items()}
+    shares = {name: _rounded(numel, percent) for name, numel in numels.items()}
     # Under a pattern the element-wise mask is found beside it, to tell how much of its score the pattern holds.
     kinds = tuple(dict.fromkeys((pattern, "element")))
     pooled = {kind: GlobalSelection(floors, quota) for kind in kinds} if pool == "global" else {}
@@ -187,7 +189,7 @@ def find_mask(
                 indices[name] = positions.to(torch.int32) if numels[name] < 2**31 else positions
                 if figures:
                     tensors[name] = _figures(scores, units, positions.numel())
-    if chosen.wanted and not counts[pattern]:
+    if not counts[pattern]:
         raise MaskError(_nothing(source, chosen, pattern, sparsity))
     if chosen.reachable < chosen.wanted:
         warnings.warn(
@@ -215,12 +217,24 @@ def _scores(source: ScoreSource, kinds: Sequence[str], bar: tqdm) -> Iterator[tu
     """(name, kind, scores of that kind's units): one round over the tensors."""
     for name, shape in source.shapes.items():
         bits = source.bits(name)
-        if bits.numel() and int(bits.max()) > _INFINITY_BITS:
-            nans = int((bits > _INFINITY_BITS).count_nonzero())
-            raise MaskError(f"the {source.what} of {name} is NaN at {nans} of {bits.numel()} elements, wanted numbers")
+        _require_numbers(bits, source.what, name)
         for kind in kinds:
             yield name, kind, unit_scores(bits, shape, kind)
         bar.update()
+
+
+def _require_numbers(bits: Tensor, what: str, name: str) -> None:
+    """Raise MaskError where a score is NaN or below zero: the bits of either sign of NaN, and those with a sign."""
+    if not bits.numel():
+        return
+    least, most = (int(end) for end in bits.aminmax())
+    if least >= 0 and most <= _INFINITY_BITS:
+        return
+    nans = int(bits.view(torch.float32).isnan().count_nonzero())
+    if nans:
+        raise MaskError(f"the {what} of {name} is NaN at {nans} of {bits.numel()} elements, wanted numbers")
+    below = int((bits < 0).count_nonzero())
+    raise MaskError(f"the {what} of {name} has a minus sign at {below} of {bits.numel()} elements, wanted 0 and more")
 
 
 def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity: float, pattern: str = "") -> None:
@@ -233,6 +247,10 @@ def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity
 
 
 def _nothing(source: ScoreSource, selection: GlobalSelection | TensorSelection, pattern: str, sparsity: float) -> str:
+    if not selection.wanted:
+        each = " of any tensor by itself" if isinstance(selection, TensorSelection) else ""
+        numel = sum(map(math.prod, source.shapes.values()))
+        return f"sparsity {sparsity} leaves none of the {numel} elements{each}"
     if selection.reachable:
         return f"no unit of {pattern} fits: sparsity {sparsity} leaves {selection.wanted} elements in all"
     return f"no element of the chosen tensors has a {source.what} above zero"

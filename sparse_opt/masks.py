@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import mask_files
-from .components import PARTS, Part, component_of, layer_of
+from .components import PARTS, Part, component_of, in_layer_order, layer_of
 from .errors import MaskError
 from .mask_patterns import PATTERNS, broken_unit, most_specific_pattern
 from .mask_sampling import random_indices
@@ -294,7 +294,7 @@ class MaskSet:
     def per_layer(self) -> dict[int | None, MaskFigures]:
         """Figures of each layer in ascending order: the first integer in a dotted name; None, last, holds the rest."""
         sums = self.grouped(layer_of)
-        return {layer: sums[layer] for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0))}
+        return {layer: sums[layer] for layer in in_layer_order(sums)}
 
     def per_part(self) -> dict[Part, MaskFigures]:
         """Figures of each part of a model (`components.component_of`) that the mask lists, in the order of `PARTS`."""

@@ -125,6 +125,17 @@ SPARSE_OPT_HOST_DEVICE int64_t fast_bitmap_bytes(int n, int t, int size) {
   return static_cast<int64_t>(t + 31) / 32 * 4 + static_cast<int64_t>(n) * size;
 }
 
+// Length in bytes of the record with this head at `fast`, filled; -1 where no writer makes the head.
+SPARSE_OPT_HOST_DEVICE int64_t fast_record_bytes(uint32_t head, int t, int size) {
+  const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
+  if (n > t || mode > kModeRaw || (n == 0 && head != 0)) return -1;
+  if (n == 0) return 0;
+  const int64_t bytes = mode == kModeList     ? fast_list_bytes(n, t, size)
+                        : mode == kModeBitmap ? fast_bitmap_bytes(n, t, size)
+                                              : static_cast<int64_t>(t) * size;
+  return (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
+}
+
 // The k of Elias-Fano, for 0 < n <= t, and the bits of the part that is set at (position >> k) + number.
 SPARSE_OPT_HOST_DEVICE int elias_fano_k(int n, int t) {
   return floor_log2(static_cast<uint64_t>(t / n));
@@ -134,7 +145,7 @@ SPARSE_OPT_HOST_DEVICE int elias_fano_high(int n, int t, int k) {
 }
 
 // One call of the codec: tensors of one element size. Pointers to lists, numels and first_tile are to host memory, all
-// others to the device's.
+// others to the device's. On the CPU encode returns the records, and knows nothing of offsets.
 struct PatchArguments {
   int64_t count = 0;
   void* const* old_tensors = nullptr;   // [count]; for apply, the tensors that are changed
@@ -162,10 +173,10 @@ struct PatchArguments {
   uint8_t* records = nullptr;        // [record_bytes]
   int64_t record_bytes = 0;
   int64_t* bad_tile = nullptr;  // [1], apply only: the lowest number of a damaged tile, else as it was
+  int64_t* changes = nullptr;   // [count], encode and count_changes only: added to
 
   // A GPU's scratch of encode.
   int64_t* lengths = nullptr;     // [tiles], of the records, in bytes
-  int64_t* changes = nullptr;     // [count], added to
   uint8_t* slots = nullptr;       // [tiles, slot_bytes]
   int64_t* overflowed = nullptr;  // [tiles], numbers of those whose record is longer, in any order
   int64_t* overflows = nullptr;   // [1], how many, added to

@@ -1,19 +1,19 @@
 """Pictures of the analyses. Needs matplotlib.
 
 Every curve has a line style and a marker of its own besides its colour, so that a print in grey tells them apart; the
-legend stands beside the data. A figure is made here and written by `save_png`, or put into a page by `as_svg`.
+legend stands beside the data. A figure is made here and written by
+`result_files.save_png`, or put into a page by `as_svg`.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ..atomic_files import written_aside
 from ..components import PART_LABELS, PARTS, Part, component_of
+from ..result_files import new_figure
 from .coverage import Coverage
 from .ranks import RankStats
 from .shapes import WeightShape
@@ -51,9 +51,7 @@ def coverage_figure(coverage: Coverage) -> Figure:
     curves = {_tau(tau): [100 * share for share in coverage.coverage(i)] for i, tau in enumerate(coverage.taus)}
     final = coverage.steps[-1]
     label = f"coverage (% of the elements active at step {final})"
-    figure = _steps(coverage.steps, {"": curves}, label, f"Coverage of the set active at step {final}")
-    figure.axes[0].set_ylim(0, 105)
-    return figure
+    return _steps(coverage.steps, {"": curves}, label, f"Coverage of the set active at step {final}")
 
 
 def coverage_density_figure(coverage: Coverage) -> Figure:
@@ -108,7 +106,7 @@ def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
     for shape in shapes:
         sums[component_of(shape.name).part] += shape.numel
     parts = [part for part in PARTS if sums[part]]
-    figure = _figure(_WIDTH, 1.4 + 0.36 * len(parts))
+    figure = new_figure(_WIDTH, 1.4 + 0.36 * len(parts))
     axes = figure.subplots()
     unit, scale = _unit(max(sums.values()))
     values = [sums[part] / scale for part in parts]
@@ -124,20 +122,16 @@ def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
     return figure
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a picture, atomically. Raises OSError."""
-    with written_aside(path) as aside:
-        figure.savefig(aside, dpi=150, format="png")
-
-
 def as_svg(figure: Figure) -> bytes:
-    """The picture as an SVG document, the same bytes for the same figure."""
+    """The picture as an SVG element that names no address but its namespaces, the same bytes for the same figure."""
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": "sparse-opt"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    document = buffer.getvalue()
+    # Before it stands the address of a document type, which a strict reader of XML would ask for.
+    return document[document.index(b"<svg") :]
 
 
 def _unit(largest: int) -> tuple[str, float]:
@@ -151,7 +145,7 @@ def _tau(tau: float) -> str:
 
 def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], label: str, title: str) -> Figure:
     """Panels side by side, over one scale, with the same curves."""
-    figure = _figure(_WIDTH if len(panels) == 1 else 12.0, 4.8)
+    figure = new_figure(_WIDTH if len(panels) == 1 else 12.0, 4.8)
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(row, panels.items(), strict=True):
         for i, (curve, values) in enumerate(curves.items()):
@@ -162,7 +156,7 @@ def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[floa
         axes.xaxis.get_major_locator().set_params(integer=True)
         _tidy(axes)
     row[0].set_ylabel(label)
-    row[0].set_ylim(bottom=0)
+    _from_zero(row)
     figure.suptitle(title, fontsize=11)
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     return figure
@@ -190,7 +184,7 @@ def _layers(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:
     layers = sorted({n for p in panels.values() for values in p.values() for n in values if n is not None})
     outside = any(None in values for p in panels.values() for values in p.values())
     rows = -(-len(panels) // columns)
-    figure = _figure(_WIDTH if columns == 1 else 11.5, 1.0 + 2.9 * rows)
+    figure = new_figure(_WIDTH if columns == 1 else 11.5, 1.0 + 2.9 * rows)
     # What is outside of all layers stands right of them, at one tick.
     beyond = (layers[-1] + 1 + max(1, len(layers) // 12)) if layers else 0
     grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
@@ -201,7 +195,7 @@ def _layers(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:
             if None in values:
                 _curve(axes, PARTS.index(part), PART_LABELS[part], [beyond], [values[None]])
         axes.set_ylabel(label, fontsize=9)
-        axes.set_ylim(bottom=0)
+        _from_zero([axes])
         _tidy(axes)
         _layer_ticks(axes, layers, beyond if outside else None)
     for axes in grid[-1]:
@@ -241,13 +235,16 @@ def _curve(axes: Axes, i: int, label: str, xs: Sequence[int], ys: Sequence[float
     )
 
 
+def _from_zero(row: Iterable[Axes]) -> None:
+    """One scale for axes that share theirs, from 0 to where the highest marker has room."""
+    row = list(row)
+    # Without data, or where all of it is NaN, the highest is not finite.
+    top = max((float(axes.dataLim.ymax) for axes in row if isfinite(axes.dataLim.ymax)), default=0.0)
+    for axes in row:
+        axes.set_ylim(0, 1.05 * top if top > 0 else 1.0)
+
+
 def _tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
     axes.grid(axis=grid, color="#DDDDDD", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..components import PART_LABELS, component_of
+from ..components import PART_LABELS, component_of, in_layer_order, layer_label
 from ..errors import DataError
 from ..state_log import StateLog
 from ..tensor_state import as_bits
@@ -22,6 +22,7 @@ from .states import (
     common_dtype,
     distances,
     no_progress,
+    wide_dtype,
 )
 
 TOLERANCES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
@@ -94,7 +95,9 @@ def count_changes(
         differ = as_bits(ours) != as_bits(theirs)
         before, after = ours[differ], theirs[differ]
         changed += before.numel()
-        flipped += int(((before < 0) & (after > 0) | (before > 0) & (after < 0)).count_nonzero())
+        # float8 has no order of its own.
+        old, new = before.to(wide_dtype(before)), after.to(wide_dtype(after))
+        flipped += int(((old < 0) & (new > 0) | (old > 0) & (new < 0)).count_nonzero())
         moved = distances(before, after)
         for i, tolerance in enumerate(tolerances):
             above[i] += int((moved > tolerance).count_nonzero())
@@ -119,13 +122,11 @@ def changes_by_component(counts: Mapping[str, ChangeCounts]) -> dict[str, Change
 
 
 def changes_by_layer(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
-    """Number of a layer, or `none` for what is outside of all layers, -> the counts of its tensors."""
+    """Label of a layer (`components.layer_label`) -> the counts of its tensors."""
     layers = {name: component_of(name).layer for name in counts}
-    numbers = sorted({layer for layer in layers.values() if layer is not None})
-    keys = [*numbers, *([None] if None in layers.values() else [])]
     return {
-        "none" if key is None else str(key): sum_changes(counts[name] for name in counts if layers[name] == key)
-        for key in keys
+        layer_label(layer): sum_changes(counts[name] for name in counts if layers[name] == layer)
+        for layer in in_layer_order(layers.values())
     }
 
 

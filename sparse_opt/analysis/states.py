@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..mask_finding import select_names
+from ..mask_finding import floating_parameters, select_names
 from ..state_log import StateLog
 from ..tensor_state import as_bits
 
@@ -33,13 +33,7 @@ def chosen_names(
     Raises:
         DataError: none is left.
     """
-    layout = log.layout
-    parameters = [
-        spec.name
-        for spec in layout.tensors
-        if spec.name not in layout.buffers and getattr(torch, spec.dtype).is_floating_point
-    ]
-    names = select_names(parameters, include=include, exclude=exclude, mlp_only=mlp_only)
+    names = select_names(floating_parameters(log), include=include, exclude=exclude, mlp_only=mlp_only)
     if not names:
         raise DataError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")
     return names

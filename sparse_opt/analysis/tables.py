@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..atomic_files import written_aside
+from ..result_files import write_text
 from .ranks import Figure
 
 Kind = Literal["text", "count", "percent", "number", "interval"]
@@ -48,14 +48,13 @@ class Table:
 
 
 def write_csv(table: Table, path: Path) -> None:
-    """The raw values, shares as fractions of 1, intervals as three columns; atomically. Raises OSError."""
+    """The raw values, shares as fractions of 1, intervals as three columns. Raises DataError as `write_text`."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([key for column in table.columns for key in _keys(column)])
     for row in table.rows:
         writer.writerow([v for value, c in zip(row, table.columns, strict=True) for v in _values(value, c)])
-    with written_aside(path) as aside:
-        aside.write_text(buffer.getvalue(), encoding="utf-8")
+    write_text(path, buffer.getvalue(), "table")
 
 
 def _keys(column: Column) -> list[str]:

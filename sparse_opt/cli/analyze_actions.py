@@ -18,10 +18,9 @@ from ..analysis.shapes import weight_shapes
 from ..analysis.sparsity import measure_sparsity
 from ..analysis.states import Progress
 from ..analysis.tables import Table, write_csv
-from ..atomic_files import written_aside
 from ..errors import ConfigError
 from ..log_reading import open_log
-from ..mask_plots import require_matplotlib
+from ..result_files import require_matplotlib, save_png, write_text
 from ..state_log import StateLog
 from .output import print_json, table
 
@@ -130,9 +129,7 @@ def report(args: Namespace) -> None:
         **_choice(args),
         progress=_bar,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as aside:
-        aside.write_text(page, encoding="utf-8")
+    write_text(path, page, "page")
     if args.json:
         print_json({"file": str(path), "bytes": path.stat().st_size})
     else:
@@ -207,15 +204,13 @@ def _give(
     """Write the files that were asked for, and print the tables or the JSON."""
     written: list[Path] = []
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
         written = [args.output / f"{name}.csv", args.output / f"{name}.json"]
         write_csv(records, written[0])
-        with written_aside(written[1]) as aside:
-            aside.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(written[1], json.dumps(data, indent=2, allow_nan=False) + "\n", "data")
         if not args.no_plots:
             for picture, draw in pictures.items():
                 written.append(args.output / f"{picture}.png")
-                plots.save_png(draw(), written[-1])
+                save_png(draw(), written[-1])
     if args.json:
         print_json(data)
         return

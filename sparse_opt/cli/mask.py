@@ -65,8 +65,8 @@ def _parser() -> CommandParser:
 
 
 def _random(args: Namespace) -> None:
-    from ..mask_finding import select_names
     from ..masks import MaskSet
+    from .mask_untrained import chosen_names
     from .models import parameter_shapes
     from .progress import hide_progress_bars
 
@@ -76,11 +76,7 @@ def _random(args: Namespace) -> None:
     path = output_file(args.output, f"sparsity_{sparsity}pct_random_seed{args.seed}.safetensors")
     hide_progress_bars()
     shapes = parameter_shapes(args.model_name)
-    names = select_names(shapes, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
-    if not names:
-        raise ConfigError(f"no tensor of {args.model_name} is chosen by include, exclude and mlp_only")
-    mask = MaskSet.random(
-        {name: shapes[name] for name in names}, density=args.density, pattern=args.pattern, seed=args.seed
-    )
+    chosen = {name: shapes[name] for name in chosen_names(args, shapes)}
+    mask = MaskSet.random(chosen, density=args.density, pattern=args.pattern, seed=args.seed)
     mask.metadata["model"] = args.model_name
     save_mask(mask, path, as_json=args.json)

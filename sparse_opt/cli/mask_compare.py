@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, MaskError
+from ..errors import ConfigError
 from .output import print_json, table
 from .parser import add_json_flag
 
 if TYPE_CHECKING:
+    from ..analysis.tables import Table
     from ..mask_compare import Comparison, Overlap
 
 _EPILOG = """For each pair of masks A and B:
@@ -70,13 +70,15 @@ def run(args: Namespace) -> None:
         raise ConfigError(f"option 'layers_png' draws two masks, found {len(args.files)}")
     for option in ("png", "layers_png"):
         if getattr(args, option) is not None:
-            from ..mask_plots import require_matplotlib
+            from ..result_files import require_matplotlib
 
             require_matplotlib(option)
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
     comparisons = compare(masks, common=args.common)
     if args.csv is not None:
-        _write_csv(args.csv, comparisons)
+        from ..analysis.tables import write_csv
+
+        write_csv(_records(comparisons), args.csv)
     if args.png is not None:
         from ..mask_plots import draw_comparison
 
@@ -110,9 +112,11 @@ def _labels(files: Sequence[Path]) -> list[str]:
 
 
 def _groups(pair: Comparison) -> Iterator[tuple[str, dict[str, Overlap]]]:
+    from ..components import layer_label
+
     yield "total", {"total": pair.total}
     yield "part", {str(part): overlap for part, overlap in pair.parts.items()}
-    yield "layer", {"other" if layer is None else str(layer): overlap for layer, overlap in pair.layers.items()}
+    yield "layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}
     yield "tensor", dict(pair.tensors)
 
 
@@ -126,21 +130,19 @@ def _pair_json(pair: Comparison) -> dict[str, Any]:
     return {"first": pair.first, "second": pair.second, **groups["total"], **levels}
 
 
-def _write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
-    from ..atomic_files import one_line, written_aside
+def _records(comparisons: Sequence[Comparison]) -> Table:
+    """Every figure of every pair, for a CSV file."""
+    from ..analysis.tables import Column, Table
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            active = {"first": "active_first", "second": "active_second", "both": "active_both"}
-            writer.writerow(["first", "second", "level", "name", *(active.get(figure, figure) for figure in _FIGURES)])
-            for pair in comparisons:
-                for level, group in _groups(pair):
-                    for name, overlap in group.items():
-                        writer.writerow([pair.first, pair.second, level, name, *_figures(overlap).values()])
-    except OSError as error:
-        raise MaskError(f"{path}: cannot write the table: {one_line(error)}") from error
+    keys = {"first": "active_first", "second": "active_second", "both": "active_both"}
+    headings = ("first", "second", "level", "name", *(keys.get(figure, figure) for figure in _FIGURES))
+    rows = [
+        (pair.first, pair.second, level, name, *_figures(overlap).values())
+        for pair in comparisons
+        for level, group in _groups(pair)
+        for name, overlap in group.items()
+    ]
+    return Table("overlap of masks by pair", tuple(Column(key, key) for key in headings), tuple(rows))
 
 
 def _print_tables(comparisons: Sequence[Comparison], per_tensor: bool) -> None:
@@ -150,14 +152,13 @@ def _print_tables(comparisons: Sequence[Comparison], per_tensor: bool) -> None:
         for pair in comparisons if per_tensor else ():
             print(f"\nA {pair.first}, B {pair.second}\n{_table('tensor', pair.tensors)}")
         return
-    from ..components import PART_LABELS
+    from ..components import PART_LABELS, layer_label
 
     pair = comparisons[0]
     print(f"A {pair.first}: {pair.total.first:,} active elements\nB {pair.second}: {pair.total.second:,}")
     parts = {PART_LABELS[part]: overlap for part, overlap in pair.parts.items()}
     print("\n" + _table("part", {"all": pair.total, **parts}))
-    layers = {"other" if layer is None else str(layer): overlap for layer, overlap in pair.layers.items()}
-    print("\n" + _table("layer", layers))
+    print("\n" + _table("layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}))
     if per_tensor:
         print("\n" + _table("tensor", pair.tensors))
 

@@ -11,8 +11,8 @@ from .output import print_json
 from .parser import add_json_flag
 
 _EPILOG = """The density profile by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms,
-lm_head) and by layer; 'other' holds parameters of no known part, and those outside of layers. --png draws a heat map
-of layers by parts.
+lm_head) and by layer; the part 'other' holds parameters of no known part, the layer 'none' those outside of layers.
+--png draws a heat map of layers by parts.
 
 examples:
   sparse-opt mask info masks/sparsity_90.0pct_magnitude_step100.safetensors
@@ -32,15 +32,15 @@ def add_parser(actions: Any) -> None:
 
 def run(args: Namespace) -> None:
     """Print the profile as text or JSON, and draw it if asked to."""
-    from ..components import PART_LABELS
+    from ..components import PART_LABELS, layer_label
     from ..masks import MaskSet
 
     if args.png is not None:
-        from ..mask_plots import require_matplotlib
+        from ..result_files import require_matplotlib
 
         require_matplotlib("png")
     mask = MaskSet.load(args.file)
-    layers = {"other" if layer is None else str(layer): figures for layer, figures in mask.per_layer().items()}
+    layers = {layer_label(layer): figures for layer, figures in mask.per_layer().items()}
     parts = mask.per_part()
     if args.png is not None:
         from ..mask_plots import draw_density
@@ -54,7 +54,7 @@ def run(args: Namespace) -> None:
         )
         return
     lines = [str(args.file), headline(mask), f"digest {mask.digest}"]
-    lines += [f"{key} {value}" for key, value in mask.metadata.items()]
+    lines += [f"{key} {value}" for key, value in sorted(mask.metadata.items())]
     lines += ["", density_table("part", {PART_LABELS[part]: figures for part, figures in parts.items()})]
     lines += ["", density_table("layer", layers)]
     if args.per_tensor:

@@ -73,7 +73,7 @@ def summary(mask: MaskSet) -> dict[str, Any]:
         "density": mask.density,
         "pattern": mask.pattern,
         "digest": mask.digest,
-        "metadata": mask.metadata,
+        "metadata": dict(sorted(mask.metadata.items())),
     }
 
 

@@ -49,7 +49,7 @@ def find(
         return _random(args, sparsity, require, metadata)
     model = _load_model(args.model_name, _DTYPES[args.dtype]).to(device)
     parameters = _parameters(model)
-    names = _chosen(args, parameters)
+    names = chosen_names(args, parameters)
     chosen = {name: parameters[name] for name in names}
     require({name: tuple(p.shape) for name, p in chosen.items()})
     scores, made_with = _scores(args, model, chosen)
@@ -63,14 +63,15 @@ def _random(
     metadata: dict[str, str],
 ) -> FoundMask:
     shapes = parameter_shapes(args.model_name)
-    shapes = {name: shapes[name] for name in _chosen(args, shapes)}
+    shapes = {name: shapes[name] for name in chosen_names(args, shapes)}
     require(shapes)
-    mask = MaskSet.random(shapes, density=(100 - sparsity) / 100, pattern=args.pattern, seed=args.seed)
+    mask = MaskSet.random(shapes, density=round((100 - sparsity) / 100, 12), pattern=args.pattern, seed=args.seed)
     mask.metadata.update({**metadata, "made_by": f"sparse-opt {__version__}"})
     return FoundMask(mask, threshold=None, capture=None, tensors={})
 
 
-def _chosen(args: Namespace, parameters: Mapping[str, object]) -> list[str]:
+def chosen_names(args: Namespace, parameters: Mapping[str, object]) -> list[str]:
+    """The parameters that --include, --exclude and --mlp_only leave; raises ConfigError where there are none."""
     names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
     if not names:
         raise ConfigError(f"no tensor of {args.model_name} is chosen by include, exclude and mlp_only")

@@ -9,7 +9,7 @@ docs/formats.md has every level byte by byte, and `reference` the same in numpy.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -23,7 +23,7 @@ from ..backends import why_unavailable
 from ..errors import BackendUnavailable, DeltaLogError
 from ..tensor_state import as_bits
 from . import torch_reference
-from .reference import fast_bytes
+from .reference import WORD, fast_bytes
 from .tables import Sample, Tables, best_width, make_tables
 from .words import LEVELS as LEVELS
 from .words import RAW_BIT, WordKind, first_tiles, tile_lengths, word_kind
@@ -151,6 +151,7 @@ def encode(
     level: str,
     *,
     advance: bool = False,
+    meanwhile: Callable[[], object] | None = None,
     backend: Backend | None = None,
 ) -> Patch:
     """The patch that leads from the bits of `old` to those of `new`.
@@ -164,6 +165,8 @@ def encode(
         level: `fast`, `packed` or `tight`.
         advance: give `old` the bits of `new` as well, which then costs little more than the stores. Where an error is
             raised, what `old` holds is void.
+        meanwhile: called while a GPU takes the sample that `packed` and `tight` wait for, so that what it launches
+            keeps the GPU busy; at `fast`, and on the CPU, called first.
         backend: `native` (C++ and CUDA) or `reference` (numpy); None takes the native one where it can run, and warns
             once where not.
 
@@ -179,11 +182,13 @@ def encode(
     kind = word_kind(dtype)
     run = _implementation(new[0].device, backend)
     width, tables = 0, None
+    if level == "fast" or new[0].device.type != "cuda":
+        (meanwhile or _nothing)()
+        meanwhile = None
     if level != "fast":
         # `packed` wants to know of symbols alone.
         class_shift = kind.class_shift if level == "tight" else kind.bits
-        seen, changed, symbols = run.patch_sample(old, new, kind.is_float, class_shift)
-        sample = Sample(seen.numpy(), changed.numpy(), symbols.numpy())
+        sample = _sample(run, old, new, WordKind(kind.size, kind.is_float, class_shift), meanwhile)
         if level == "packed":
             width = best_width(sample.symbols, kind.bits)
         else:
@@ -206,6 +211,23 @@ def encode(
     return Patch(level, dtype, numels, counts, None if level == "tight" else heads, sizes, records, width, tables)
 
 
+def _sample(
+    run: Any, old: list[Tensor], new: list[Tensor], kind: WordKind, meanwhile: Callable[[], object] | None
+) -> Sample:
+    parts = run.patch_sample(old, new, kind.is_float, kind.class_shift)
+    if new[0].device.type == "cuda":
+        with torch.cuda.device(new[0].device):
+            arrived = torch.cuda.Event()
+            arrived.record()
+            (meanwhile or _nothing)()
+        arrived.synchronize()
+    return Sample(*(part.numpy() for part in parts))
+
+
+def _nothing() -> None:
+    pass
+
+
 def count_changes(old: Sequence[Tensor], new: Sequence[Tensor], *, backend: Backend | None = None) -> Tensor:
     """int64 [tensors] on the CPU, the elements of each tensor whose bits differ. Arguments as of `encode`."""
     _check_tensors(old, new)
@@ -226,8 +248,12 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
         PatchError: a record is damaged; or the tensors are not of the patch's sizes (names the first one).
         BackendUnavailable: the named backend cannot run.
     """
-    if [(t.dtype, t.numel()) for t in dense] != [(patch.dtype, numel) for numel in patch.numels]:
-        raise PatchError("the tensors are not those that the patch is for: other dtypes or sizes")
+    if len(dense) != len(patch.numels):
+        raise PatchError(f"dense holds {len(dense)} tensors, the patch is for {len(patch.numels)}")
+    for i, (tensor, numel) in enumerate(zip(dense, patch.numels, strict=True)):
+        if (tensor.dtype, tensor.numel()) != (patch.dtype, numel):
+            found, wanted = f"{tensor.dtype} of {tensor.numel()} elements", f"{patch.dtype} of {numel}"
+            raise PatchError(f"dense[{i}] is {found}, the patch is for {wanted}")
     if not dense:
         return
     device, kind = dense[0].device, word_kind(patch.dtype)
@@ -249,8 +275,8 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
     )
     if check and int(bad) < len(sizes):
         firsts = first_tiles(patch.numels, patch.level)
-        tensor = int(np.searchsorted(firsts, int(bad), side="right")) - 1
-        raise PatchError(f"tile {int(bad) - firsts[tensor]} of tensor {tensor} is damaged")
+        place = int(np.searchsorted(firsts, int(bad), side="right")) - 1
+        raise PatchError(f"tile {int(bad) - firsts[place]} of tensor {place} is damaged")
 
 
 def _implementation(device: torch.device, backend: Backend | None) -> ModuleType | Any:
@@ -275,6 +301,8 @@ def _warn_slow(device_type: str, cause: str) -> None:
 def _check_tensors(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     if not new or len(old) != len(new):
         raise ValueError(f"old holds {len(old)} tensors and new {len(new)}, wanted as many, and one or more")
+    if new[0].element_size() not in WORD:
+        raise ValueError(f"new[0] is {new[0].dtype}, of {new[0].element_size()} bytes, wanted 1, 2, 4 or 8")
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
         for name, tensor in (("old", a), ("new", b)):
             if (tensor.dtype, tensor.device) != (new[0].dtype, new[0].device):

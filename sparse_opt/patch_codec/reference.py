@@ -271,10 +271,12 @@ def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, ro
                     bits = min(16, int(extra[i]) - have)
                     push(lane, 1, int(low[i]) >> have & (1 << bits) - 1, bits)
             for lane, i in reversed(together):
-                push(lane, *(int(x[table[i], symbol[i]]) for x in (frequencies, before)), VALUE_SCALE_BITS)
+                at = table[i], symbol[i]
+                push(lane, int(frequencies[at]), int(before[at]), VALUE_SCALE_BITS)
         for i in reversed(words):
             unchanged = (1 << ROW_SCALE_BITS) - int(f[i])
-            push(i % lanes, *((int(f[i]), unchanged) if changed[i] else (unchanged, 0)), ROW_SCALE_BITS)
+            frequency, start = (int(f[i]), unchanged) if changed[i] else (unchanged, 0)
+            push(i % lanes, frequency, start, ROW_SCALE_BITS)
     heads = [half for state in states for half in (state & 0xFFFF, state >> 16)]
     return np.array(heads + numbers[::-1], "<u2").tobytes()
 

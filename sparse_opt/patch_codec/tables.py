@@ -1,6 +1,7 @@
 """The frequencies that `tight` codes by, and the width of `packed`: estimated from a sample, kept in the patch.
 
-Everything is whole numbers, so that the same tensors give the same tables on every device.
+The sample is whole numbers, and what follows from it is computed on the host: the same tensors give the same tables
+on every device.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Tables:
         values = take("<u2", table_count * kind.symbols).reshape(table_count, kind.symbols)
         if (values == 0).any() or (values.sum(1, dtype=np.int64) != 1 << VALUE_SCALE_BITS).any():
             raise ValueError(f"its value tables are no frequencies in {1 << VALUE_SCALE_BITS}")
-        presents, rows = [], []
+        presents: list[Array] = []
+        rows: list[Array] = []
         for _ in range(row_count):
             presents.append(np.unpackbits(take("u1", CLASSES // 8), bitorder="little").astype(bool))
             frequencies = take("<u2", int(presents[-1].sum()))

@@ -108,5 +108,10 @@ def _tables(
 ) -> Tables | None:
     if row_of is None or rows is None or class_table is None or values is None:
         return None
-    arrays = [tensor.cpu().numpy() for tensor in (row_of, rows, class_table, values)]
-    return Tables(*arrays, present=np.ones((len(rows), CLASSES), bool))
+    return Tables(
+        row_of.cpu().numpy(),
+        rows.cpu().numpy(),
+        class_table.cpu().numpy(),
+        values.cpu().numpy(),
+        present=np.ones((len(rows), CLASSES), bool),
+    )

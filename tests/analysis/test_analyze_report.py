@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -60,6 +62,9 @@ def test_every_axis_has_a_label_and_every_curve_a_look_of_its_own(log):
         assert figure.axes[0].get_ylabel()
         (legend,) = figure.legends
         for axes in figure.axes:
+            highest = max(y for values in lines(axes).values() for y in values if math.isfinite(y))
+            assert axes.get_ylim()[0] == 0
+            assert axes.get_ylim()[1] > 1.04 * highest
             assert not legend.get_window_extent().overlaps(axes.get_window_extent())
             looks = {
                 (line.get_marker(), line.get_label()) for line in axes.lines if not line.get_label().startswith("_")
@@ -88,6 +93,13 @@ def test_the_page_names_nothing_outside_of_itself(page):
     assert "<script" not in text
     assert "url(" not in text
     assert "@import" not in text
+    pictures = [base64.b64decode(data) for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", text)]
+    assert len(pictures) == 7
+    for picture in pictures:
+        addresses = re.findall(r"(\S*)=\"\w+://[^\"]*\"", picture.decode())
+        assert set(addresses) <= {"xmlns", "xmlns:xlink"}
+        assert picture.count(b"://") == len(addresses)  # and in no text, style or document type
+        assert re.findall(rb"href=\"[^#]|url\([^#]", picture) == []
 
 
 def test_names_in_a_log_are_shown_and_not_run(make_log):

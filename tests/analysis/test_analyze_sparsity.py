@@ -30,6 +30,12 @@ def test_small_steps_of_bf16_are_measured_in_fp32():
     assert count_changes(base, now, [0.0078, 0.0079, 1.9]).above == (2, 1, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_is_counted_by_its_values(dtype):
+    base, now = torch.tensor([1.0, -1.0, 2.0, 0.5]).to(dtype), torch.tensor([-1.0, -1.0, 2.5, -0.5]).to(dtype)
+    assert count_changes(base, now, [0.75, 1.5]) == ChangeCounts(4, 3, (2, 1), 2)
+
+
 def test_dtypes_that_differ_are_compared_in_the_wider_one():
     base = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert count_changes(base, torch.tensor([1.0, 2.0001]), [1e-5]) == ChangeCounts(2, 1, (1,))

@@ -103,13 +103,17 @@ def test_info_counts_by_layer_and_tensor(sparse_opt, tmp_path):
     assert (info["nnz"], info["numel"], info["density"], info["pattern"]) == (3, 20, 0.15, "element")
     assert info["digest"] == mask.digest
     assert info["metadata"]["method"] == "by hand"
-    assert {name: layer["density"] for name, layer in info["layers"].items()} == {"0": 0.25, "1": 0.125, "other": 0}
+    assert {name: layer["density"] for name, layer in info["layers"].items()} == {"0": 0.25, "1": 0.125, "none": 0}
     assert {name: t["nnz"] for name, t in info["tensors"].items()} == {"h.0.w": 2, "h.1.w": 1, "norm": 0}
     assert {name: part["density"] for name, part in info["parts"].items()} == {"norms": 0, "other": 0.1875}
     text = sparse_opt("mask", "info", file, "--per_tensor").done()
     assert "3 of 20 elements active in 3 tensors: density 15.000 %" in text
     assert "h.1.w" in text
     assert "12.500 %" in text
+    # In an order of their own: a safetensors file keeps none.
+    keys = [line.split()[0] for line in text[text.index("digest ") :].split("\n\n")[0].splitlines()[1:]]
+    assert keys == sorted(info["metadata"]) == list(info["metadata"])
+    assert len(keys) > 1
 
 
 def test_info_profiles_a_model_by_part(sparse_opt, files, tmp_path):

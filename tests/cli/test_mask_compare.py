@@ -42,7 +42,7 @@ def test_two_masks_by_part_and_layer(sparse_opt, masks):
         (("total",), pair.total),
         (("parts", "mlp_up"), pair.parts["mlp_up"]),
         (("layers", "0"), pair.layers[0]),
-        (("layers", "other"), pair.layers[None]),
+        (("layers", "none"), pair.layers[None]),
         (("tensors", "model.norm.weight"), pair.tensors["model.norm.weight"]),
     ):
         entry = listed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -142,6 +143,13 @@ def test_counting_in_chunks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patched:
             patched.setattr(mask_scores, "_CHUNK", 17)
             assert all(torch.equal(scores.bits(name), bits) for name, bits in whole.items())
+
+
+@pytest.mark.parametrize("method", ["momentum", "fisher"])
+def test_weights_that_became_infinite_have_no_variance(method: str, device: torch.device) -> None:
+    states = {step: {"w": torch.tensor([0.0, step, math.inf if step else 0.0])} for step in range(4)}
+    with pytest.raises(MaskError, match=f"the {method} score of w is NaN at 1 of 3 elements"):
+        find_from_log(MemoryLog(states), method=method, sparsity=50, min_tensor_keep=0, device=device)  # type: ignore[arg-type]
 
 
 def test_change_bits_of_a_nan_lie_above_infinity() -> None:

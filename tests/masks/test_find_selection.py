@@ -33,7 +33,7 @@ class Scores:
 
 
 def quota_of(numel: int, sparsity: float) -> int:
-    return math.floor((100 - sparsity) * numel / 100 + 0.5)
+    return math.floor(round(100 - sparsity, 10) * numel / 100 + 0.5)
 
 
 def test_threshold_is_that_of_a_full_sort_of_ten_million_scores_with_many_ties(device: torch.device) -> None:
@@ -266,10 +266,36 @@ def test_scores_that_are_all_zero_give_no_mask() -> None:
                 find_mask(Scores({"w": torch.zeros(64)}), sparsity=50, pool=pool, pattern=pattern)
 
 
-def test_nan_names_the_tensor() -> None:
-    source = Scores({"good": torch.ones(9), "bad": torch.tensor([1.0, math.nan, math.inf])})
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nan_names_the_tensor(sign: int, device: torch.device) -> None:
+    """Of either sign: what inf - inf gives is negative on x86 and positive on a GPU."""
+    bad = torch.tensor([1.0, math.copysign(math.nan, sign), math.inf])
+    assert (bad.view(torch.int32)[1] > 0) == (sign > 0)
+    source = Scores({"good": torch.ones(9), "bad": bad}, device)
     with pytest.raises(MaskError, match="the test score of bad is NaN at 1 of 3 elements, wanted numbers"):
         find_mask(source, sparsity=50)
+
+
+def test_scores_below_zero_are_refused() -> None:
+    source = Scores({"w": torch.tensor([1.0, -2.0, 3.0])})
+    with pytest.raises(MaskError, match="the test score of w has a minus sign at 1 of 3 elements, wanted 0 and more"):
+        find_mask(source, sparsity=50)
+
+
+@pytest.mark.parametrize("pattern", ["element", "run16"])
+@pytest.mark.parametrize("pool", ["global", "tensor"])
+def test_a_sparsity_that_leaves_nothing_is_refused(pool: str, pattern: str) -> None:
+    source = Scores({"w": torch.ones(3), "v": torch.ones(4)})
+    where = " of any tensor by itself" if pool == "tensor" else ""
+    with pytest.raises(MaskError, match=f"sparsity 97.5 leaves none of the 7 elements{where}$"):
+        find_mask(source, sparsity=97.5, min_tensor_keep=0, pool=pool, pattern=pattern)  # type: ignore[arg-type]
+
+
+def test_halves_of_an_element_are_rounded_up() -> None:
+    """100 - 99.9 is less than 0.1 in floating point."""
+    for pool in ("global", "tensor"):
+        found = find_mask(Scores({"w": torch.ones(500)}), sparsity=99.9, min_tensor_keep=0, pool=pool)  # type: ignore[arg-type]
+        assert found.mask.nnz == 1
 
 
 @pytest.mark.parametrize(

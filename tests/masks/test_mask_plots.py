@@ -7,18 +7,20 @@ import math
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from sparse_opt import MaskSet
-from sparse_opt.errors import ConfigError, MaskError
+from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.mask_compare import compare
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-opt[plot]'")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
-from sparse_opt.mask_plots import draw_comparison, draw_density, draw_pair, require_matplotlib  # noqa: E402
+from sparse_opt.mask_plots import draw_comparison, draw_density, draw_pair  # noqa: E402
+from sparse_opt.result_files import require_matplotlib  # noqa: E402
 
 SHAPES = {
     "model.embed_tokens.weight": (40, 32),
@@ -101,7 +103,7 @@ def test_pair_by_layer_and_part(figures, tmp_path):
     (pair,) = compare(masks)
     draw_pair(pair, tmp_path / "pair.png")
     axes, bar = figures[0].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "2", "other"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "2", "none"]
     parts = ["embeddings", "attention q", "MLP up", "norms"]
     assert [label.get_text() for label in axes.get_xticklabels()] == parts
     assert bar.get_ylabel() == "Jaccard index (by chance)"
@@ -129,6 +131,21 @@ def test_density_in_percent(figures, tmp_path):
     assert texts(axes)[2, 3] == "15.6"
     assert bar.get_ylabel().startswith("density, %")
     assert figures[0].get_suptitle() == "the title" and is_inside(figures[0])
+
+
+def test_densities_far_apart_have_colours_apart(figures, tmp_path):
+    """Of 0.1, 1 and 100 %, the first two are told apart too; nothing active is darkest, and its text is white."""
+    counts = {"model.layers.0.mlp.up_proj.weight": 2, "model.layers.2.mlp.up_proj.weight": 20, "model.norm.weight": 32}
+    mask = MaskSet({name: torch.arange(counts.get(name, 0)) for name in SHAPES}, SHAPES)
+    draw_density(mask, tmp_path / "density.png", "")
+    axes, bar = figures[0].axes
+    image = axes.images[0]
+    shown = {(i, j): float(image.norm(value)) for (i, j), value in np.ndenumerate(image.get_array()) if value >= 0}
+    assert shown[0, 2] == 0 and 0.25 < shown[1, 2] < 0.75 and shown[2, 3] == 1
+    colours = {(int(text.get_position()[1]), int(text.get_position()[0])): text.get_color() for text in axes.texts}
+    assert shown[0, 1] == 0 and texts(axes)[0, 1] == "0" and colours[0, 1] == "white" and colours[2, 3] == "black"
+    labels = [label.get_text() for label in bar.get_yticklabels() if label.get_text()]
+    assert {"1", "10"} <= set(labels)
 
 
 def test_brightness_alone_tells_high_from_low(figures, tmp_path):
@@ -166,13 +183,13 @@ def test_without_matplotlib_it_says_so(monkeypatch):
 def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
     mask = masks_of(1)["mask 0"]
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(MaskError, match="d.png: cannot write the picture: "):
+    with pytest.raises(DataError, match="d.png: cannot write the picture: "):
         draw_density(mask, tmp_path / "file" / "d.png", "")
 
     def disk_full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", disk_full)
-    with pytest.raises(MaskError, match="d.png: cannot write the picture: No space left on device"):
+    with pytest.raises(DataError, match="d.png: cannot write the picture: No space left on device"):
         draw_density(mask, tmp_path / "d.png", "")
     assert os.listdir(tmp_path) == ["file"]

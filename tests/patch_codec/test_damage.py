@@ -3,79 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from patch_damage import as_op_arguments, damaged, with_record
 from patch_words import any_words, bits, changed_words, name_of
 from torch import Tensor
 
 from sparse_opt.patch_codec import LEVELS, Patch, PatchError, apply_, encode, torch_reference
-from sparse_opt.patch_codec.words import RAW_BIT, TILE, first_tiles, word_kind
-
-UNIT = {"fast": 4, "packed": 4, "tight": 2}
-
-
-def as_op_arguments(patch: Patch, device: torch.device, offsets: Tensor | None = None) -> list[object]:
-    """What patch_apply_ takes behind the tensors."""
-    kind, tables = word_kind(patch.dtype), patch.tables
-    arrays = [None] * 4 if tables is None else [tables.row_of, tables.rows, tables.class_table, tables.values]
-    return [
-        None if patch.heads is None else patch.heads.to(device),
-        patch.sizes.to(device),
-        (patch.offsets() if offsets is None else offsets).to(device),
-        patch.records.to(device),
-        LEVELS.index(patch.level),
-        kind.is_float,
-        kind.class_shift,
-        patch.width,
-        *(None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays),
-    ]
-
-
-def records_of(patch: Patch) -> list[np.ndarray]:
-    offsets = patch.offsets().tolist()
-    return [patch.records.numpy()[a:b] for a, b in pairwise(offsets)]
-
-
-def with_record(patch: Patch, tile: int, record: np.ndarray, raw: bool, head: int | None) -> Patch:
-    """`patch` whose tile `tile` has another record and head, and the size that fits them."""
-    records = records_of(patch)
-    records[tile] = record
-    sizes = patch.sizes.numpy().copy()
-    sizes[tile] = len(record) // UNIT[patch.level] | (RAW_BIT if raw else 0)
-    heads = None if patch.heads is None else patch.heads.numpy().copy()
-    if heads is not None:
-        heads[tile] = head
-    return replace(
-        patch,
-        records=torch.from_numpy(np.concatenate(records)),
-        sizes=torch.from_numpy(sizes),
-        heads=None if heads is None else torch.from_numpy(heads),
-    )
-
-
-def damaged(source: np.random.Generator, patch: Patch) -> tuple[Patch, int]:
-    """The patch with one tile damaged, mostly by little, and the tile."""
-    tile = int(source.integers(len(patch.sizes)))
-    record = records_of(patch)[tile].copy()
-    unit = UNIT[patch.level]
-    raw = patch.level == "tight" and bool(int(patch.sizes[tile]) & RAW_BIT)
-    head = None if patch.heads is None else int(patch.heads[tile])
-    way = source.integers(6)
-    if way == 0:
-        record = record[: source.integers(len(record) // unit + 1) * unit]
-    elif way == 1:
-        record = np.concatenate([record, source.integers(0, 2, source.integers(1, 4) * unit).astype(np.uint8)])
-    elif way == 2 and head is not None:
-        head = head ^ 1 << int(source.integers(16)) if source.integers(2) else int(source.integers(2**16))
-    elif way == 2 and patch.level == "tight":
-        raw = not raw
-    elif len(record):
-        for at in source.integers(len(record), size=source.integers(1, 3)):
-            record[at] = source.integers(256) if way == 3 else record[at] ^ 1 << source.integers(8)
-    return with_record(patch, tile, record, raw, head), tile
+from sparse_opt.patch_codec.words import TILE, first_tiles
 
 
 def words_of_tiles(tensors: list[Tensor], patch: Patch) -> list[Tensor]:
@@ -135,10 +72,46 @@ def test_offsets_that_fit_nothing(place, level):
     patch = encode(old, new, level, backend="reference")
     offsets = patch.offsets()
     shifted = offsets + len(patch.records)
-    for bad in (-offsets - 4, shifted, offsets.flip(0), offsets + 1, offsets + 2**62, offsets.clamp(max=4)):
+    past_the_end = offsets + (2**63 - 4)  # all but the first have become negative
+    for bad in (
+        -offsets - 4,
+        shifted,
+        offsets.flip(0),
+        offsets + 1,
+        offsets + 2**62,
+        offsets.clamp(max=4),
+        past_the_end,
+    ):
         found = [bits(t).clone().to(place) for t in old]
         # Tile 0 is the first whose record is not where it should be; with its end alone displaced, too.
         assert int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place, bad))) == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sizes_that_do_not_fit_the_offsets(place, level):
+    source = np.random.default_rng(18)
+    old = [any_words(source, numel, torch.float32) for numel in (500, 300)]
+    new = [changed_words(source, tensor, 0.05, 2) for tensor in old]
+    patch = encode(old, new, level, backend="reference")
+    for by in (-1, 1, 20):
+        sizes = patch.sizes.numpy().copy()
+        sizes[1] = int(sizes[1]) + by
+        arguments = as_op_arguments(replace(patch, sizes=torch.from_numpy(sizes)), place, patch.offsets())
+        found = [bits(t).clone().to(place) for t in old]
+        assert int(torch.ops.sparse_opt_native.patch_apply_(found, *arguments)) == 1
+        assert torch.equal(found[0].cpu(), bits(new[0]))
+
+
+def test_tensors_that_the_patch_is_not_for():
+    old = [torch.zeros(10), torch.zeros(7)]
+    patch = encode(old, [tensor + 1 for tensor in old], "fast", backend="reference")
+    for dense, message in [
+        (old[:1], "dense holds 1 tensors, the patch is for 2"),
+        ([old[0], old[1][:6]], r"dense\[1\] is torch.float32 of 6 elements, the patch is for torch.float32 of 7"),
+        ([old[0].half(), old[1]], r"dense\[0\] is torch.float16 of 10 elements, the patch is for torch.float32 of 10"),
+    ]:
+        with pytest.raises(PatchError, match=message):
+            apply_(dense, patch)
 
 
 def test_tables_that_fit_nothing():
@@ -177,3 +150,11 @@ def test_arguments_that_do_not_fit():
         native.patch_encode(old, old, 2, True, 7, 0, *none, True)
     with pytest.raises(ValueError, match=r"old\[0\] has 10 elements, new\[0\] has 9"):
         native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none, False)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_words_of_16_bytes_are_refused(level, backend):
+    old = [torch.zeros(4, dtype=torch.complex128)]
+    with pytest.raises(ValueError, match=r"new\[0\] is torch.complex128, of 16 bytes, wanted 1, 2, 4 or 8"):
+        encode(old, old, level, backend=backend)

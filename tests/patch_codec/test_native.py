@@ -134,6 +134,8 @@ def test_samples_of_the_reference(place, dtype):
     found = torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.class_shift)
     one_class = [torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.bits)]
     one_class.append(torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.bits))
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
     for mine, reference in [*zip(found, wanted, strict=True), *zip(*one_class, strict=True)]:
         assert mine.device.type == "cpu"
         assert torch.equal(mine, reference)

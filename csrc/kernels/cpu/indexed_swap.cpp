@@ -1,5 +1,5 @@
-// Bytes per active element: index 2 or 4 (of a run, shared), the compact element read and written; and 64 read and 64
-// written for each 64-byte line of the dense tensors that the mask touches.
+// Bytes per active element of a swap: index 2 or 4 (of a run, shared), the compact element read and written; and 64
+// read and 64 written for each 64-byte line of the dense tensors that the mask touches.
 #include <cstring>
 
 #include "blocks.h"
@@ -23,25 +23,45 @@ void swap_chunks(const MoveArguments& args, const std::vector<Chunk>& chunks, in
   }
 }
 
+template <typename Word>
+void take_chunks(const MoveArguments& args, const std::vector<Chunk>& chunks, int64_t first, int64_t last) {
+  for (int64_t c = first; c < last; ++c) {
+    void* dense = args.segments.dense[chunks[c].segment];
+    const auto prefetch = [&](const BlockIndices& block) { block.prefetch<Word>(dense); };
+    for_each_block(args.segments, chunks[c], prefetch, [&](const BlockIndices& block) {
+      block.gather<Word>(dense, static_cast<Word*>(args.compact) + block.begin);
+    });
+  }
+}
+
+// call.template operator()<Word>(), of the element size
+template <typename Call>
+void with_word(int element_size, Call call) {
+  switch (element_size) {
+    case 1:
+      return call.template operator()<uint8_t>();
+    case 2:
+      return call.template operator()<uint16_t>();
+    case 4:
+      return call.template operator()<uint32_t>();
+    default:
+      return call.template operator()<uint64_t>();
+  }
+}
+
 }  // namespace
 
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
-    switch (args.element_size) {
-      case 1:
-        swap_chunks<uint8_t>(args, work.chunks, first, last);
-        break;
-      case 2:
-        swap_chunks<uint16_t>(args, work.chunks, first, last);
-        break;
-      case 4:
-        swap_chunks<uint32_t>(args, work.chunks, first, last);
-        break;
-      case 8:
-        swap_chunks<uint64_t>(args, work.chunks, first, last);
-        break;
-    }
+    with_word(args.element_size, [&]<typename Word>() { swap_chunks<Word>(args, work.chunks, first, last); });
+  });
+}
+
+void indexed_take(const MoveArguments& args, ParallelFor parallel_for) {
+  const Work work(args.segments);
+  work.run(parallel_for, [&](int64_t first, int64_t last) {
+    with_word(args.element_size, [&]<typename Word>() { take_chunks<Word>(args, work.chunks, first, last); });
   });
 }
 

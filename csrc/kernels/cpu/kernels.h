@@ -16,6 +16,7 @@ void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for);
 void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for);
 void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for);
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for);
+void indexed_take(const MoveArguments& args, ParallelFor parallel_for);
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_apply(const MoveArguments& args, ParallelFor parallel_for);

@@ -53,10 +53,10 @@ int encode_tile(const Word* old_words, const Word* new_words, int t, uint16_t* h
   return n;
 }
 
+// Records of the length that their head says.
 template <typename Word>
 bool apply_list(Word* words, int t, int n, Record record) {
   const int run_count = (t + kPatchRun - 1) / kPatchRun;
-  if (record.bytes < fast_list_bytes(n, t, sizeof(Word))) return false;
   const uint8_t* runs = record.data + static_cast<int64_t>(n) * sizeof(Word);
   const uint8_t* positions = runs + run_count;
   int sum = 0;
@@ -78,7 +78,6 @@ bool apply_list(Word* words, int t, int n, Record record) {
 template <typename Word>
 bool apply_bitmap(Word* words, int t, int n, Record record) {
   const int64_t numbers = int64_t{t + 31} / 32;
-  if (record.bytes < fast_bitmap_bytes(n, t, sizeof(Word))) return false;
   uint64_t bits[kPatchTile / 64] = {};
   std::memcpy(bits, record.data, numbers * 4);
   int sum = 0;
@@ -102,14 +101,11 @@ int64_t encode_fast_tile(const PatchArguments& args, int64_t number, const Patch
 }
 
 bool apply_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record) {
-  const int head = args.heads[number], n = head & static_cast<int>(kCountMask), mode = head >> kModeShift;
-  const int t = static_cast<int>(tile.size), size = args.element_size;
-  if (n > t || mode > kModeRaw) return false;
-  if (n == 0) return head == 0 && record.bytes == 0;
-  const int64_t wanted = mode == kModeList     ? fast_list_bytes(n, t, size)
-                         : mode == kModeBitmap ? fast_bitmap_bytes(n, t, size)
-                                               : tile.size * size;
-  if (record.bytes != (wanted + kRecordUnit - 1) / kRecordUnit * kRecordUnit) return false;
+  const uint32_t head = args.heads[number];
+  const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
+  const int t = static_cast<int>(tile.size);
+  if (record.bytes != fast_record_bytes(head, t, args.element_size)) return false;
+  if (n == 0) return true;
   if (mode == kModeRaw) {
     std::memcpy(at(args.old_tensors[tile.tensor], tile.begin, args.element_size), record.data,
                 tile.size * args.element_size);

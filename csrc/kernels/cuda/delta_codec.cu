@@ -181,7 +181,7 @@ void delta_pack(const DeltaArguments& args, cudaStream_t stream) {
 }
 
 void delta_apply(const MoveArguments& args, cudaStream_t stream) {
-  move<false>("delta_apply_", args, stream);
+  move<Move::kToDense>("delta_apply_", args, stream);
 }
 
 }  // namespace sparse_opt::cuda

@@ -6,7 +6,11 @@
 namespace sparse_opt::cuda {
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream) {
-  move<true>("indexed_swap_", args, stream);
+  move<Move::kSwap>("indexed_swap_", args, stream);
+}
+
+void indexed_take(const MoveArguments& args, cudaStream_t stream) {
+  move<Move::kToCompact>("indexed_take_", args, stream);
 }
 
 }  // namespace sparse_opt::cuda

@@ -20,6 +20,7 @@ void sum_partials(const Segments& segments, const float* partial_sums, float* su
 void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
+void indexed_take(const MoveArguments& args, cudaStream_t stream);
 // Fills args.sampled.
 void delta_sample(const DeltaArguments& args, cudaStream_t stream);
 void delta_find(const DeltaArguments& args, cudaStream_t stream);

@@ -12,10 +12,11 @@ constexpr int kMoveThreads = 1024;
 constexpr int kMoveUnroll = 8;
 constexpr int64_t kMoveSlots = kMoveThreads * kMoveUnroll;
 
-// With Swap the two are exchanged, else the compact buffer is written to the dense tensors. What a swap would not
-// change is not stored: base weights differ from the model's in few bits for much of a run (step.cuh says what a store
-// costs).
-template <typename Word, typename Index, bool Swap, int Capacity>
+// The two are exchanged, or one is written to the other. What a swap would not change is not stored: base weights
+// differ from the model's in few bits for much of a run (step.cuh says what a store costs).
+enum class Move { kSwap, kToDense, kToCompact };
+
+template <typename Word, typename Index, Move Way, int Capacity>
 __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {
   const BlockRange range = block_range(table, kMoveSlots);
@@ -31,31 +32,31 @@ __global__ void __launch_bounds__(kMoveThreads)
     active[j] = slot >= range.begin && slot < range.end;
     if (!active[j]) continue;
     position[j] = position_at<Index>(args.segments, range.number, slot);
-    value[j] = compact[slot];
+    if (Way != Move::kToCompact) value[j] = compact[slot];
   }
-  if (Swap) {
+  if (Way != Move::kToDense) {
 #pragma unroll
     for (int j = 0; j < kMoveUnroll; ++j) {
       if (active[j]) held[j] = dense[position[j]];
     }
-    __syncthreads();
+    if (Way == Move::kSwap) __syncthreads();
   }
 #pragma unroll
   for (int j = 0; j < kMoveUnroll; ++j) {
-    if (!active[j] || (Swap && held[j] == value[j])) continue;
-    dense[position[j]] = value[j];
-    if (Swap) compact[first + j * kMoveThreads] = held[j];
+    if (!active[j] || (Way == Move::kSwap && held[j] == value[j])) continue;
+    if (Way != Move::kToCompact) dense[position[j]] = value[j];
+    if (Way != Move::kToDense) compact[first + j * kMoveThreads] = held[j];
   }
 }
 
-template <bool Swap>
+template <Move Way>
 void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     dispatch_index(args.segments.index_type, [&]<typename Index>() {
       for_each_table(args.segments, nullptr, kMoveSlots,
                      [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                        if (blocks == 0) return;
-                       move_kernel<Word, Index, Swap><<<blocks, kMoveThreads, 0, stream>>>(table, args);
+                       move_kernel<Word, Index, Way><<<blocks, kMoveThreads, 0, stream>>>(table, args);
                        check_launch(op);
                      });
     });

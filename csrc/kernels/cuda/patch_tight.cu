@@ -1,10 +1,11 @@
-// `tight`: a warp for each tile of 2^19 words, a lane of the warp for each lane of the tile. Memory is read once, but
-// what bounds it are the instructions that each word takes, some 30 to encode it and 20 to decode it where nothing
-// changed. That the changes of a span are coded together, and not where they stand, keeps warps from following one lane
-// each.
+// `tight`: a warp for each tile of 2^19 words, a lane of the warp for each lane of the tile. tight_find reads both
+// tensors once, 2 * element size bytes per element, and a span of the old one again from the caches; tight_apply reads
+// the tensor once, and writes the words that change. But what bounds them are the instructions that each word takes,
+// some 30 to encode it and 20 to decode it where nothing changed. That the changes of a span are coded together, and
+// not where they stand, keeps warps from following one lane each.
 #include "dispatch.cuh"
 #include "patch_kernels.h"
-#include "whole_tensors.cuh"
+#include "patch_records.cuh"
 
 namespace sparse_opt::cuda {
 namespace {
@@ -409,6 +410,7 @@ __device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* n
     }
     const int total = tables.list(masks, lanes);
     take_values(words + begin, lanes, total, tables, args, reader, x);
+    __syncwarp();  // the list is made anew
     // A record that has ended early need not be followed to the tile's end.
     if (__any_sync(kAll, reader.bad)) return true;
   }
@@ -432,14 +434,12 @@ __global__ void __launch_bounds__(32) tight_apply_kernel(const __grid_constant__
   const BlockRange range = block_range(table, kTightTile);
   const int64_t number = table.block_offset + blockIdx.x;
   const uint32_t size = static_cast<const uint32_t*>(args.sizes)[number];
-  if (size == 0) return;
   Word* words = static_cast<Word*>(table.dense[range.segment]) + range.begin;
   const int t = static_cast<int>(range.end - range.begin);
-  const int64_t begin = args.offsets[number], length = args.offsets[number + 1] - begin;
   const int64_t count = size & ~kRawBit;
-  bool bad = begin < 0 || begin % kTightUnit != 0 || length != count * kTightUnit || begin + length > args.record_bytes;
-  if (!bad) {
-    const auto* numbers = reinterpret_cast<const uint16_t*>(args.records + begin);
+  bool bad = !has_record(args, number, count * kTightUnit, kTightUnit);
+  if (!bad && size != 0) {
+    const auto* numbers = reinterpret_cast<const uint16_t*>(args.records + args.offsets[number]);
     if ((size & kRawBit) != 0) {
       bad = count != raw_numbers<Word>(t);
       if (!bad) apply_raw_numbers(words, t, numbers);
@@ -448,24 +448,14 @@ __global__ void __launch_bounds__(32) tight_apply_kernel(const __grid_constant__
       bad = apply_tile(words, t, numbers, static_cast<int>(count), tables, args);
     }
   }
-  if (bad) atomicMin(reinterpret_cast<unsigned long long*>(args.bad_tile), static_cast<unsigned long long>(number));
-}
-
-template <typename Launch>
-void for_each_tight_table(const PatchArguments& args, Launch launch) {
-  for_each_whole_table(args.count, args.new_tensors != nullptr ? args.new_tensors : args.old_tensors, args.old_tensors,
-                       args.numels, kTightTile,
-                       [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-                         launch(table, blocks);
-                         check_launch("patch");
-                       });
+  if (bad) report_damage(args, number);
 }
 
 }  // namespace
 
 void tight_find(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tight_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
       tight_find_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
@@ -480,7 +470,7 @@ void tight_again(const PatchArguments& args, int64_t overflows, cudaStream_t str
   if (overflows == 0) return;
   const auto blocks = static_cast<unsigned>(overflows);
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tight_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
       tight_again_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
@@ -488,7 +478,7 @@ void tight_again(const PatchArguments& args, int64_t overflows, cudaStream_t str
 
 void tight_apply(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tight_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
       tight_apply_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });

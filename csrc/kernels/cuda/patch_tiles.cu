@@ -1,11 +1,11 @@
 // `fast` and `packed`. patch_find reads both tensors once, 2 * element size bytes per element, which is the floor, and
 // leaves each tile's record in a slot of its own. When the sum of the lengths is known, patch_place moves the records
 // together, which reads and writes their bytes once more. A record that is longer than a slot is made again, in place,
-// from both tensors.
+// from both tensors. patch_apply reads the records once and touches the lines of the tensor that change.
 #include "compare.cuh"
 #include "dispatch.cuh"
 #include "patch_kernels.h"
-#include "whole_tensors.cuh"
+#include "patch_records.cuh"
 
 namespace sparse_opt::cuda {
 namespace {
@@ -334,12 +334,8 @@ __device__ __forceinline__ bool apply_fast(Word* words, int t, uint32_t head, co
   constexpr int kSize = sizeof(Word);
   const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
   const int lane = threadIdx.x % 32;
-  if (n > t || (n == 0 && (head != 0 || length != 0))) return true;
+  if (length != fast_record_bytes(head, t, kSize)) return true;
   if (n == 0) return false;
-  const int64_t wanted = mode == kModeList     ? fast_list_bytes(n, t, kSize)
-                         : mode == kModeBitmap ? fast_bitmap_bytes(n, t, kSize)
-                                               : static_cast<int64_t>(t) * kSize;
-  if (mode > kModeRaw || (wanted + kRecordUnit - 1) / kRecordUnit * kRecordUnit != length) return true;
   if (mode == kModeRaw) {
     apply_raw(words, t, record);
     return false;
@@ -524,36 +520,25 @@ __global__ void __launch_bounds__(kThreads) patch_apply_kernel(const __grid_cons
   const BlockRange range = block_range(table, kPatchTile, local);
   Word* words = static_cast<Word*>(table.dense[range.segment]) + range.begin;
   const int t = static_cast<int>(range.end - range.begin);
-  const int64_t begin = args.offsets[number], length = args.offsets[number + 1] - begin;
+  const int64_t length = int64_t{kRecordUnit} * static_cast<const uint16_t*>(args.sizes)[number];
   const uint32_t head = args.heads[number];
-  bool bad = begin < 0 || length < 0 || begin + length > args.record_bytes || begin % kRecordUnit != 0 ||
-             length % kRecordUnit != 0;
+  bool bad = !has_record(args, number, length, kRecordUnit);
   if (!bad) {
-    const uint8_t* record = args.records + begin;
+    const uint8_t* record = args.records + args.offsets[number];
     if constexpr (Packed) {
       bad = apply_packed(words, t, head, record, length, args, ranks[warp]);
     } else {
       bad = apply_fast(words, t, head, record, length);
     }
   }
-  if (bad) atomicMin(reinterpret_cast<unsigned long long*>(args.bad_tile), static_cast<unsigned long long>(number));
-}
-
-template <typename Launch>
-void for_each_patch_table(const PatchArguments& args, Launch launch) {
-  for_each_whole_table(args.count, args.new_tensors != nullptr ? args.new_tensors : args.old_tensors, args.old_tensors,
-                       args.numels, kPatchTile,
-                       [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-                         launch(table, blocks);
-                         check_launch("patch");
-                       });
+  if (bad) report_damage(args, number);
 }
 
 }  // namespace
 
 void patch_find(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
       if (args.level == PatchLevel::kFast) {
         patch_find_kernel<Word, FastTile><<<blocks, kThreads, 0, stream>>>(table, args);
       } else {
@@ -565,7 +550,7 @@ void patch_find(const PatchArguments& args, cudaStream_t stream) {
 
 void count_changes(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
       count_changes_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
     });
   });
@@ -581,7 +566,7 @@ void patch_again(const PatchArguments& args, int64_t overflows, cudaStream_t str
   if (overflows == 0) return;
   const auto blocks = static_cast<unsigned>(overflows);
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
       if (args.level == PatchLevel::kFast) {
         patch_again_kernel<Word, FastTile><<<blocks, kThreads, 0, stream>>>(table, args);
       } else {
@@ -593,7 +578,7 @@ void patch_again(const PatchArguments& args, int64_t overflows, cudaStream_t str
 
 void patch_apply(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_patch_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
+    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
       const unsigned blocks = (tiles + kWarps - 1) / kWarps;
       if (args.level == PatchLevel::kFast) {
         patch_apply_kernel<Word, false><<<blocks, kThreads, 0, stream>>>(table, args);

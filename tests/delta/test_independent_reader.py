@@ -1,0 +1,165 @@
+"""A reader of patches at `fast` and `packed` in plain Python, made from docs/formats.md alone, beside DeltaLog.load."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_opt import DeltaLog, MaskSet
+
+FLOATS = {"bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"}
+
+
+def parse(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    data = path.read_bytes()
+    body = 8 + struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8:body])
+    metadata = header.pop("__metadata__", {})
+    return metadata, {name: data[body:][slice(*entry["data_offsets"])] for name, entry in header.items()}
+
+
+def numbers(data: bytes, size: int) -> list[int]:
+    return [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
+
+
+class Stream:
+    def __init__(self, record: bytes) -> None:
+        self.rest = int.from_bytes(record, "little")
+
+    def take(self, width: int) -> int:
+        self.rest, value = self.rest >> width, self.rest & (1 << width) - 1
+        return value
+
+
+def decode_fast(words: list[int], mode: int, n: int, record: bytes, size: int) -> None:
+    runs = -(-len(words) // 256)
+    if mode == 0:
+        in_run, offsets = record[n * size :][:runs], iter(record[n * size + runs :])
+        places = [256 * run + next(offsets) for run in range(runs) for _ in range(in_run[run])]
+    else:
+        bits = numbers(record[: -(-len(words) // 32) * 4], 4)
+        places, record = [k for k in range(len(words)) if bits[k // 32] >> k % 32 & 1], record[4 * len(bits) :]
+    for place, word in zip(places, numbers(record[: n * size], size), strict=True):
+        words[place] = word
+
+
+def decode_packed(words: list[int], mode: int, n: int, record: bytes, size: int, b: int, is_float: bool) -> list[str]:
+    """The kinds of changes met."""
+    stream, t, top, every = Stream(record), len(words), 1 << 8 * size - 1, (1 << 8 * size) - 1
+    if mode == 0:
+        k = (t // n).bit_length() - 1
+        low = [stream.take(k) for _ in range(n)]
+        high = [bit for bit in range(n + (t - 1 >> k)) if stream.take(1)]
+        places = [bit - i << k | low[i] for i, bit in enumerate(high)]
+    else:
+        places = [place for place in range(t) if stream.take(1)]
+    signs, big = [stream.take(1) for _ in places], [stream.take(1) for _ in places]
+    fields = [stream.take(b) if is_big else -1 for is_big in big]
+    kinds = ["escaped" if field == (1 << b) - 1 else "field" if field >= 0 else "one" for field in fields]
+    for place, sign, field, kind in zip(places, signs, fields, kinds, strict=True):
+        if kind == "escaped":
+            words[place] = stream.take(8 * size)
+            continue
+        ordered = words[place] ^ ((every if words[place] >= top else top) if is_float else 0)
+        ordered = (ordered + (-1 if sign else 1) * (field + 2)) & every
+        words[place] = ordered ^ ((top if ordered >= top else every) if is_float else 0)
+    assert stream.rest == 0 and len(places) == n
+    return kinds
+
+
+def rebuild(path: Path, state: dict[str, bytes], layout: list[Any], mask: dict[str, bytes], met: Counter[str]) -> Any:
+    """Name -> bytes at the step of the file, from those of its parent."""
+    metadata, parts = parse(path)
+    if metadata["kind"] == "keyframe":
+        return parts
+    level, masked, found = metadata["level"], metadata["space"] == "mask", dict(state)
+    for group in {dtype for _, dtype, _ in layout}:
+        heads, records, tile = numbers(parts[f"{group}.heads"], 2), parts[f"{group}.records"], 0
+        for name, shape in [(name, shape) for name, dtype, shape in layout if dtype == group and state[name]]:
+            size = len(state[name]) // prod(shape)
+            whole = numbers(state[name], size)
+            chosen = range(len(whole)) if not masked else numbers(mask.get(name, b""), 4)
+            for begin in range(0, len(chosen), 8192):
+                places, t = chosen[begin : begin + 8192], min(8192, len(chosen) - begin)
+                words, n, mode = [whole[place] for place in places], heads[tile] % 2**14, heads[tile] >> 14
+                if level == "packed":
+                    length = 4 * numbers(parts[f"{group}.sizes"], 2)[tile]
+                else:
+                    lengths = n * size + -(-t // 256) + n, -(-t // 32) * 4 + n * size, t * size
+                    length = -(-lengths[mode] // 4) * 4 if n else 0
+                record, records, tile = records[:length], records[length:], tile + 1
+                met[f"mode {mode}" if n else "unchanged"] += 1
+                if n and mode == 2:
+                    words = numbers(record[: t * size], size)
+                elif n and level == "fast":
+                    decode_fast(words, mode, n, record, size)
+                elif n:
+                    met.update(decode_packed(words, mode, n, record, size, parts[f"{group}.width"][0], group in FLOATS))
+                for place, word in zip(places, words, strict=True):
+                    whole[place] = word
+            found[name] = b"".join(word.to_bytes(size, "little") for word in whole)
+        assert tile == len(heads) and not records
+    return found
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def stepped(states: Any, state: dict[str, Tensor], share: float, by: int) -> dict[str, Tensor]:
+    """A copy with `share` of the words moved, by up to `by` either way and a few to any bits; where `by` is 0, all."""
+    new = states.change(state, share / 20 if by else share)
+    for tensor in new.values() if by else ():
+        if tensor.dtype not in (torch.bool, torch.complex64) and tensor.numel():
+            words = tensor.view(-1).view(
+                {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+            )
+            where = torch.tensor([states.source.random() < share for _ in range(len(words))])
+            words[where] += torch.tensor([states.source.choice((-by, -1, 1, by)) for _ in range(int(where.sum()))]).to(
+                words.dtype
+            )
+    return new
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "mask"])
+@pytest.mark.parametrize("level", ["fast", "packed"])
+def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, level: str, masked: bool) -> None:
+    state = states.state() | {
+        "large": states.bits((91, 97), torch.bfloat16),
+        "large.int": states.bits((8192,), torch.int16),
+        "one": states.bits((1,), torch.int64),
+        "wide": states.bits((3, 111), torch.float64),
+    }
+    mask = MaskSet.random({name: state[name] for name in ("large", "wide")}, density=0.5) if masked else None
+    kept = {0: state}
+    with DeltaLog.create(tmp_path / "log", state, level=level, mask=mask) as log:
+        for step, (share, by) in enumerate([(0.01, 1), (0.1, 3), (0.4, 2), (0.9, 0), (0.03, 100), (0.0, 1)], start=1):
+            new = stepped(states, kept[step - 1], share, by)
+            for name, tensor in new.items() if mask is not None and step % 2 else ():
+                outside = torch.ones(tensor.numel(), dtype=torch.bool)
+                if name in mask.names:
+                    outside[mask[name].long()] = False
+                tensor.view(-1)[outside] = kept[step - 1][name].view(-1)[outside]
+            kept[step] = new
+            log.append(step, new)
+    base, _ = parse(tmp_path / "log" / "step_00000000.keyframe.safetensors")
+    layout = json.loads(base["layout"])["tensors"]
+    positions = parse(tmp_path / "log" / "mask.safetensors")[1] if masked else {}
+    log, met, found, spaces = DeltaLog.open(tmp_path / "log"), Counter(), {}, set()
+    for step, wanted in kept.items():
+        (path,) = (tmp_path / "log").glob(f"step_{step:08d}.*")
+        spaces.add(parse(path)[0].get("space", "keyframe"))
+        found = rebuild(path, found, layout, positions, met)
+        assert found == {name: as_bytes(tensor) for name, tensor in wanted.items()}
+        assert found == {name: as_bytes(tensor) for name, tensor in log.load(step).items()}
+    assert spaces == {"keyframe", "dense", *(["mask"] if masked else [])}
+    kinds = {"one", "field", "escaped"} if level == "packed" else set()
+    assert set(met) == {"unchanged", "mode 0", "mode 1", "mode 2"} | kinds, "every form of a record and of a change"
