@@ -211,6 +211,7 @@ class DeltaBench:
     failures: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # what was not timed -> why
     peer_versions: dict[str, str] = field(default_factory=dict)
+    lost_device: str = ""  # the peer after which nothing runs on the device any more
 
     def run(self) -> None:
         """Time everything. What a check refuses is in `failures`; other errors pass through, peers' excepted."""
@@ -228,8 +229,9 @@ class DeltaBench:
             # Last: what they break on the device is theirs alone.
             for kind, case in zip(self.kinds[:n_peers], self.cases, strict=False):
                 bar.set_postfix_str(f"{kind.name}, peers")
-                small = make_step(kind, {"weight": (self.peer_numel,)}, self.device, self.seed)
-                self._peers(small, case["rows"])
+                if not self.lost_device:
+                    small = make_step(kind, {"weight": (self.peer_numel,)}, self.device, self.seed)
+                    self._peers(small, case["rows"])
                 bar.update()
 
     def as_dict(self) -> dict[str, Any]:
@@ -275,19 +277,23 @@ class DeltaBench:
             if why := peer.why_absent(self.device):
                 self.left_out[peer.name] = why
                 continue
+            if self.lost_device:
+                self.left_out.setdefault(peer.name, f"not run: the device was lost to {self.lost_device}")
+                continue
             self.peer_versions[peer.name] = peer.version()
             try:
                 rows += self._rows([peer.make()], step, PEER_ROUNDS)[0]
             except Exception as error:  # another package's, which may be of any kind: the report shows it, and goes on
                 first_line = str(error).strip().partition("\n")[0]
                 self.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
+                self.lost_device = peer.name if _is_lost(self.device) else ""
 
     def _rows(self, coders: Sequence[Coder], step: Step, n_rounds: int) -> tuple[list[dict[str, Any]], float]:
         """Check and time these coders in turns: their rows, and milliseconds of a copy of the weights among them."""
         buffers = [tensor.clone() for tensor in step.old]
         numel, changed = step.numel, step.changed
         checked: list[tuple[Coder, int, int]] = []
-        variants: dict[str, Callable[[], object]] = {"copy": functools.partial(torch._foreach_copy_, buffers, step.old)}
+        variants: dict[str, Callable[[], object]] = {"copy": functools.partial(_copy, buffers, step.old)}
         for coder in coders:
             start = coder.start(step.old)
             coded = coder.encode(start, step.new)
@@ -319,6 +325,15 @@ class DeltaBench:
             for coder, nbytes, n_wrong in checked
         ]
         return rows, copy_ms
+
+
+def _is_lost(device: torch.device) -> bool:
+    """True where an error of a kernel has left the device without use for the rest of the process."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

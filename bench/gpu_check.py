@@ -29,7 +29,7 @@ from .report import why_unwritable, write_json
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
-GPU_TESTS = ("ops", "optim", "delta", "bench")
+GPU_TESTS = ("ops", "optim", "patch_codec", "delta", "masks", "analysis", "bench")
 # Seconds that a part may take before it counts as failed.
 TESTS_LIMIT_S, SANITIZER_LIMIT_S = 300, 200
 

@@ -66,7 +66,10 @@ struct CudaPatches {
       place();
     }
     tight ? cuda::tight_again(args, overflows, stream()) : cuda::patch_again(args, overflows, stream());
-    return {heads, sizes, records.slice(0, 0, total), found.slice(0, 1, 1 + args.count).clone()};
+    // What is kept should not hold much other memory.
+    const bool spacious = records.numel() - total > kSmallRoom;
+    records = records.slice(0, 0, total);
+    return {heads, sizes, spacious ? records.clone() : records, found.slice(0, 1, 1 + args.count).clone()};
   }
 
   static void apply(PatchCall& call) {

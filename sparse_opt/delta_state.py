@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -123,13 +124,14 @@ class StateLayout:
 
 
 class StateReader:
-    """Reads a state of one layout step after step. Where its tensors are still those that were read last, by their
-    places in memory, all that was found of them still holds, which spares a model of 254 tensors two milliseconds.
+    """Reads a state of one layout step after step. Where its tensors are still those that were read last, all that was
+    found of them still holds, which spares a model of 254 tensors some milliseconds.
     """
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
         self._marks: list[tuple[object, ...]] | None = None
+        self._tensors: dict[str, Tensor] = {}
 
     def read(self, model_or_state: nn.Module | Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         """The layout's tensors, as `read_state` gives them.
@@ -137,23 +139,43 @@ class StateReader:
         Raises:
             DeltaLogError: as `read_state`; or the tensors are not the layout's. Begins with `where`.
         """
-        is_module = isinstance(model_or_state, nn.Module)
-        # A type checker does not follow `is_module`.
-        state: Mapping[str, Tensor] = model_or_state.state_dict() if is_module else model_or_state  # type: ignore[union-attr,assignment]
-        marks = [(name, *_mark(tensor)) for name, tensor in state.items()]
-        if self._marks is not None and marks == self._marks:
-            return {name: state[name].detach() for name in self._layout.names}
-        found, tensors = read_state(model_or_state)
-        self._layout.require_same(found, where)
-        self._marks = marks
-        return tensors
+        marks = _marks(model_or_state)
+        if marks is None or marks != self._marks:
+            found, tensors = read_state(model_or_state)
+            self._layout.require_same(found, where)
+            self._marks, self._tensors = marks, tensors
+        return self._tensors
 
 
-def _mark(tensor: object) -> tuple[object, ...]:
-    # Of others than plain tensors the place in memory does not say everything: they are marked as new each time.
-    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
-        return (object(),)
-    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+def _marks(model_or_state: nn.Module | Mapping[str, Tensor]) -> list[tuple[object, ...]] | None:
+    """What tells this state from others: which tensors it has, and where they lie. None where that cannot be told."""
+    marks: list[tuple[object, ...]] = []
+    if not isinstance(model_or_state, nn.Module):
+        named = [model_or_state.items()]
+    else:
+        named = []
+        for part in model_or_state.modules():
+            # What else it may put into its state dict, hooks and methods of its own decide.
+            if part._state_dict_hooks or part._state_dict_pre_hooks or _state_methods(type(part)) != _PLAIN_METHODS:
+                return None
+            marks.append((part, *part._non_persistent_buffers_set))
+            named += [part._parameters.items(), part._buffers.items()]
+    for items in named:
+        for name, tensor in items:
+            if type(tensor) in (Tensor, nn.Parameter):
+                place = tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+                marks.append((name, *place))
+            elif tensor is not None:
+                return None  # of others than plain tensors the place in memory does not say everything
+    return marks
+
+
+@functools.cache
+def _state_methods(kind: type[nn.Module]) -> tuple[object, ...]:
+    return kind.state_dict, kind._save_to_state_dict, kind.get_extra_state
+
+
+_PLAIN_METHODS = _state_methods(nn.Module)
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:

@@ -175,7 +175,7 @@ def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Compa
             common, or no parameter at all; names the masks and the parameter.
 
     Warns:
-        UserWarning: two masks say that they were made for models of different names.
+        UserWarning: a mask says that it was made for a model of another name than the first; once for each name.
     """
     if len(masks) < 2:
         raise MaskError(f"found {len(masks)} masks to compare, wanted two and more")
@@ -194,6 +194,7 @@ def _overlap(name: str, first: MaskSet, second: MaskSet) -> Overlap:
 
 def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
     (label, first), *others = masks.items()
+    warned: set[str | None] = set()
     for other_label, other in others:
         for name in _in_order(first.names, other.names):
             if name not in first or name not in other:
@@ -210,7 +211,8 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
                     "wanted masks of one model"
                 )
         models = [mask.metadata.get("model") for mask in (first, other)]
-        if None not in models and models[0] != models[1]:
+        if None not in models and models[0] != models[1] and models[1] not in warned:
+            warned.add(models[1])
             warnings.warn(f"{label} was made for the model {models[0]}, {other_label} for {models[1]}", stacklevel=3)
     names = [name for name in first.names if all(name in other for _, other in others)]
     if not names:

@@ -105,6 +105,8 @@ def _on_the_way_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 def _as_stored(tensor: Tensor) -> Tensor:
     """The tensor with its elements in row-major order, and with the bits that it stands for."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

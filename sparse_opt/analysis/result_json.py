@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..components import PART_LABELS, component_of
 from .coverage import Coverage
 from .ranks import RankStats
+from .shapes import WeightShape
 from .sparsity import ChangeCounts, StepChanges, changes_by_component, changes_by_layer, sum_changes
 
 
@@ -61,6 +63,22 @@ def coverage_json(coverage: Coverage) -> dict[str, Any]:
             for i, tau in enumerate(coverage.taus)
         ],
     }
+
+
+def shapes_json(weights: Sequence[WeightShape]) -> list[dict[str, Any]]:
+    """Name, place and shape of each weight; layer and features are null where it has none."""
+    places = [(weight, component_of(weight.name)) for weight in weights]
+    return [
+        {
+            "weight": weight.name,
+            "layer": place.layer,
+            "component": PART_LABELS[place.part],
+            "shape": list(weight.shape),
+            "numel": weight.numel,
+            "in_out_features": None if weight.features is None else list(weight.features),
+        }
+        for weight, place in places
+    ]
 
 
 def ranks_json(stats: Mapping[str, RankStats]) -> dict[str, Any]:

@@ -197,11 +197,17 @@ def shape_table(shapes: Sequence[WeightShape]) -> Table:
         Column("shape", "shape"),
         Column("elements", "numel", "count"),
         Column("share", "share", "percent"),
-        Column("in x out", "in_out"),
+        Column("in -> out", "in_out"),
     )
     total = sum(shape.numel for shape in shapes)
     rows = [
-        (*_place(s.name), "x".join(map(str, s.shape)), s.numel, s.numel / total if total else 0.0, s.in_out)
+        (
+            *_place(s.name),
+            "x".join(map(str, s.shape)),
+            s.numel,
+            s.numel / total if total else 0.0,
+            "" if s.features is None else "{} -> {}".format(*s.features),
+        )
         for s in shapes
     ]
     return Table(f"weights, {total:,} elements in all; share: % of them", columns, tuple(rows))

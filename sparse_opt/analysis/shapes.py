@@ -21,13 +21,13 @@ class WeightShape:
         return math.prod(self.shape)
 
     @property
-    def in_out(self) -> str:
-        """`3072 -> 8192`, features in and out of a matrix; GPT-2's Conv1D keeps [in, out], a Linear [out, in]."""
+    def features(self) -> tuple[int, int] | None:
+        """In and out, of a matrix that multiplies; GPT-2's Conv1D keeps [in, out], a Linear [out, in]."""
         component = component_of(self.name)
         if len(self.shape) != 2 or component.part in ("embeddings", "norms"):
-            return ""
-        ins, outs = self.shape if component.conv1d else self.shape[::-1]
-        return f"{ins} -> {outs}"
+            return None
+        first, second = self.shape
+        return (first, second) if component.conv1d else (second, first)
 
 
 def weight_shapes(shapes: Mapping[str, Sequence[int]]) -> list[WeightShape]:

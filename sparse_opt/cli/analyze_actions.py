@@ -102,7 +102,7 @@ def shapes(args: Namespace) -> None:
     data = {
         "model": args.model_name,
         "numel": sum(weight.numel for weight in weights),
-        "weights": [dict(zip([c.key for c in listed.columns], row, strict=True)) for row in listed.rows],
+        "weights": result_json.shapes_json(weights),
     }
     pictures = {"shapes": lambda: plots.shape_figure(weights, f"Weights of {args.model_name} by component")}
     _give(args, "shapes", data, [listed, result_tables.shape_sums(weights)], listed, pictures)

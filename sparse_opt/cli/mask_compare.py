@@ -30,6 +30,8 @@ examples:
   sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --layers_png agreement_by_layer.png
   sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
 """
+# In JSON and CSV, where first and second are the masks' names.
+_ACTIVE = {"first": "active_first", "second": "active_second", "both": "active_both"}
 _FIGURES = (
     "numel",
     "first",
@@ -121,7 +123,7 @@ def _groups(pair: Comparison) -> Iterator[tuple[str, dict[str, Overlap]]]:
 
 
 def _figures(overlap: Overlap) -> dict[str, Any]:
-    return {figure: getattr(overlap, figure) for figure in _FIGURES}
+    return {_ACTIVE.get(figure, figure): getattr(overlap, figure) for figure in _FIGURES}
 
 
 def _pair_json(pair: Comparison) -> dict[str, Any]:
@@ -134,8 +136,7 @@ def _records(comparisons: Sequence[Comparison]) -> Table:
     """Every figure of every pair, for a CSV file."""
     from ..analysis.tables import Column, Table
 
-    keys = {"first": "active_first", "second": "active_second", "both": "active_both"}
-    headings = ("first", "second", "level", "name", *(keys.get(figure, figure) for figure in _FIGURES))
+    headings = ("first", "second", "level", "name", *(_ACTIVE.get(figure, figure) for figure in _FIGURES))
     rows = [
         (pair.first, pair.second, level, name, *_figures(overlap).values())
         for pair in comparisons

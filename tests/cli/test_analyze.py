@@ -110,9 +110,13 @@ def test_shapes_come_from_the_configuration_alone(sparse_opt, files, tmp_path):
     (tmp_path / "config.json").write_text((files.model / "config.json").read_text())
     found = json.loads(sparse_opt("analyze", "shapes", tmp_path, "--json").done())
     shapes = {w["weight"]: w["shape"] for w in found["weights"]}
-    state = {name: "x".join(map(str, t.shape)) for name, t in files.states[0].items() if name != "lm_head.weight"}
+    state = {name: list(t.shape) for name, t in files.states[0].items() if name != "lm_head.weight"}
     assert shapes == state
     assert found["numel"] == sum(t.numel() for name, t in files.states[0].items() if name != "lm_head.weight")
+    weights = {w["weight"]: w for w in found["weights"]}
+    up, norm = weights["model.layers.0.mlp.up_proj.weight"], weights["model.norm.weight"]
+    assert (up["layer"], up["component"], up["in_out_features"]) == (0, "MLP up", [16, 32])
+    assert (norm["layer"], norm["component"], norm["in_out_features"]) == (None, "norms", None)
     text = sparse_opt("analyze", "shapes", tmp_path).done()
     assert "16 -> 32" in text
     assert "weights by component" in text

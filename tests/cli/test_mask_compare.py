@@ -48,6 +48,8 @@ def test_two_masks_by_part_and_layer(sparse_opt, masks):
         entry = listed
         for word in key:
             entry = entry[word]
+        counts = ("active_first", "active_second", "active_both")
+        assert [entry[key] for key in counts] == [overlap.first, overlap.second, overlap.both]
         assert [entry[figure] for figure in figures] == [getattr(overlap, figure) for figure in figures]
     text = sparse_opt("mask", "compare", *paths[:2]).done()
     assert "model.norm.weight" not in text
@@ -156,3 +158,7 @@ def test_a_warning_where_the_models_have_other_names(sparse_opt, tmp_path):
     (pair,) = json.loads(outcome.done())["pairs"]
     assert pair["total"]["jaccard"] == 1 and math.isclose(pair["total"]["of_first_chance"], 0.5)
     assert outcome.err == "sparse-opt: warning: base was made for the model base, instruct for instruct\n"
+    # Once for each name.
+    paths = [tmp_path / f"{name}.safetensors" for name in ("base", "instruct")]
+    paths.append(MaskSet.load(paths[1]).save(tmp_path / "again.safetensors"))
+    assert sparse_opt("mask", "compare", *paths).err == outcome.err

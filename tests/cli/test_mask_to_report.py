@@ -65,7 +65,7 @@ def test_masks_of_every_method_are_found_compared_and_reported(sparse_opt, run):
         first, second = by_name[pair["first"]], by_name[pair["second"]]
         assert pair["tensors"].keys() == set(masks["wanda"].names)
         both = sum(len(set(first[n].tolist()) & set(second[n].tolist())) for n in masks["wanda"].names)
-        assert pair["total"]["both"] == both
+        assert pair["total"]["active_both"] == both
         if "random" in pair["first"] + pair["second"]:
             total = pair["total"]
             assert abs(total["jaccard"] - total["jaccard_chance"]) < 5 * total["jaccard_chance_sd"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
@@ -110,6 +111,22 @@ def rebuild(path: Path, state: dict[str, bytes], layout: list[Any], mask: dict[s
     return found
 
 
+def check_digests(metadata: dict[str, str], layout: list[Any], state: dict[str, bytes]) -> None:
+    """The page's digests: of each tensor, of the state and of the header."""
+    found = []
+    for name, _, _ in layout:
+        data = state[name]
+        chunks = [xxhash.xxh3_128_digest(data[i : i + 65536]) for i in range(0, len(data), 65536)]
+        found.append(xxhash.xxh3_128_hexdigest(b"".join(chunks)))
+    assert "".join(found) == metadata["tensor_digests"]
+    lines = sorted([name, dtype, shape, one] for (name, dtype, shape), one in zip(layout, found, strict=True))
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    assert xxhash.xxh3_128_hexdigest(text.encode()) == metadata["result_digest"]
+    rest = {key: value for key, value in metadata.items() if key != "header_digest"}
+    compact = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    assert xxhash.xxh3_128_hexdigest(compact.encode()) == metadata["header_digest"]
+
+
 def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -156,8 +173,10 @@ def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, level: str, 
     log, met, found, spaces = DeltaLog.open(tmp_path / "log"), Counter(), {}, set()
     for step, wanted in kept.items():
         (path,) = (tmp_path / "log").glob(f"step_{step:08d}.*")
-        spaces.add(parse(path)[0].get("space", "keyframe"))
+        metadata, _ = parse(path)
+        spaces.add(metadata.get("space", "keyframe"))
         found = rebuild(path, found, layout, positions, met)
+        check_digests(metadata, layout, found)
         assert found == {name: as_bytes(tensor) for name, tensor in wanted.items()}
         assert found == {name: as_bytes(tensor) for name, tensor in log.load(step).items()}
     assert spaces == {"keyframe", "dense", *(["mask"] if masked else [])}
