@@ -309,11 +309,11 @@ class NvcompCoder:
 
 # Of nvCOMP's codecs those for bytes that are mostly zero, and the one that zstd-1 is to be compared with.
 NVCOMP: dict[str, dict[str, Any]] = {
-    "ANS": {},
-    "Bitcomp": {"algorithm_type": 1, "data_type": "<u2"},  # for sparse data
-    "Cascaded": {"data_type": "<u2"},
-    "LZ4": {},
     "Zstd": {},
+    "LZ4": {},
+    "Cascaded": {"data_type": "<u2"},
+    "Bitcomp": {"algorithm_type": 1, "data_type": "<u2"},  # for sparse data
+    "ANS": {},
 }
 
 

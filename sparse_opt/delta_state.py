@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,32 +149,33 @@ class StateReader:
 def _marks(model_or_state: nn.Module | Mapping[str, Tensor]) -> list[tuple[object, ...]] | None:
     """What tells this state from others: which tensors it has, and where they lie. None where that cannot be told."""
     marks: list[tuple[object, ...]] = []
+    named: list[Iterable[tuple[str, Tensor | None]]] = []
     if not isinstance(model_or_state, nn.Module):
-        named = [model_or_state.items()]
+        named.append(model_or_state.items())
     else:
-        named = []
         for part in model_or_state.modules():
             # What else it may put into its state dict, hooks and methods of its own decide.
-            if part._state_dict_hooks or part._state_dict_pre_hooks or _state_methods(type(part)) != _PLAIN_METHODS:
+            if part._state_dict_hooks or part._state_dict_pre_hooks or not _is_plain(type(part)):
                 return None
             marks.append((part, *part._non_persistent_buffers_set))
             named += [part._parameters.items(), part._buffers.items()]
     for items in named:
         for name, tensor in items:
-            if type(tensor) in (Tensor, nn.Parameter):
-                place = tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-                marks.append((name, *place))
-            elif tensor is not None:
+            if tensor is None:
+                continue
+            if type(tensor) not in (Tensor, nn.Parameter):
                 return None  # of others than plain tensors the place in memory does not say everything
+            place = tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+            marks.append((name, *place))
     return marks
 
 
-@functools.cache
-def _state_methods(kind: type[nn.Module]) -> tuple[object, ...]:
-    return kind.state_dict, kind._save_to_state_dict, kind.get_extra_state
-
-
-_PLAIN_METHODS = _state_methods(nn.Module)
+def _is_plain(kind: type[nn.Module]) -> bool:
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
+    )
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
