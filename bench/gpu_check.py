@@ -31,7 +31,7 @@ SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
 GPU_TESTS = ("ops", "optim", "patch_codec", "delta", "masks", "analysis", "bench")
 # Seconds that a part may take before it counts as failed.
-TESTS_LIMIT_S, SANITIZER_LIMIT_S = 300, 200
+TESTS_LIMIT_S, SANITIZER_LIMIT_S = 450, 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,12 +6,17 @@ Inputs are made on the CPU, and so is the comparison, so that hardly any kernel 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from sparse_opt import backends
+from sparse_opt import backends, patch_codec
+from sparse_opt.patch_codec import LEVELS
+from sparse_opt.state_digest import StateDigest
+from sparse_opt.tensor_state import as_bits
 
 from .cases import Case, StepCase, WrongResult, check
 from .inputs import random_case
@@ -45,7 +50,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                     n_run += 1
                     failures += not _agrees(oracle, name, device)
     print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {failures} wrong")
-    return 1 if failures or not n_run else 0
+    wrong_patches = [
+        f"{level}, {str(dtype).removeprefix('torch.')}, {density:.0%} changed"
+        for level in LEVELS
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+        for density in (0.0, *DENSITIES)
+        if not _patches_agree(level, dtype, density, device)
+    ]
+    for text in wrong_patches:
+        print(f"WRONG PATCH: {text}", file=sys.stderr)
+    print(f"patches and digests: {len(wrong_patches)} wrong")
+    return 1 if failures or wrong_patches or not n_run else 0
+
+
+def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch.device) -> bool:
+    """Whether the device codes, decodes and hashes some changes as the reference does."""
+    generator = torch.Generator().manual_seed(0)
+
+    def any_bits(shape: Sequence[int]) -> Tensor:
+        size = (math.prod(shape) * dtype.itemsize,)
+        return torch.randint(256, size, generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+    old = [any_bits(shape) for shape in SHAPES.values()]
+    # Where any bits are drawn, a few stay what they were.
+    new = [torch.where(torch.rand(t.shape, generator=generator) < density, any_bits(t.shape), t) for t in old]
+    wanted = patch_codec.encode(old, new, level, backend="reference")
+    here_old, here_new = [t.to(device) for t in old], [t.to(device) for t in new]
+    found = patch_codec.encode(here_old, here_new, level)
+    same_bytes = all(torch.equal(part, found.parts()[name].cpu()) for name, part in wanted.parts().items())
+    patch_codec.apply_(here_old, found)
+    same_words = all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(here_old, here_new, strict=True))
+    return same_bytes and same_words and StateDigest.start(here_new).result() == StateDigest.start(new).result()
 
 
 def _case(op: str, dtype: torch.dtype, density: float) -> Case:
