@@ -146,7 +146,10 @@ class KernelBench:
             name = f"indexed_adamw_, {kind} gradients"
             self._restart(params)
             wide = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
-            self._cases({name: dataclasses.replace(wide, active=narrow), name + targets.WIDE: wide}, density)
+            cases = {name: dataclasses.replace(wide, active=narrow), name + targets.WIDE: wide}
+            # From the same weights each time: a gradient that never turns makes them so large that a step, in the end,
+            # changes no bit of them.
+            self._cases(cases, density, before=functools.partial(self._restart, params))
 
     def _gather_and_swap(
         self, params: list[Tensor], grads: list[Tensor], active: Active, density: float, *, peer: bool
@@ -339,14 +342,29 @@ class KernelBench:
     def _auto(self, op: str) -> str:
         return backends.choose(op, self.device.type)
 
-    def _cases(self, cases: Mapping[str, Case], density: float, others: Sequence[Work] = ()) -> None:
-        """Check the cases on each backend; time those that are right, and the others, in turns."""
+    def _cases(
+        self,
+        cases: Mapping[str, Case],
+        density: float,
+        others: Sequence[Work] = (),
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        """Check the cases on each backend; time those that are right, and the others, in turns.
+
+        Args:
+            before: precedes each call of a case, and is not timed.
+        """
+
+        def call(case: Case, backend: str) -> Callable[[], object]:
+            run = functools.partial(case.run, backend)
+            return run if before is None else Prepared(before, run)
+
         works = [
             Work(
                 name,
                 backend,
                 density,
-                functools.partial(case.run, backend),
+                call(case, backend),
                 case.floor_bytes,
                 backend == self._auto(case.op),
             )

@@ -44,7 +44,7 @@ class Requests(QWebEngineUrlRequestInterceptor):
         self.seen: list[str] = []
 
     def interceptRequest(self, info):
-        self.seen.append(info.requestUrl().toString()[:80])
+        self.seen.append(info.requestUrl().toString()[:500])
 
 
 class Page(QWebEnginePage):

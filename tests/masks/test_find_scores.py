@@ -127,9 +127,10 @@ def test_a_gpu_gives_the_same_bits_and_the_same_mask(method: str, dtype: torch.d
     there, _ = scores_of(log, torch.device("cuda"), method=method)
     for name in SHAPES:
         assert torch.equal(here.bits(name), there.bits(name).cpu())
-    for pattern in ("element", "run16", "tile64"):
+    # Room for one unit: the matrix is smaller than a tile, and no more than 640 of its 641 elements are wanted.
+    for pattern, sparsity in (("element", 50), ("run16", 50), ("tile64", 1)):
         masks = [
-            find_from_log(log, method=method, sparsity=50, pattern=pattern, min_tensor_keep=0, device=device).mask  # type: ignore[arg-type]
+            find_from_log(log, method=method, sparsity=sparsity, pattern=pattern, min_tensor_keep=0, device=device).mask  # type: ignore[arg-type]
             for device in ("cpu", "cuda")
         ]
         assert masks[0].digest == masks[1].digest
