@@ -159,6 +159,7 @@ def _find(sender: Any, log: Path, method: str, pattern: str, sparsity: float, de
     before = _memory()
     sampler = _Sampler()
     start = time.perf_counter()
+    # The words were checked when they were read, which a type checker does not know.
     found = find_from_log(opened, method=method, sparsity=sparsity, pattern=pattern, device=device)  # type: ignore[arg-type]
     seconds = time.perf_counter() - start
     anonymous = sampler.stop()

@@ -122,6 +122,7 @@ def get_layer_rank_stats(
     Raises:
         DataError: `init_state` lacks a matrix or has it in another shape, or a change is NaN or infinite; names it.
     """
+    # `is_module` tells the two apart, which a type checker does not follow.
     is_module = isinstance(model_or_state, nn.Module)
     state = dict(model_or_state.named_parameters(remove_duplicate=False) if is_module else model_or_state)  # type: ignore[union-attr,arg-type]
     firsts = canonical_names(state)
