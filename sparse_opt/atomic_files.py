@@ -22,10 +22,10 @@ def written_aside(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield aside
-        _fsync(aside)
+        fsync(aside)
         os.replace(aside, path)
         # The rename itself is durable only once the directory is.
-        _fsync(path.parent)
+        fsync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -36,7 +36,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         save_file(dict(tensors), aside, metadata=dict(metadata))
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Put a file or a folder on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
+from .atomic_files import fsync
 from .delta_chain import LogFiles
 from .delta_files import KEYFRAME, StepHeader, read_keyframe, write_step
 from .delta_patches import LogMask, MaskedState, count_changes, encode
@@ -34,7 +33,7 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
     for step in reversed(between):
         try:
             listed[step].path.unlink()
-            _fsync(files.directory)
+            fsync(files.directory)
         except OSError as error:
             raise DeltaLogError(f"{listed[step].where}: cannot be removed: {error}") from error
         if on_step is not None:
@@ -70,11 +69,3 @@ def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
         payload_digest="",
     )
     write_step(written, patch.parts())
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from .atomic_files import fsync
+
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
@@ -27,17 +29,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        for path in (*aside.iterdir(), aside):
-            _fsync(path)
+        for path in (*aside.rglob("*"), aside):
+            fsync(path)
         aside.rename(folder)
-        _fsync(folder.parent)
+        fsync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from sparse_opt.errors import ConfigError
+from sparse_opt.new_folders import new_folder
 
 from .config import to_yaml
 
@@ -80,21 +79,6 @@ class MetricsWriter:
 
 def save_checkpoint(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write model and tokenizer in Hugging Face format; `folder` appears when all of it is on disk, or not at all."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
+    with new_folder(folder) as aside:
         model.save_pretrained(aside)  # type: ignore[operator]
         tokenizer.save_pretrained(aside)
-        for path in aside.rglob("*"):
-            _sync(path)
-        aside.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
