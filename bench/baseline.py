@@ -42,7 +42,7 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.trainers.models import require_shira_rank, shira_rank
+from sparse_opt.trainers.adapters import require_shira_rank, shira_rank
 
 from .baseline_inputs import (
     SMALL,

@@ -254,6 +254,21 @@ class DeltaLog(DeltaReader):
             if lent is not None:
                 lent.release()
 
+    def truncate(self, after: int) -> None:
+        """Take out the steps after `after`, for a run that goes on from there and logs them anew.
+
+        What is left is a log at every instant, also of a crash. Lets go of the directory, as `close` does.
+
+        Raises:
+            DeltaLogError: the log begins later; a second writer or a failed write.
+        """
+        self.close()
+        lock = WriterLock.take(self.directory)
+        try:
+            delta_squash.truncate(self._log_files, after)
+        finally:
+            lock.release()
+
     def close(self) -> None:
         """Wait for what was appended, and let go of the directory for another writer; reading goes on working.
 

@@ -1,4 +1,4 @@
-"""Squashing: steps of a log taken out, so that what follows them is rebuilt without them."""
+"""Steps of a log taken out: between two others, which stay as they are, or at the end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,22 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
     if not between:
         return header
     _rewrite(files, a, header)
-    # From the last one back: what is left after a crash can still be rebuilt.
-    for step in reversed(between):
+    _remove(files, between, on_step)
+    return files.header(listed[b])
+
+
+def truncate(files: LogFiles, after: int) -> None:
+    """Take out the steps after `after`. See `DeltaLog.truncate`."""
+    listed = files.steps()
+    if after < min(listed):
+        raise DeltaLogError(f"{files.directory}: truncating after step {after}: the log begins with step {min(listed)}")
+    _remove(files, [step for step in listed if step > after], None)
+
+
+def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | None) -> None:
+    """Remove steps, from the last one back: what is left after a crash can still be rebuilt."""
+    listed = files.steps()
+    for step in sorted(steps, reverse=True):
         try:
             listed[step].path.unlink()
             fsync(files.directory)
@@ -38,7 +52,6 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
             raise DeltaLogError(f"{listed[step].where}: cannot be removed: {error}") from error
         if on_step is not None:
             on_step(step)
-    return files.header(listed[b])
 
 
 def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:

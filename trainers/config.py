@@ -46,7 +46,8 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
 
     Args:
         config_class: a dataclass whose annotations are int, float, bool, str, Path, Literal, a list of one of these, or
-            one of them or None. What its `__post_init__` raises passes through.
+            one of them or None. What its `__post_init__` raises passes through. Where it has a classmethod
+            `presets(values)`, the (key, value, where from) that this returns stand in for what was not given.
         argv: the words after the command's name.
         prog: the command's name, for `--help` (which prints and exits with 0).
 
@@ -64,6 +65,11 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
     for key, raw, source in [*yaml_settings, *settings]:
         name = fields.resolve(key, source)
         values[name] = _convert(raw, fields.types[name], name, source)
+    presets = getattr(config_class, "presets", lambda given: [])
+    for key, raw, source in presets(dict(values)):
+        name = fields.resolve(key, source)
+        if name not in values:
+            values[name] = _convert(raw, fields.types[name], name, source)
     missing = [f"--{name}" for name in fields.required if name not in values]
     if missing:
         raise ConfigError(f"required options are missing: {', '.join(missing)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,22 +59,13 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
         DataError: no such model or folder, weights that are damaged or do not cover the model, or a checkpoint of
             another model than policy_name.
     """
-    from transformers import AutoModelForCausalLM
-
     source = config.policy_name
     if config.checkpoint is not None:
         if not (config.checkpoint / "config.json").is_file():
             raise DataError(f"checkpoint {config.checkpoint}: wanted a folder with config.json and weights")
         source = str(config.checkpoint)
         _require_same_sizes(config.policy_name, source)
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype], output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"cannot load a causal language model from {source}: {_first_line(error)}") from error
-    if info["missing_keys"]:
-        raise DataError(
-            f"{source}: no weights for {len(info['missing_keys'])} tensors, among them {min(info['missing_keys'])}"
-        )
+    model = load_model(source, config.dtype)
     disable_dropout(model)
     model.to(device).train()
     make_masks_skippable(model)
@@ -83,6 +73,25 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
         # transformers 5.23 renamed the method and warns under the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    return model
+
+
+def load_model(source: str, dtype: str) -> Any:
+    """A causal language model by hub name or folder, with all of its weights, in `dtype` (a key of DTYPES) on the CPU.
+
+    Raises:
+        DataError: no such model or folder, or weights that are damaged or do not cover the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise DataError(f"cannot load a causal language model from {source}: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise DataError(
+            f"{source}: no weights for {len(info['missing_keys'])} tensors, among them {min(info['missing_keys'])}"
+        )
     return model
 
 
@@ -141,7 +150,8 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     # A compiled function would go on doing what it did when it was compiled.
-    if not torch.compiler.is_compiling() and _skipping.on:
+    # What is not plainly causal, as packed sequences are not, transformers says to be no mask to skip.
+    if not torch.compiler.is_compiling() and _skipping.on and kwargs.get("allow_is_causal_skip", True):
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -153,7 +163,8 @@ def skip_padding_masks() -> Iterator[None]:
 
     No token sees what follows it, so none sees padding on the right. transformers makes a mask all the same, and waits
     for the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest
-    kernels. Input padded on the left, packed sequences and a cache that is longer than its tokens need their masks.
+    kernels. Input padded on the left and a cache that is longer than its tokens need their masks; packed sequences, which
+    are told by their position ids, get them here too.
     """
     with _set_skipping(True):
         yield
@@ -166,89 +177,6 @@ def _set_skipping(on: bool) -> Iterator[None]:
         yield
     finally:
         _skipping.on = before
-
-
-def add_lora(model: Any, rank: int) -> Any:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
-
-    They are put into `model` itself and have its dtype; alpha is twice the rank, and they start as no change.
-
-    Returns:
-        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
-
-
-def shira_rank(model: Any, density: float) -> int:
-    """The rank at which SHiRA's values are closest to this share of the weights that `add_shira` adapts.
-
-    A rank of r is r * (m + n) values for each weight of m x n (peft's `ShiraConfig`), so that most shares can only be
-    come close to. The model may be on the meta device.
-
-    Raises:
-        ConfigError: no rank comes close, or a layer is of a kind that SHiRA cannot adapt; one line.
-    """
-    shapes = _shira_shapes(model)
-    per_rank, numel = sum(m + n for m, n in shapes), sum(m * n for m, n in shapes)
-    rank = math.floor(density * numel / per_rank + 0.5)
-    if rank < 1:
-        raise ConfigError(
-            f"SHiRA cannot have density {density:.3g}: on this model's linear layers its least, of rank 1, is "
-            f"{per_rank / numel:.3g}"
-        )
-    highest = min(m * n // (m + n) for m, n in shapes)
-    if rank > highest:
-        raise ConfigError(
-            f"SHiRA cannot have density {density:.3g}: it wants rank {rank}, and the smallest of this model's linear "
-            f"layers allows {highest}"
-        )
-    return rank
-
-
-def require_shira_rank(model: Any, rank: int) -> None:
-    """Raise ConfigError where `add_shira` cannot give the model, which may be on the meta device, this rank."""
-    for m, n in _shira_shapes(model):
-        if rank * (m + n) > m * n:
-            raise ConfigError(f"SHiRA of rank {rank} wants {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
-
-
-def _shira_shapes(model: Any) -> list[tuple[int, int]]:
-    """(m, n) of each weight that peft means by "all-linear": of every linear layer but the output layer."""
-    from transformers.pytorch_utils import Conv1D
-
-    shapes = []
-    for name, module in model.named_modules():
-        if isinstance(module, Conv1D):
-            raise ConfigError(f"SHiRA adapts torch.nn.Linear, and {name} is a {type(module).__name__}")
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            shapes.append((module.out_features, module.in_features))
-    if not shapes:
-        raise ConfigError(f"SHiRA adapts torch.nn.Linear, and {type(model).__name__} has none but its output layer")
-    return shapes
-
-
-def add_shira(model: Any, rank: int, seed: int) -> Any:
-    """Sparse high-rank adapters (https://arxiv.org/abs/2406.13175) on the layers of `add_lora`, the rest frozen.
-
-    Each adapted weight of m x n gets rank * (m + n) values at random positions, drawn by peft on the CPU from the same
-    seed for every layer. They are put into `model` itself, have its dtype, and start as no change.
-
-    Returns:
-        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
-
-    Raises:
-        ConfigError: a layer is of a kind that SHiRA cannot adapt, or too small for the rank.
-    """
-    from peft import ShiraConfig, get_peft_model
-
-    require_shira_rank(model, rank)
-    config = ShiraConfig(r=rank, target_modules="all-linear", random_seed=seed, task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -1,8 +1,8 @@
-"""The optimizer and learning-rate schedule that a run's options ask for."""
+"""The trained weights, the optimizer and the learning-rate schedule that a run's options ask for."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,8 +19,22 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 
+def adapt(config: TrainingOptions, model: nn.Module) -> Any:
+    """The model as its mode trains it: with adapters in mode lora, drawn from the seed, else as it is.
+
+    Raises:
+        ConfigError: mode lora where peft is missing.
+    """
+    if config.mode != "lora":
+        return model
+    from .adapters import add_lora
+
+    torch.manual_seed(config.seed)
+    return add_lora(model, config.lora_rank)
+
+
 def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | DenseAdamW:
-    """SparseAdamW under the mask in mode sparse, DenseAdamW in mode dense; `mlp_only` narrows either to the MLPs.
+    """SparseAdamW under the mask in mode sparse, else DenseAdamW on what is trained; `mlp_only` narrows to the MLPs.
 
     Both take the same options and both have `grad_norm` and `nbytes()`.
 

@@ -1,4 +1,4 @@
-"""Options that every training loop has: what to train, on which data, how, and where the results go."""
+"""Options that training loops share: what to train, on which data, how, and where the results go."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ class TrainingOptions:
         "keep_start", "which end of a sequence longer than max_length stays (as in TRL)"
     )
 
-    mode: Literal["dense", "sparse"] = option("dense", "train all weights, or the mask's active elements only")
+    mode: Literal["dense", "sparse", "lora"] = option(
+        "dense", "train all weights, the mask's active elements only, or low-rank adapters (peft)"
+    )
     mask: Path | None = option(None, "mask file of mode sparse")
+    lora_rank: int = option(16, "rank of mode lora's adapters, on all linear layers but the output; alpha is twice it")
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
     device: str = option("auto", "torch device; auto is cuda where there is one, else cpu")
-    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights")
+    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
     master_weights: bool | None = option(
         None, "keep fp32 master copies of the trained weights; none means yes for 16-bit weights"
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
 
-    n_steps: int = option(100, "optimizer steps")
+    n_steps: int = option(100, "steps, each with a batch of its own")
     batch_size: int = option(4, "examples per forward pass")
     gradient_accumulation_steps: int = option(1, "forward passes per optimizer step")
     learning_rate: float = option(1e-6, "peak learning rate")
@@ -53,12 +56,31 @@ class TrainingOptions:
     adam_beta2: float = option(0.999, "AdamW beta2")
     adam_epsilon: float = option(1e-8, "AdamW epsilon")
     max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it")
-    seed: int = option(0, "seed of the example order; on a CPU the same seed gives the same run")
+    seed: int = option(0, "seed of the example order and of all sampling; on a CPU the same seed gives the same run")
 
+    eval_dataset: str | None = option(None, "evaluate on this dataset: hub name or local file, of the training format")
+    eval_dataset_split: str = option("test", "split of a hub eval_dataset")
+    eval_subset_size: int | None = option(None, "evaluate on this many examples, drawn with the seed")
+    eval_steps: int = option(50, "with an eval_dataset: evaluate every so many steps, before the first, after the last")
+
+    mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
     output_dir: Path | None = option(
-        None, "new or empty folder for metrics and the final checkpoint; none is checkpoints_{model}_{algorithm}"
+        None, "new or empty folder for metrics and checkpoints; none is checkpoints_{model}_{algorithm}"
     )
-    delta_log_dir: Path | None = option(None, "write a delta log of the weights to this folder")
+    resume: bool = option(
+        False, "go on from the newest checkpoint in output_dir; from the beginning where there is none yet"
+    )
+    save_steps: int | None = option(None, "write a checkpoint to resume from every so many steps; none writes none")
+    save_total_limit: int = option(2, "keep this many of the newest checkpoints to resume from")
+    sample_steps: int | None = option(25, "write sample completions every so many steps; none writes none")
+    report_to: list[Literal["wandb", "tensorboard"]] = option([], "send metrics to wandb, tensorboard, or both")
+    project_name: str | None = option(None, "project at wandb; none is {model}-{algorithm}-subnetwork-emergence")
+    run_name: str | None = option(None, "name of the run at wandb; none is the output folder's")
+
+    delta_log_dir: Path | None = option(
+        None,
+        "write a delta log of the weights to this folder; auto is delta_logs_{model}, with _{algorithm} but for dpo",
+    )
     delta_log_steps: str = option(
         "every:10,last",
         "steps to log: '1,5,10', '1-10', '10-100:10', 'every:5', 'last', 'until:500', or several with commas",
@@ -66,23 +88,25 @@ class TrainingOptions:
     delta_log_level: Literal["fast", "packed", "tight"] = option("packed", "how small patches of the log are coded")
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "batch_size", "gradient_accumulation_steps", "subset_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"option '{name}' is {value}: wanted at least 1")
+        require_at_least(
+            self,
+            1,
+            "n_steps batch_size gradient_accumulation_steps subset_size lora_rank eval_subset_size eval_steps "
+            "save_steps save_total_limit sample_steps",
+        )
         if self.max_length < 2:
             raise ConfigError(
                 f"option 'max_length' is {self.max_length}: wanted at least 2 (a prompt and a completion token)"
             )
-        for name in ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted at least 0")
+        require_at_least(self, 0, "learning_rate weight_decay adam_epsilon warmup_steps")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"option 'max_grad_norm' is {self.max_grad_norm}: wanted more than 0, or none")
         if self.mode == "sparse" and self.mask is None:
             raise ConfigError("mode sparse wants a mask file: --mask FILE")
-        if self.mode == "dense" and self.mask is not None:
+        if self.mode != "sparse" and self.mask is not None:
             raise ConfigError(f"a mask ({self.mask}) is used in mode sparse only: add --mode sparse")
+        if self.mode == "lora" and self.mlp_only:
+            raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")
         if not Schedule.parse(self.delta_log_steps).steps(self.n_steps):
             raise ConfigError(
                 f"option 'delta_log_steps' is '{self.delta_log_steps}': selects no step of 1 to n_steps {self.n_steps}"
@@ -90,8 +114,75 @@ class TrainingOptions:
 
     @property
     def examples_per_step(self) -> int:
-        """Examples in one optimizer step."""
+        """Examples of the data in one step."""
         return self.batch_size * self.gradient_accumulation_steps
+
+
+@dataclass(kw_only=True)
+class ReferenceOptions(TrainingOptions):
+    """Of loops that hold the policy near a reference."""
+
+    ref_name: str | None = option(
+        None, "reference model: hub name or local folder; none is the policy as training starts"
+    )
+
+
+@dataclass(kw_only=True)
+class RolloutOptions(ReferenceOptions):
+    """Of loops that train on what the policy writes. Their batches count completions, not prompts, as TRL's do."""
+
+    batch_size: int = option(8, "completions per forward pass of training")
+    n_minibatches: int = option(1, "optimizer steps in one pass over a rollout")
+    num_iterations: int = option(1, "passes over each rollout")
+    n_generations: int = option(8, "completions per prompt")
+    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out")
+    max_completion_length: int = option(256, "longest completion in tokens")
+    temperature: float = option(1.0, "sampling temperature, of the log-probabilities too")
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
+    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all")
+    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "what writes completions")
+    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take")
+    reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")
+    reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(self, 1, "n_minibatches num_iterations n_generations max_prompt_length max_completion_length")
+        require_at_least(self, 0, "top_k")
+        if not self.temperature > 0:
+            raise ConfigError(f"option 'temperature' is {self.temperature}: wanted more than 0")
+        for name in ("top_p", "vllm_gpu_memory_utilization"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted more than 0, at most 1")
+        if self.completions_per_step % self.n_generations:
+            raise ConfigError(
+                f"batch_size {self.batch_size} x gradient_accumulation_steps {self.gradient_accumulation_steps} x "
+                f"n_minibatches {self.n_minibatches} = {self.completions_per_step} completions a step: wanted a "
+                f"multiple of n_generations {self.n_generations}"
+            )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
+            raise ConfigError(
+                f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
+                f"{len(self.reward_functions)}"
+            )
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions in one rollout."""
+        return self.batch_size * self.gradient_accumulation_steps * self.n_minibatches
+
+    @property
+    def examples_per_step(self) -> int:
+        """Prompts in one rollout."""
+        return self.completions_per_step // self.n_generations
+
+
+def require_at_least(options: object, least: int, names: str) -> None:
+    """Raise ConfigError where one of the options of these names (with spaces between) is set and smaller."""
+    for name in names.split():
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"option '{name}' is {value}: wanted at least {least}")
 
 
 def model_slug(name: str) -> str:

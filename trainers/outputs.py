@@ -1,4 +1,4 @@
-"""What a run leaves behind: options, metrics as JSON lines, and the final checkpoint, none of it half-written."""
+"""What a run leaves behind: options, rows of JSON as it goes, and models in Hugging Face format, none half-written."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import yaml
 from torch import nn
 
+from sparse_opt.atomic_files import written_aside
 from sparse_opt.errors import ConfigError
 from sparse_opt.new_folders import new_folder
 
 from .config import to_yaml
 
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 OPTIONS_FILE = "options.yaml"
+SUMMARY_FILE = "summary.json"
 CHECKPOINT_FOLDER = "final"
+ADAPTER_FOLDER = "adapter"
+
+# What a resumed run may be given otherwise: it changes nothing that the run computes.
+_FREE_TO_CHANGE = {
+    "resume", "output_dir", "mount_dir", "save_steps", "save_total_limit", "sample_steps", "report_to", "project_name",
+    "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size", "eval_steps", "device",
+}  # fmt: skip
 
 
 def check_new_folder(path: Path, option: str) -> None:
@@ -47,38 +59,113 @@ def check_new_folder(path: Path, option: str) -> None:
 
 
 def _not_empty(path: Path, option: str) -> ConfigError:
-    return ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it")
+    hint = ", or go on with it: --resume" if (path / OPTIONS_FILE).is_file() else ""
+    return ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it{hint}")
 
 
-class MetricsWriter:
-    """The run's folder, with its options and one JSON line per step, flushed as it is written.
+def is_begun(output_dir: Path) -> bool:
+    """Whether a run has begun to write here."""
+    return (output_dir / OPTIONS_FILE).is_file()
+
+
+def check_resumable(output_dir: Path, config: Any) -> None:
+    """Refuse to go on with a run that has finished, or that was begun with options that compute something else.
+
+    Raises:
+        ConfigError: naming the first such option and both values, or an unreadable options file.
+    """
+    if (output_dir / SUMMARY_FILE).is_file():
+        raise ConfigError(f"option 'resume': the run in {output_dir} has finished, see its {SUMMARY_FILE}")
+    file = output_dir / OPTIONS_FILE
+    try:
+        begun_with = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"option 'resume': cannot read {file}: {' '.join(str(error).split())}") from error
+    now = yaml.safe_load(to_yaml(config))
+    for name in now.keys() | begun_with.keys():
+        before, after = begun_with.get(name), now.get(name)
+        if before != after and name not in _FREE_TO_CHANGE:
+            raise ConfigError(
+                f"option 'resume': the run in {output_dir} was begun with {name} {before}, not {after}: it would go on "
+                "as another run"
+            )
+
+
+class RowFile:
+    """JSON lines, flushed one by one as they are written; the file is made with the first.
+
+    `rows` are those of the run so far.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+
+    @classmethod
+    def resumed(cls, path: Path, last_step: int) -> RowFile:
+        """Go on with a file after its rows of step `last_step`; what follows them, or is torn, is dropped."""
+        file = cls(path)
+        if path.exists():
+            file.rows = read_rows(path, last_step)
+            with written_aside(path) as aside:
+                aside.write_text("".join(json.dumps(row) + "\n" for row in file.rows), encoding="utf-8")
+        return file
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row of finite numbers, strings, lists and None."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self.rows.append(row)
+
+    def close(self) -> None:
+        """Close the file; what was written is already on disk."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """The rows of a file up to `last_step`; a last line that a killed run has left unfinished is none."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        row = json.loads(line)
+        if row["step"] <= last_step:
+            rows.append(row)
+    return rows
+
+
+def begin_outputs(output_dir: Path, config: Any) -> None:
+    """Make the run's folder, with its options.
 
     Raises:
         ConfigError: another run has written to the folder since it was checked.
     """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        # Exclusive and before anything else: of two runs that found the folder empty, one gets it.
+        with (output_dir / OPTIONS_FILE).open("x", encoding="utf-8") as file:
+            file.write(to_yaml(config))
+    except FileExistsError as error:
+        raise _not_empty(output_dir, "output_dir") from error
 
-    def __init__(self, output_dir: Path, config: Any):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        self.path = output_dir / METRICS_FILE
-        try:
-            # Exclusive and before anything else: of two runs that found the folder empty, one gets it.
-            self._file = self.path.open("x", encoding="utf-8")
-        except FileExistsError as error:
-            raise _not_empty(output_dir, "output_dir") from error
-        (output_dir / OPTIONS_FILE).write_text(to_yaml(config), encoding="utf-8")
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one row of finite numbers, strings and None."""
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; what was written is already on disk."""
-        self._file.close()
+def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:
+    """The run's summary beside its metrics: the sign that it has finished."""
+    with written_aside(output_dir / SUMMARY_FILE) as aside:
+        aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def save_checkpoint(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write model and tokenizer in Hugging Face format; `folder` appears when all of it is on disk, or not at all."""
     with new_folder(folder) as aside:
-        model.save_pretrained(aside)  # type: ignore[operator]
-        tokenizer.save_pretrained(aside)
+        save_into(model, tokenizer, aside)
+
+
+def save_into(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write model (of a PEFT model, its adapters) and tokenizer into a folder that is there."""
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)

@@ -15,9 +15,9 @@ SECONDS_BETWEEN_LINES = 30.0
 class Progress:
     """Shows each finished step on stderr; `with` takes the bar down at the end."""
 
-    def __init__(self, title: str, n_steps: int):
+    def __init__(self, title: str, n_steps: int, n_done: int = 0):
         self._title, self._n_steps = title, n_steps
-        self._bar = tqdm(total=n_steps, desc=title, unit="step", disable=None)
+        self._bar = tqdm(total=n_steps, initial=n_done, desc=title, unit="step", disable=None)
         self._said_at = time.monotonic()
 
     def __enter__(self) -> Progress:

@@ -1,4 +1,4 @@
-"""`sparse-opt train dpo|sft`: the training loops, their options from a file, from flags and from `key=value` words."""
+"""`sparse-opt train ALGORITHM`: the training loops, with options from files, flags and `key=value` words."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SparseOptError
+from ..errors import ConfigError, SparseOptError
 from .output import format_bytes, print_json
 from .parser import CommandParser, add_json_flag
 
-# Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>.
-ALGORITHMS = {"dpo": "DPOConfig", "sft": "SFTConfig"}
+# Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>; of rft, the name of its stages' table.
+ALGORITHMS = {
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "grpo": "GRPOConfig",
+    "ppo": "PPOConfig",
+    "rft": "STAGES",
+    "rlt": "RLTConfig",
+}
+# What to lower when memory runs out, beside mode sparse and --gradient_checkpointing.
+_MEMORY_OPTIONS = {
+    "sft": "--batch_size or --max_length",
+    "dpo": "--batch_size or --max_length",
+    "grpo": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization",
+    "ppo": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization",
+    "rft": "--batch_size, --max_length or --max_completion_length",
+    "rlt": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization, or set --offload_untrained_models",
+}
 
 _EPILOG = """'sparse-opt train dpo --help' lists an algorithm's options. They come from YAML files, flags and
 key=value words; later ones win, and a misspelt one is an error.
@@ -26,6 +42,12 @@ sparse, from the same start:
 
 the options of an earlier run, with one of them changed:
   sparse-opt train dpo --config runs/dense/options.yaml output_dir=runs/dense_2 seed=2
+
+with checkpoints, and gone on with after it was killed:
+  sparse-opt train grpo --config grpo.yaml --save_steps 50
+  sparse-opt train grpo --config grpo.yaml --save_steps 50 --resume
+
+rft has three stages: 'sparse-opt train rft datagen|train|test'.
 """
 
 
@@ -34,14 +56,15 @@ def run(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="sparse-opt train",
         usage="sparse-opt train ALGORITHM [--json] [--config FILE] [--key value ...] [key=value ...]",
-        description="Train a causal language model, dense or under a mask.",
+        description="Train a causal language model: all of it, under a mask, or by low-rank adapters.",
         epilog=_EPILOG,
     )
     parser.add_argument(
         "algorithm",
         metavar="ALGORITHM",
         choices=ALGORITHMS,
-        help="dpo: preference pairs; sft: prompts with completions",
+        help="sft: prompts with completions; dpo: preference pairs; grpo, ppo: rewarded completions; rft: samples that "
+        "a verifier kept; rlt: a teacher, rewarded by its student",
     )
     add_json_flag(parser)
     words = [word for word in argv if word != "--json"]
@@ -51,37 +74,64 @@ def run(argv: Sequence[str]) -> int:
     if len(words) < len(argv):
         print_json(summary)
     else:
-        print(_text(summary))
+        print(summary.get("text") or _text(summary))
     return 0
 
 
 def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
     """The summary of one run, whose options are `words`."""
-    import torch
-
     from sparse_opt.trainers.config import parse_config
 
     from .progress import hide_progress_bars
 
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
-    config = parse_config(getattr(module, ALGORITHMS[algorithm]), words, prog=f"sparse-opt train {algorithm}")
+    prog = f"sparse-opt train {algorithm}"
+    config_class, work = getattr(module, ALGORITHMS[algorithm]), getattr(module, "train", None)
+    if isinstance(config_class, dict):
+        stage = words[0] if words else None
+        if stage not in config_class:
+            given = "no stage" if stage is None else f"'{stage}'"
+            raise ConfigError(f"{prog}: found {given}, wanted {' or '.join(config_class)}")
+        prog, words = f"{prog} {stage}", words[1:]
+        config_class, work = config_class[stage]
+    config = parse_config(config_class, words, prog=prog)
     hide_progress_bars()
     try:
-        return module.train(config)
-    except torch.OutOfMemoryError as error:
+        return work(config)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         raise SparseOptError(
-            f"out of GPU memory; lower --batch_size or --max_length, or add --gradient_checkpointing: {error}"
+            f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, add --gradient_checkpointing, or train --mode sparse "
+            f"or lora: {' '.join(str(error).split())}"
         ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """A GPU's, or the host's as torch's CPU allocator says it."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _text(summary: dict[str, Any]) -> str:
     first, last, median, nbytes = (summary[key] for key in ("first", "last", "median", "optimizer_bytes"))
-    shown = [name for name in ("loss", "accuracy", "margin") if name in last]
-    changed = [f"{name} {first[name]:.4f} -> {last[name]:.4f}" for name in shown]
+    changed = [
+        f"{name} {first[name]:.4f} -> {last[name]:.4f}"
+        for name in ("loss", "reward", "accuracy", "margin")
+        if first.get(name) is not None and last.get(name) is not None
+    ]
     parts = [f"{name.removesuffix('_time_s')} {time:.3f}" for name, time in median.items() if name != "step_time_s"]
     sizes = [f"{what} {format_bytes(size)}" for what, size in nbytes.items() if size]
-    lines = [
-        f"{summary['algorithm']} {summary['mode']}: {summary['n_steps']} steps, {', '.join(changed)}",
+    lines = [f"{summary['algorithm']} {summary['mode']}: {summary['n_steps']} steps, {', '.join(changed)}"]
+    if summary["last_evaluation"] is not None:
+        before, after = summary["first_evaluation"], summary["last_evaluation"]
+        names = [name for name in after if name not in ("step", "eval_time_s") and after[name] is not None]
+        lines.append(
+            "evaluation "
+            + ", ".join(f"{name.removeprefix('eval_')} {before[name]:.4f} -> {after[name]:.4f}" for name in names)
+        )
+    lines += [
         f"step       {median['step_time_s']:.3f} s (median; {', '.join(parts)})",
         f"optimizer  {', '.join(sizes)}",
     ]

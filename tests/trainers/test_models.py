@@ -18,16 +18,10 @@ from transformers import (
 )
 
 from sparse_opt.errors import ConfigError
+from sparse_opt.trainers.adapters import add_lora, add_shira, shira_rank
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import (
-    add_lora,
-    add_shira,
-    load_policy,
-    make_masks_skippable,
-    shira_rank,
-    skip_padding_masks,
-)
+from sparse_opt.trainers.models import load_policy, make_masks_skippable, skip_padding_masks
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)

@@ -1,0 +1,99 @@
+"""Adapters by peft: LoRA, and SHiRA beside it for comparison."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from sparse_opt.errors import ConfigError
+
+
+def add_lora(model: Any, rank: int) -> Any:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
+
+    They are put into `model` itself and have its dtype; alpha is twice the rank, and they start as no change.
+
+    Returns:
+        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
+
+    Raises:
+        ConfigError: peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(f"LoRA wants peft, which cannot be imported ({error}): pip install peft") from error
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def shira_rank(model: Any, density: float) -> int:
+    """The rank at which SHiRA's values are closest to this share of the weights that `add_shira` adapts.
+
+    A rank of r is r * (m + n) values for each weight of m x n (peft's `ShiraConfig`), so that most shares can only be
+    come close to. The model may be on the meta device.
+
+    Raises:
+        ConfigError: no rank comes close, or a layer is of a kind that SHiRA cannot adapt; one line.
+    """
+    shapes = _shira_shapes(model)
+    per_rank, numel = sum(m + n for m, n in shapes), sum(m * n for m, n in shapes)
+    rank = math.floor(density * numel / per_rank + 0.5)
+    if rank < 1:
+        raise ConfigError(
+            f"SHiRA cannot have density {density:.3g}: on this model's linear layers its least, of rank 1, is "
+            f"{per_rank / numel:.3g}"
+        )
+    highest = min(m * n // (m + n) for m, n in shapes)
+    if rank > highest:
+        raise ConfigError(
+            f"SHiRA cannot have density {density:.3g}: it wants rank {rank}, and the smallest of this model's linear "
+            f"layers allows {highest}"
+        )
+    return rank
+
+
+def require_shira_rank(model: Any, rank: int) -> None:
+    """Raise ConfigError where `add_shira` cannot give the model, which may be on the meta device, this rank."""
+    for m, n in _shira_shapes(model):
+        if rank * (m + n) > m * n:
+            raise ConfigError(f"SHiRA of rank {rank} wants {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
+
+
+def _shira_shapes(model: Any) -> list[tuple[int, int]]:
+    """(m, n) of each weight that peft means by "all-linear": of every linear layer but the output layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    shapes = []
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            raise ConfigError(f"SHiRA adapts torch.nn.Linear, and {name} is a {type(module).__name__}")
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            shapes.append((module.out_features, module.in_features))
+    if not shapes:
+        raise ConfigError(f"SHiRA adapts torch.nn.Linear, and {type(model).__name__} has none but its output layer")
+    return shapes
+
+
+def add_shira(model: Any, rank: int, seed: int) -> Any:
+    """Sparse high-rank adapters (https://arxiv.org/abs/2406.13175) on the layers of `add_lora`, the rest frozen.
+
+    Each adapted weight of m x n gets rank * (m + n) values at random positions, drawn by peft on the CPU from the same
+    seed for every layer. They are put into `model` itself, have its dtype, and start as no change.
+
+    Returns:
+        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
+
+    Raises:
+        ConfigError: a layer is of a kind that SHiRA cannot adapt, or too small for the rank.
+    """
+    from peft import ShiraConfig, get_peft_model
+
+    require_shira_rank(model, rank)
+    config = ShiraConfig(r=rank, target_modules="all-linear", random_seed=seed, task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=False)

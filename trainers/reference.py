@@ -1,0 +1,69 @@
+"""The reference policy: the weights a run started from, in the cheapest form that its mode has, or another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparse_opt.optim import SparseAdamW
+
+from .models import disable_dropout, frozen_copy, load_model, make_masks_skippable
+from .options import ReferenceOptions, TrainingOptions
+
+
+class Reference:
+    """`with reference.model() as model:` gives the module whose weights are the reference's inside."""
+
+    def __init__(self, model: nn.Module, weights: Callable[[], AbstractContextManager[Any]]):
+        self._model = model
+        self._weights = weights
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        """Without gradient, and with the reference's weights until the end of the block."""
+        with torch.no_grad(), self._weights():
+            yield self._model
+
+
+def make_reference(
+    config: TrainingOptions, policy: Any, optimizer: Any, device: torch.device, *, offload: bool = False
+) -> Reference:
+    """The start weights: swapped into the policy (mode sparse), the policy without its adapters (lora), a frozen second
+    model (dense); or the model `ref_name`, in the policy's dtype.
+
+    Call it before the policy's weights change. With `offload` a second model is on the CPU but while it is used.
+
+    Raises:
+        DataError: ref_name cannot be loaded.
+    """
+    other_name = config.ref_name if isinstance(config, ReferenceOptions) else None
+    if other_name is None and isinstance(optimizer, SparseAdamW):
+        return Reference(policy, optimizer.base_weights)
+    if other_name is None and config.mode == "lora":
+        return Reference(policy, policy.disable_adapter)
+    if other_name is None:
+        separate = frozen_copy(policy)
+    else:
+        separate = load_model(other_name, config.dtype)
+        disable_dropout(separate)
+        separate.requires_grad_(False)
+        make_masks_skippable(separate)
+    if offload:
+        separate.to("cpu")
+        return Reference(separate, lambda: on_device(separate, device))
+    separate.to(device)
+    return Reference(separate, nullcontext)
+
+
+@contextmanager
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the model is on the device; outside, on the CPU."""
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to("cpu")
