@@ -62,7 +62,7 @@ from .reference import Reference, make_reference
 from .run_data import DataKind, LoadData, data_loader
 from .run_delta_log import RunDeltaLog
 from .timing import StepTimer
-from .trackers import Tracker, make_trackers
+from .trackers import Tracker, make_trackers, require_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class TrainingRun:
             check_new_folder(self.output_dir, "output_dir")
             if delta_log_dir is not None:
                 check_new_folder(delta_log_dir, "delta_log_dir")
+        require_trackers(config)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
         # A backend that cannot run is found here, not when the run has begun to write. The delta log has no argument.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,11 +28,22 @@ class Tracker(Protocol):
         """Send what is left."""
 
 
+def require_trackers(config: TrainingOptions) -> None:
+    """Raise ConfigError where one that `report_to` asks for cannot be imported."""
+    for name in config.report_to:
+        try:
+            importlib.import_module({"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[name])
+        except ImportError as error:
+            raise ConfigError(
+                f"option 'report_to' asks for {name}, which cannot be imported ({error}): pip install {name}"
+            ) from error
+
+
 def make_trackers(config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int) -> list[Tracker]:
     """One for each entry of `report_to`; `first_step` is the first that this process logs.
 
     Raises:
-        ConfigError: one that is asked for is not installed, or refuses to begin.
+        ConfigError: one that is asked for refuses to begin.
     """
     makers = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
     return [makers[name](config, algorithm, output_dir, first_step) for name in config.report_to]
@@ -46,10 +58,8 @@ class TensorBoardTracker:
     """Event files under `output_dir/tensorboard`. A resumed run hides what an earlier one wrote from its step on."""
 
     def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard", error) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step)
         self._writer.add_text("options", f"```yaml\n{to_yaml(config)}```", first_step)
 
@@ -68,10 +78,8 @@ class WandbTracker:
     """A run at wandb, the same one when the training is resumed. WANDB_MODE and its other variables work as usual."""
 
     def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb", error) from error
+        import wandb
+
         file = output_dir / _ID_FILE
         if not file.exists():
             file.write_text(secrets.token_hex(8), encoding="utf-8")
@@ -94,9 +102,3 @@ class WandbTracker:
     def close(self) -> None:
         """Wait until everything is sent."""
         self._run.finish()
-
-
-def _missing(package: str, error: ImportError) -> Any:
-    return ConfigError(
-        f"option 'report_to' asks for {package}, which cannot be imported ({error}): pip install {package}"
-    )
