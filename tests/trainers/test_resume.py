@@ -3,58 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
-import torch
+from stopping import assert_same_run, rows, stop, stop_and_resume
 from transformers import AutoModelForCausalLM
 
 from sparse_opt.delta_log import DeltaLog
 from sparse_opt.errors import ConfigError, DataError, DeltaLogError
 from sparse_opt.trainers import dpo, sft
-from sparse_opt.trainers.loop import TrainingRun
-
-TIMES = ("_time_s", "tokens_per_s")
-
-
-class StoppedError(Exception):
-    """What stands for a kill."""
-
-
-def stop_after(monkeypatch, step):
-    """Let runs die in the step after this one, with the step's metrics written."""
-    original = TrainingRun.log
-
-    def log(self, at, *args, **metrics):
-        original(self, at, *args, **metrics)
-        if at == step + 1:
-            raise StoppedError
-
-    monkeypatch.setattr(TrainingRun, "log", log)
-
-
-def stop_and_resume(monkeypatch, train, config, step):
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        stop_after(patch, step)
-        train(config)
-    return train(dataclasses.replace(config, resume=True))
-
-
-def rows(path):
-    found = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.endswith(TIMES)} for row in found]
-
-
-def assert_same_run(one, two):
-    folders = [Path(summary["checkpoint"]).parent for summary in (one, two)]
-    names = {path.name for path in folders[0].glob("*.jsonl")}
-    assert names == {path.name for path in folders[1].glob("*.jsonl")}
-    for name in names:
-        assert rows(folders[0] / name) == rows(folders[1] / name), name
-    first, second = (AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in folders)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert one["n_steps"] == two["n_steps"] and one["median"].keys() == two["median"].keys()
 
 
 @pytest.fixture
@@ -131,9 +87,7 @@ def test_checkpoints_are_written_and_the_oldest_removed(options, tmp_path):
 
 def test_a_torn_line_and_leftovers_are_dropped(monkeypatch, options, tmp_path):
     whole = dpo.train(options("whole"))
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        stop_after(patch, 4)
-        dpo.train(options("run"))
+    stop(monkeypatch, dpo.train, options("run"), 4)
     folder = tmp_path / "run"
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
@@ -167,18 +121,14 @@ def test_a_finished_run_is_not_resumed(options):
     ],
 )
 def test_other_options_are_refused(monkeypatch, options, changes, said):
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        stop_after(patch, 2)
-        dpo.train(options("run"))
+    stop(monkeypatch, dpo.train, options("run"), 2)
     with pytest.raises(ConfigError, match=said):
         dpo.train(dataclasses.replace(options("run"), resume=True, **changes))
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "weights"])
 def test_a_damaged_checkpoint_is_named(monkeypatch, options, tmp_path, damage):
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        stop_after(patch, 2)
-        dpo.train(options("run"))
+    stop(monkeypatch, dpo.train, options("run"), 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
     file = checkpoint / ("model.safetensors" if damage == "weights" else "training_state.pt")
     if damage == "missing":
@@ -190,9 +140,7 @@ def test_a_damaged_checkpoint_is_named(monkeypatch, options, tmp_path, damage):
 
 
 def test_another_runs_delta_log_is_refused(monkeypatch, options, tmp_path):
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        stop_after(patch, 2)
-        dpo.train(options("run"))
+    stop(monkeypatch, dpo.train, options("run"), 2)
     dpo.train(dataclasses.replace(options("other"), seed=8))
     (tmp_path / "run_log").rename(tmp_path / "gone")
     (tmp_path / "other_log").rename(tmp_path / "run_log")
