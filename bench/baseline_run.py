@@ -34,13 +34,15 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import SparseOptError
+from sparse_opt.trainers.adapters import add_lora, add_shira
 from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.encoding import TokenBatch, TokenSequence, collate, load_examples
-from sparse_opt.trainers.grpo import group_advantages, grpo_loss, rollout
+from sparse_opt.trainers.grpo import group_advantages, grpo_loss
 from sparse_opt.trainers.logprobs import completion_logprobs, token_logprobs
-from sparse_opt.trainers.models import add_lora, add_shira, frozen_copy, load_policy, load_tokenizer
+from sparse_opt.trainers.models import frozen_copy, load_policy, load_tokenizer
 from sparse_opt.trainers.options import TrainingOptions
 from sparse_opt.trainers.order import ShuffledOrder
+from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
 from sparse_opt.trainers.timing import StepTimer
 
 from .report import write_json
@@ -210,18 +212,14 @@ def grpo_step(
     job: Job, trained: Trained, prompts: Sequence[list[list[int]]], pad_id: int, eos_id: int, section: Sections
 ) -> Step:
     """A step of GRPO: a group of completions of fixed length for each prompt, one update on them."""
+    engine = GenerateEngine(trained.policy, pad_id=pad_id, eos_ids=[eos_id])
+    sampling = Sampling(max_new_tokens=job.max_new_tokens, min_new_tokens=job.max_new_tokens)
 
     def step(i: int) -> dict[str, Tensor]:
         torch.manual_seed(job.seed + i)
         with section("rollout"):
             sampled = rollout(
-                trained.policy,
-                prompts[i],
-                n_generations=job.n_generations,
-                min_new_tokens=job.max_new_tokens,
-                max_new_tokens=job.max_new_tokens,
-                pad_id=pad_id,
-                eos_id=eos_id,
+                engine, trained.policy, prompts[i], n_generations=job.n_generations, sampling=sampling, pad_id=pad_id
             )
             advantages = group_advantages(even_share(sampled.batch), job.n_generations)
         with section("reference"), torch.no_grad(), trained.reference_weights():

@@ -9,21 +9,28 @@ Formats are told apart by their columns:
 | question, chosen, rejected [, system] | Intel/orca_dpo_pairs |
 | conversations, chosen, rejected | qihoo360/Light-R1-DPOData: {from, value}; chosen, rejected: one, [one] or text |
 | prompt, completion | TRL prompt-completion: strings, or lists of messages |
-| messages | TRL conversational; the last message is the completion |
+| messages | TRL conversational, as in open-r1/OpenR1-Math-220k; the last message is the completion |
+| problem, solution | the rest of open-r1/OpenR1-Math-220k, and what is made like it |
 
 The first four are preference data; SFT on them trains the chosen completion.
+
+Prompts alone, for what a model is to complete, are in a column prompt (a string, or messages), problem or
+question [, system]; problems and questions are what the user says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sparse_opt.errors import DataError
+
+from .order import permutation
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 Text = str | list[Message]  # plain text, taken verbatim; or messages, for the chat template
@@ -41,6 +48,8 @@ class Example:
 
 
 RowReader = Callable[[dict[str, Any]], Example]
+PromptReader = Callable[[dict[str, Any]], Text]
+ReaderT = TypeVar("ReaderT", RowReader, PromptReader)
 
 
 def load_records(dataset: str, split: str = "train") -> Any:
@@ -71,6 +80,18 @@ def load_records(dataset: str, split: str = "train") -> Any:
     if len(records) == 0:
         raise DataError(f"dataset {dataset}: no rows")
     return records
+
+
+def chosen_rows(records: Any, name: str, subset_size: int | None, seed: int) -> Sequence[int]:
+    """The numbers of `subset_size` rows drawn with `seed`; of all rows, in order, where it is None.
+
+    All rows it is too, with a UserWarning, where the dataset, called `name`, has fewer.
+    """
+    if subset_size is not None and subset_size < len(records):
+        return permutation(len(records), seed, 0)[:subset_size]
+    if subset_size is not None and subset_size > len(records):
+        warnings.warn(f"dataset {name}: has {len(records)} rows, not subset_size {subset_size}", stacklevel=3)
+    return range(len(records))
 
 
 @contextmanager
@@ -106,7 +127,12 @@ def demonstration_reader(columns: Iterable[str], name: str) -> RowReader:
     return read_first
 
 
-def _reader(columns: Iterable[str], name: str, formats: list[tuple[set[str], RowReader]]) -> RowReader:
+def prompt_reader(columns: Iterable[str], name: str) -> PromptReader:
+    """The function that reads a row of these columns as a prompt to complete; errors as in `preference_reader`."""
+    return _reader(columns, name, _PROMPT_FORMATS)
+
+
+def _reader(columns: Iterable[str], name: str, formats: list[tuple[set[str], ReaderT]]) -> ReaderT:
     found = set(columns)
     for wanted, read in formats:
         if wanted <= found:
@@ -139,10 +165,7 @@ def _read_implicit_pair(row: dict[str, Any]) -> Example:
 
 
 def _read_orca_pair(row: dict[str, Any]) -> Example:
-    prompt = _messages(row["question"], "user")
-    if row.get("system"):
-        prompt = [*_messages(row["system"], "system"), *prompt]
-    return _conversation(prompt, row["chosen"], row["rejected"])
+    return _conversation(_read_question(row), row["chosen"], row["rejected"])
 
 
 def _read_light_r1_pair(row: dict[str, Any]) -> Example:
@@ -162,6 +185,30 @@ def _read_messages(row: dict[str, Any]) -> Example:
         roles = [message["role"] for message in messages]
         raise DataError(f"messages have the roles {roles}; wanted a prompt, and the assistant's answer last")
     return Example(messages[:-1], (messages[-1:],))
+
+
+def _read_problem_solution(row: dict[str, Any]) -> Example:
+    return _conversation(_read_problem(row), row["solution"])
+
+
+def _read_prompt(row: dict[str, Any]) -> Text:
+    prompt = row["prompt"]
+    return prompt if isinstance(prompt, str) else _asking(_messages(prompt, "user"))
+
+
+def _read_problem(row: dict[str, Any]) -> list[Message]:
+    return _asking(_messages(row["problem"], "user"))
+
+
+def _read_question(row: dict[str, Any]) -> list[Message]:
+    question = _asking(_messages(row["question"], "user"))
+    return [*_messages(row["system"], "system"), *question] if row.get("system") else question
+
+
+def _asking(messages: list[Message]) -> list[Message]:
+    if messages[-1]["role"] == "assistant":
+        raise DataError("the prompt's last message is the assistant's; wanted the user's, for the assistant to answer")
+    return messages
 
 
 def _conversation(prompt: list[Message], *completions: Any) -> Example:
@@ -207,4 +254,10 @@ _PREFERENCE_FORMATS: list[tuple[set[str], RowReader]] = [
 _DEMONSTRATION_FORMATS: list[tuple[set[str], RowReader]] = [
     ({"prompt", "completion"}, _read_prompt_completion),
     ({"messages"}, _read_messages),
+    ({"problem", "solution"}, _read_problem_solution),
+]
+_PROMPT_FORMATS: list[tuple[set[str], PromptReader]] = [
+    ({"prompt"}, _read_prompt),
+    ({"problem"}, _read_problem),
+    ({"question"}, _read_question),
 ]

@@ -1,59 +1,97 @@
-"""Direct Preference Optimization (https://arxiv.org/abs/2305.18290), dense or sparse.
+"""Direct Preference Optimization (https://arxiv.org/abs/2305.18290) and its relatives, dense, sparse or with adapters.
 
 The policy learns to prefer the chosen completion of each pair over the rejected one, held near a reference by beta. The
-reference is the policy as training starts. Dense training keeps it as a second, frozen model; sparse training has it in
-the policy itself, because `SparseAdamW.base_weights` swaps the active elements' start values in and out.
+reference is the policy as training starts, or another model. Dense training keeps it as a second, frozen model; sparse
+training has it in the policy itself, because `SparseAdamW.base_weights` swaps the active elements' start values in and
+out, and so has LoRA, with its adapters off. With `reference: precomputed` no mode needs it while training.
 
-Left out: other losses than the sigmoid, a separate reference model, evaluation and resuming.
+Left out: losses that need more than the four sums of a pair, and several losses at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.optim import SparseAdamW
 
 from .config import option
+from .encoding import TokenBatch, TokenSequence
 from .logprobs import completion_logprobs
 from .loop import TrainingRun
-from .models import frozen_copy
-from .options import TrainingOptions
+from .margins import MarginsLog
+from .options import ReferenceOptions
+from .progress import Progress
+from .samples import sample_completions
+
+LossType = Literal["sigmoid", "robust", "hinge", "ipo"]
+Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
 
 
 @dataclass(kw_only=True)
-class DPOConfig(TrainingOptions):
-    """Train a causal language model on preference pairs by DPO, dense or under a mask."""
+class DPOConfig(ReferenceOptions):
+    """Train a causal language model on preference pairs by DPO, dense, under a mask or with adapters."""
 
     beta: float = option(0.1, "strength of the pull towards the reference policy")
+    loss_type: LossType = option("sigmoid", "loss of a pair: sigmoid (DPO), robust, hinge (SLiC) or ipo")
+    label_smoothing: float = option(
+        0.0, "share of pairs taken to be labelled the wrong way round; of the losses sigmoid (then cDPO) and robust"
+    )
+    ipo_average: bool = option(False, "loss ipo: take log-probabilities per token, as TRL does, not their sums")
+    reference: Literal["weights", "precomputed"] = option(
+        "weights", "ask the reference at each step, or once for all examples before training"
+    )
+    log_margins: bool = option(False, "write each step's margins to logs/margins in output_dir")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.beta > 0:
             raise ConfigError(f"option 'beta' is {self.beta}: wanted more than 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"option 'label_smoothing' is {self.label_smoothing}: wanted at least 0, less than 0.5")
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ConfigError(
+                f"option 'label_smoothing' is {self.label_smoothing}: loss_type '{self.loss_type}' has none; wanted "
+                "sigmoid or robust"
+            )
+        if self.ipo_average and self.loss_type != "ipo":
+            raise ConfigError(f"option 'ipo_average' is for loss_type ipo, not '{self.loss_type}'")
 
 
 def dpo_loss(
-    policy_chosen: torch.Tensor,
-    policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
     beta: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sigmoid loss of each pair, equation 7 of the paper: -log sigmoid(beta * h).
+    loss_type: LossType = "sigmoid",
+    label_smoothing: float = 0.0,
+    lengths: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each pair, a function of h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected).
 
-    h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected). While the policy is the reference, h is 0 and
-    the loss ln 2.
+    While the policy is the reference, h is 0. With e the label smoothing:
+
+    - sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). e = 0 is equation 7 of DPO
+      (https://arxiv.org/abs/2305.18290), ln 2 at h = 0; e > 0 is cDPO (https://ericmitchell.ai/cdpo.pdf). TRL 1.16 has
+      no e in this loss.
+    - robust: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), whose mean over labels that are wrong
+      with probability e is the loss of the right labels (https://arxiv.org/abs/2403.00409, equation 13).
+    - hinge: max(0, 1 - beta h), SLiC's on policy ratios (https://arxiv.org/abs/2305.10425, https://arxiv.org/abs/2309.06657).
+    - ipo: (h - 1 / (2 beta))^2 (https://arxiv.org/abs/2310.12036, equation 17).
 
     Args:
         policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] fp32, log-probability sums over the completions.
         beta: strength of the pull towards the reference.
+        label_smoothing: e of sigmoid and robust; 0 <= e < 0.5.
+        lengths: trained tokens [B] of the chosen and of the rejected completions. Given, ipo's h is a difference of
+            averages per token (TRL's ipo).
 
     Returns:
         losses [B]; and without gradient the implicit rewards beta * (policy - ref) of the chosen completions [B] and of
@@ -61,8 +99,32 @@ def dpo_loss(
     """
     chosen_rewards = beta * (policy_chosen - ref_chosen)
     rejected_rewards = beta * (policy_rejected - ref_rejected)
-    losses = -F.logsigmoid(chosen_rewards - rejected_rewards)
+    if loss_type == "ipo":
+        chosen_ratio, rejected_ratio = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+        if lengths is not None:
+            chosen_ratio, rejected_ratio = chosen_ratio / lengths[0], rejected_ratio / lengths[1]
+        losses = ipo_loss(chosen_ratio - rejected_ratio, beta)
+    else:
+        losses = margin_loss(chosen_rewards - rejected_rewards, loss_type, label_smoothing)
     return losses, chosen_rewards.detach(), rejected_rewards.detach()
+
+
+def margin_loss(margins: Tensor, loss_type: LossType, label_smoothing: float = 0.0) -> Tensor:
+    """The losses that are functions of the margin beta * h, of each pair: [B]; see `dpo_loss`."""
+    if loss_type == "hinge":
+        return torch.relu(1 - margins)
+    right = -F.logsigmoid(margins)
+    if label_smoothing == 0.0:
+        return right
+    wrong = -F.logsigmoid(-margins)  # the loss if the other completion was meant
+    if loss_type == "robust":
+        return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+    return (1 - label_smoothing) * right + label_smoothing * wrong
+
+
+def ipo_loss(h: Tensor, beta: float) -> Tensor:
+    """(h - 1 / (2 beta))^2 of each pair: [B]."""
+    return (h - 1 / (2 * beta)) ** 2
 
 
 def train(config: DPOConfig) -> dict[str, Any]:
@@ -75,45 +137,143 @@ def train(config: DPOConfig) -> dict[str, Any]:
             training for a loss that is not finite.
     """
     with TrainingRun(config, "dpo", "preference") as run:
-        policy, optimizer = run.model, run.optimizer
-        reference_weights: Callable[[], AbstractContextManager[None]]
-        if isinstance(optimizer, SparseAdamW):
-            reference, reference_weights = policy, optimizer.base_weights
-        else:
-            reference, reference_weights = frozen_copy(policy), nullcontext
+        reference = _reference_logprobs(config, run)
+        margins_log = MarginsLog(run) if config.log_margins else None
 
-        for step in run.steps():
-            batches = run.batches(step)
+        def evaluate() -> dict[str, Tensor]:
+            assert run.eval_data is not None
+            parts = []
+            for pairs in _chunks(run.eval_data, config.batch_size):
+                batch = run.collate(pairs)
+                policy = completion_logprobs(run.model, batch)
+                parts.append(_losses(config, batch, policy, reference([pairs], [batch])[0]))
+            losses, chosen, rejected = map(torch.cat, zip(*parts, strict=True))
+            return {"loss": losses.mean(), **_reward_metrics(chosen, rejected)}
 
-            with run.time("reference"), torch.no_grad(), reference_weights():
-                ref_logprobs = [completion_logprobs(reference, batch) for batch in batches]
+        for step in run.steps(evaluate):
+            groups = _chunks(run.examples_of(step), config.batch_size)
+            batches = [run.collate(pairs) for pairs in groups]
 
-            losses, chosen_rewards, rejected_rewards = [], [], []
+            with run.time("reference"):
+                ref_logprobs = reference(groups, batches)
+
+            parts = []
             with run.time("forward_backward"):
                 for batch, ref in zip(batches, ref_logprobs, strict=True):
-                    policy_chosen, policy_rejected = completion_logprobs(policy, batch).chunk(2)
-                    ref_chosen, ref_rejected = ref.chunk(2)
-                    loss, chosen, rejected = dpo_loss(
-                        policy_chosen, policy_rejected, ref_chosen, ref_rejected, config.beta
-                    )
+                    losses, chosen, rejected = _losses(config, batch, completion_logprobs(run.model, batch), ref)
                     # The mean over all pairs of the step, whatever number of forward passes they are spread over.
-                    (loss.sum() / config.examples_per_step).backward()
-                    losses.append(loss.detach())
-                    chosen_rewards.append(chosen)
-                    rejected_rewards.append(rejected)
+                    (losses.sum() / config.examples_per_step).backward()
+                    parts.append((losses.detach(), chosen, rejected))
+            run.update()
 
-            with run.time("optimizer"):
-                optimizer.step()
-                optimizer.zero_grad()
-
-            chosen, rejected = torch.cat(chosen_rewards), torch.cat(rejected_rewards)
+            losses, chosen, rejected = map(torch.cat, zip(*parts, strict=True))
+            if margins_log is not None:
+                margins_log.write(step, chosen - rejected)
+            if run.samples_due(step):
+                run.log_samples(step, sample_completions(run, [pair[0] for pair in groups[0]]))
             run.log(
                 step,
                 n_tokens=sum(batch.n_tokens for batch in batches),
-                loss=torch.cat(losses).mean(),
-                rewards_chosen=chosen.mean(),
-                rewards_rejected=rejected.mean(),
-                margin=(chosen - rejected).mean(),
-                accuracy=(chosen > rejected).float().mean(),
+                loss=losses.mean(),
+                **_reward_metrics(chosen, rejected),
             )
         return run.finish()
+
+
+def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`dpo_loss` of a batch of pairs, from log-probability sums [2B] of the policy and of the reference."""
+    policy_chosen, policy_rejected = policy.chunk(2)
+    ref_chosen, ref_rejected = ref.chunk(2)
+    lengths = None
+    if config.ipo_average:
+        chosen_lengths, rejected_lengths = batch.completion_mask.sum(dim=1).chunk(2)
+        lengths = chosen_lengths, rejected_lengths
+    return dpo_loss(
+        policy_chosen,
+        policy_rejected,
+        ref_chosen,
+        ref_rejected,
+        config.beta,
+        config.loss_type,
+        config.label_smoothing,
+        lengths,
+    )
+
+
+def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    return {
+        "rewards_chosen": chosen.mean(),
+        "rewards_rejected": rejected.mean(),
+        "margin": (chosen - rejected).mean(),
+        "accuracy": (chosen > rejected).float().mean(),
+    }
+
+
+# The reference's log-probabilities
+
+ReferenceLogprobs = Callable[[Sequence[Pairs], Sequence[TokenBatch]], list[Tensor]]
+
+
+def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprobs:
+    """A function from groups of pairs and their batches to the reference's log-probability sums [2B] of each."""
+    if config.reference == "precomputed":
+        known = _precompute(config, run)
+
+        def look_up(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
+            return [known.of(pairs) for pairs in groups]
+
+        return look_up
+    reference = run.reference()
+
+    def ask(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
+        with reference.model() as model:
+            return [completion_logprobs(model, batch) for batch in batches]
+
+    return ask
+
+
+class _KnownLogprobs:
+    """Log-probability sums of pairs, by the pairs' identity: the run's data keeps them alive."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._of: dict[int, tuple[float, float]] = {}
+
+    def add(self, pairs: Pairs, logprobs: Tensor) -> None:
+        """Keep the sums [2B] of those pairs that are new."""
+        chosen, rejected = logprobs.float().chunk(2)
+        for pair, *sums in zip(pairs, chosen.tolist(), rejected.tolist(), strict=True):
+            self._of.setdefault(id(pair), (sums[0], sums[1]))
+
+    def of(self, pairs: Pairs) -> Tensor:
+        """The sums, first of the chosen completions, then of the rejected: [2B] fp32."""
+        columns = torch.tensor([self._of[id(pair)] for pair in pairs], dtype=torch.float32).T
+        return columns.reshape(-1).to(self._device)
+
+
+def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
+    """One pass over the pairs that the run will see, and over those to evaluate on.
+
+    The pairs go through in the batches of the first epoch, so that on a CPU its steps see the very bits that
+    `reference: weights` gives. Later epochs batch them otherwise, which can move a sum by its rounding.
+    """
+    known = _KnownLogprobs(run.device)
+    first_epoch = -(-len(run.data) // config.examples_per_step)
+    groups = [
+        pairs
+        for step in range(1, min(config.n_steps, first_epoch) + 1)
+        for pairs in _chunks(run.examples_of(step), config.batch_size)
+    ]
+    groups += _chunks(run.eval_data or [], config.batch_size)
+
+    # Before the first step the policy is the reference, in every mode.
+    reference = nullcontext(run.model) if config.ref_name is None else run.reference().model()
+    with torch.no_grad(), reference as model, Progress("dpo reference", len(groups)) as progress:
+        for n, pairs in enumerate(groups, 1):
+            known.add(pairs, completion_logprobs(model, run.collate(pairs)))
+            progress.advance(n, {})
+    return known
+
+
+def _chunks(examples: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [examples[start : start + size] for start in range(0, len(examples), size)]

@@ -14,7 +14,6 @@ Rules, TRL's wherever it has one, so that losses can be compared:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,8 +22,7 @@ import torch
 
 from sparse_opt.errors import DataError
 
-from .data import Example, Text, demonstration_reader, load_records, preference_reader
-from .order import permutation
+from .data import Example, Text, chosen_rows, demonstration_reader, load_records, preference_reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,11 +97,7 @@ def load_examples(
     """
     records = load_records(dataset, split)
     read = (preference_reader if kind == "preference" else demonstration_reader)(records.column_names, dataset)
-    rows: Sequence[int] = range(len(records))
-    if subset_size is not None and subset_size < len(records):
-        rows = permutation(len(records), seed, 0)[:subset_size]
-    elif subset_size is not None and subset_size > len(records):
-        warnings.warn(f"dataset {dataset}: has {len(records)} rows, not subset_size {subset_size}", stacklevel=2)
+    rows = chosen_rows(records, dataset, subset_size, seed)
     report = DataReport(n_rows=len(rows))
     kept = []
     for row in rows:
@@ -131,18 +125,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[T
     """Each completion after the prompt, and whether the border moved into the prompt (see the module's rules)."""
     prompt, completions = example.prompt, example.completions
     if isinstance(prompt, list) and tokenizer.chat_template is None:
-        prompt, completions = _joined(prompt) + "\n", tuple(_joined(completion) for completion in completions)
+        prompt, completions = joined_text(prompt) + "\n", tuple(joined_text(completion) for completion in completions)
     if isinstance(prompt, str):
-        prompt_ids = _text_ids(tokenizer, prompt)
-        all_ids = [_closed(tokenizer, _text_ids(tokenizer, prompt + _joined(completion))) for completion in completions]
+        prompt_ids = text_ids(tokenizer, prompt)
+        all_ids = [
+            _closed(tokenizer, text_ids(tokenizer, prompt + joined_text(completion))) for completion in completions
+        ]
     else:
-        prompt_ids = _chat_ids(tokenizer, prompt, add_generation_prompt=True)
-        all_ids = [_chat_ids(tokenizer, [*prompt, *completion]) for completion in completions]
+        prompt_ids = chat_ids(tokenizer, prompt, add_generation_prompt=True)
+        all_ids = [chat_ids(tokenizer, [*prompt, *completion]) for completion in completions]
     prompt_length = min(_common_prefix_length(prompt_ids, ids) for ids in all_ids)
     return [TokenSequence(ids, prompt_length) for ids in all_ids], prompt_length < len(prompt_ids)
 
 
-def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
     from jinja2 import TemplateError
 
     try:
@@ -154,7 +150,7 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_
     return list(encoded["input_ids"])
 
 
-def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     # Text that was put through a template already carries its BOS.
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
@@ -166,12 +162,12 @@ def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
-def _joined(text: Text) -> str:
+def joined_text(text: Text) -> str:
     return text if isinstance(text, str) else "\n".join(message["content"] for message in text)
 
 
 def _is_empty(text: Text) -> bool:
-    return not _joined(text).strip()
+    return not joined_text(text).strip()
 
 
 def _common_prefix_length(a: list[int], b: list[int]) -> int:
@@ -191,6 +187,7 @@ class TokenBatch:
     first_trained: int  # the smallest position in any row that completion_mask holds
     n_tokens: int  # tokens without padding
     n_trained: int  # tokens in completion_mask
+    position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
 
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on another device; the copy to a GPU does not wait for it."""
@@ -198,7 +195,8 @@ class TokenBatch:
             return self
         tensors = {
             name: getattr(self, name).pin_memory().to(device, non_blocking=True)
-            for name in ("input_ids", "attention_mask", "completion_mask")
+            for name in ("input_ids", "attention_mask", "completion_mask", "position_ids")
+            if getattr(self, name) is not None
         }
         return replace(self, **tensors)
 

@@ -1,36 +1,55 @@
-"""Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300): its loss, its advantages and its rollout.
+"""Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its kin: DAPO, Dr. GRPO, GSPO.
 
 Each prompt gets a group of completions; a completion's advantage is its reward beside its group's. What a group's
-completions share in reward, nothing can be learned from.
+completions share in reward, nothing can be learned from. Of one rollout several optimizer steps may be made; each
+token's ratio is to the policy that wrote it.
 
-Left out: the training loop with its options, reward functions and data, several optimizer steps a rollout, ratios of
-whole sequences (GSPO) and other engines for generation than `model.generate`.
+Left out: DAPO's drawing again of groups without a spread and its price for long completions; a correction for an
+engine whose probabilities are not the policy's own (`rollouts` recomputes them); an entropy bonus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .encoding import TokenBatch
-from .logprobs import token_logprobs
+from sparse_opt.errors import ConfigError, DataError
 
-LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+from .config import option
+from .encoding import TokenSequence
+from .logprobs import token_logprobs
+from .loop import TrainingRun
+from .options import RolloutOptions, require_at_least
+from .prompts import PromptExample
+from .reference import Reference
+from .rewards import Rewards, Scores, load_rewards
+from .rollouts import Engine, Rollout, Sampling, make_engine, rollout, sample
+
+LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
+Scale = Literal["group", "batch", "none"]
 # Keeps a group of nearly equal rewards from being blown up; TRL's value.
 _STD_FLOOR = 1e-4
 
 
-def group_advantages(rewards: Tensor, n_generations: int, *, scale: bool = True) -> Tensor:
-    """(reward - mean) / (std + 1e-4) in each group: [G * n_generations] fp32.
+# From rewards to the loss
+
+
+def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "group") -> Tensor:
+    """(reward - its group's mean) / (std + 1e-4): [G * n_generations] fp32.
+
+    Exactly 0 in a group whose rewards are all the same: what rounding leaves there, Adam would make a full step of.
+    A completion without a reward (NaN) has the advantage 0, and no part in mean and standard deviation, as in TRL.
 
     Args:
         rewards: [G * n_generations], a group's completions next to each other.
-        n_generations: completions per group, at least 2; the standard deviation is the sample's (n - 1).
-        scale: divide by the standard deviation; Dr. GRPO (https://arxiv.org/abs/2503.20783) does not.
+        n_generations: completions per group, at least 2.
+        scale: divide by the standard deviation of the group, or of all rewards (https://arxiv.org/abs/2508.08221), or
+            by nothing, as Dr. GRPO (https://arxiv.org/abs/2503.20783). It is the sample's (n - 1).
 
     Raises:
         ValueError: fewer than two completions a group, or rewards that do not divide into groups.
@@ -40,10 +59,25 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: bool = True)
     if rewards.dim() != 1 or rewards.numel() % n_generations:
         raise ValueError(f"rewards have shape {list(rewards.shape)}, wanted groups of n_generations {n_generations}")
     groups = rewards.float().view(-1, n_generations)
-    advantages = groups - groups.mean(dim=1, keepdim=True)
-    if scale:
-        advantages = advantages / (groups.std(dim=1, keepdim=True) + _STD_FLOOR)
-    return advantages.view(-1)
+    advantages = groups - groups.nanmean(dim=1, keepdim=True)
+    if scale == "group":
+        n_others = (~groups.isnan()).sum(dim=1, keepdim=True) - 1
+        std = (advantages.square().nansum(dim=1, keepdim=True) / n_others.clamp(min=1)).sqrt()
+        advantages = advantages / (std + _STD_FLOOR)
+    elif scale == "batch":
+        found = groups[~groups.isnan()]
+        if found.numel() > 1:
+            advantages = advantages / (found.std() + _STD_FLOOR)
+    elif scale != "none":
+        raise ValueError(f"scale is {scale!r}, wanted group, batch or none")
+    return torch.where(groups.isnan() | is_flat(groups), 0.0, advantages).view(-1)
+
+
+def is_flat(groups: Tensor) -> Tensor:
+    """Whether a group's rewards, NaN aside, are all the same, so that it teaches nothing: [G, 1] bool for [G, n]."""
+    missing = groups.isnan()
+    lowest = groups.masked_fill(missing, torch.inf).amin(dim=1, keepdim=True)
+    return groups.masked_fill(missing, -torch.inf).amax(dim=1, keepdim=True) <= lowest
 
 
 def grpo_loss(
@@ -58,40 +92,49 @@ def grpo_loss(
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     loss_type: LossType = "dapo",
+    n_sequences: int | None = None,
     n_tokens: int | Tensor | None = None,
     max_completion_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The clipped policy loss, with the k3 estimate of the divergence from a reference, equations 3 and 4 of the paper.
 
     Per token -min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A) + beta * k3, with
-    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1. Over tokens it is averaged by type:
+    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1. It is averaged by type:
 
     | loss_type | |
     |---|---|
     | grpo | mean over sequences of the means over their tokens |
-    | bnpo | mean over this batch's tokens |
-    | dapo | sum over `n_tokens`, the tokens of all micro-batches of the step (https://arxiv.org/abs/2503.14476) |
+    | bnpo | mean over the tokens of this forward pass, then over the passes of the optimizer step |
+    | dapo | mean over the tokens of the optimizer step (https://arxiv.org/abs/2503.14476) |
     | dr_grpo | sum over sequences times `max_completion_length` (https://arxiv.org/abs/2503.20783) |
+    | gspo | grpo with one ratio a sequence, exp(mean of logprob - old) (https://arxiv.org/abs/2507.18071) |
 
-    The names, and the defaults, are TRL's. grpo, bnpo and dr_grpo are means over one batch: the caller divides by the
-    number of micro-batches.
+    With `n_sequences` and `n_tokens` of the optimizer step, the losses of its forward passes add up to its loss,
+    whatever passes it is split into. bnpo alone depends on the split, as its name's batch is the local one.
+
+    The names, and the defaults, are TRL's (1.16), where gspo is `importance_sampling_level="sequence"` with the loss
+    type grpo. TRL differs where several optimizer steps are made of a rollout: its dapo divides each by the mean of
+    their tokens, not its own. And its `correct_k3` takes the sequence's ratio in gspo, where the token's is meant.
 
     Args:
         logprobs: [R, P] of the tokens under the policy, with gradient; likewise fp32 all that follow.
         old_logprobs: [R, P] under the policy that made them.
         advantages: [R] one a completion.
-        mask: [R, P] bool, the completions' tokens; what stands elsewhere must be finite, and has no effect.
+        mask: [R, P] bool, the tokens that count; what stands elsewhere must be finite, and has no effect. A row may
+            have none: it counts as a sequence whose loss is 0.
         ref_logprobs: [R, P] under the reference; wanted where beta is not 0.
         beta: weight of k3.
-        correct_k3: multiply k3 by the ratio, so that its gradient is that of the divergence (DeepSeek-V3.2,
+        correct_k3: multiply k3 by the token's ratio, so that its gradient is that of the divergence (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556). TRL 1.16 does unless told otherwise; the paper of GRPO does not.
-        epsilon_low, epsilon_high: how far a ratio may go below and above 1.
-        n_tokens: of loss type dapo; None takes this batch's.
+        epsilon_low, epsilon_high: how far a ratio may go below and above 1; DAPO's "clip-higher" is 0.2 and 0.28,
+            GSPO's ratios want 3e-4 and 4e-4.
+        n_sequences: of all the optimizer step's passes; None takes this batch's R.
+        n_tokens: in the masks of all the optimizer step's passes; None takes this batch's.
         max_completion_length: of loss type dr_grpo.
 
     Returns:
         The loss, a scalar; and without gradient the ratios [R, P] and k3 [R, P] (None without ref_logprobs), 1 and 0
-        outside the mask.
+        outside the mask. k3 is not multiplied by anything.
 
     Raises:
         ValueError: shapes that differ, an argument that the loss type or beta wants, or an unknown loss type.
@@ -101,126 +144,307 @@ def grpo_loss(
         raise ValueError(f"logprobs, old_logprobs, mask and advantages have shapes {shapes}, wanted [R, P] and [R]")
     if beta != 0.0 and ref_logprobs is None:
         raise ValueError(f"beta is {beta}, which wants ref_logprobs")
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    token_ratio = ratio = log_ratio.exp()
+    if loss_type == "gspo":
+        ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).exp()
     advantage = advantages[:, None]
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
     per_token = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantage)
     k3 = None
     if ref_logprobs is not None:
         difference = torch.where(mask, ref_logprobs - logprobs, 0.0)
         k3 = difference.exp() - difference - 1
-        per_token = per_token + beta * (k3 * ratio if correct_k3 else k3)
+        per_token = per_token + beta * (k3 * token_ratio if correct_k3 else k3)
     per_token = torch.where(mask, per_token, 0.0)
-    if loss_type == "grpo":
-        loss = (per_token.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean()
+    n_rows = len(per_token)
+    n_sequences = n_rows if n_sequences is None else n_sequences
+    if loss_type in ("grpo", "gspo"):
+        loss = (per_token.sum(dim=1, keepdim=True) / lengths).sum() / n_sequences
     elif loss_type == "bnpo":
-        loss = per_token.sum() / mask.sum().clamp(min=1)
+        loss = per_token.sum() / mask.sum().clamp(min=1) * (n_rows / n_sequences)
     elif loss_type == "dapo":
         loss = per_token.sum() / (mask.sum().clamp(min=1) if n_tokens is None else n_tokens)
     elif loss_type == "dr_grpo":
         if max_completion_length is None:
             raise ValueError("loss_type 'dr_grpo' wants max_completion_length")
-        loss = per_token.sum() / (len(per_token) * max_completion_length)
+        loss = per_token.sum() / (n_sequences * max_completion_length)
     else:
-        raise ValueError(f"loss_type is {loss_type!r}, wanted grpo, bnpo, dapo or dr_grpo")
-    return loss, ratio.detach(), None if k3 is None else k3.detach()
+        raise ValueError(f"loss_type is {loss_type!r}, wanted grpo, bnpo, dapo, dr_grpo or gspo")
+    ratio = torch.where(mask, ratio.detach(), 1.0)
+    return loss, ratio, None if k3 is None else k3.detach()
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Sampled completions, a prompt's next to each other."""
+# The loop
 
-    batch: TokenBatch  # [R, T] prompts and completions; completion_mask holds the sampled tokens, EOS among them
-    logprobs: Tensor  # [R, T - batch.first_trained] fp32, of the sampled tokens under the policy that sampled them
+
+@dataclass(kw_only=True)
+class GRPOConfig(RolloutOptions):
+    """Train a causal language model on rewarded completions by GRPO, dense, under a mask, or by adapters."""
+
+    max_completion_length: int = option(512, "longest completion in tokens")
+    loss_type: LossType = option("dapo", "how the loss is averaged over tokens; gspo: one ratio a sequence")
+    beta: float = option(0.0, "weight of the k3 divergence from the reference in the loss; 0 needs no reference")
+    correct_k3: bool = option(False, "multiply k3 by the ratio, which makes its gradient that of the divergence")
+    epsilon: float = option(0.2, "how far a ratio may go below 1 before it is clipped; gspo's paper has 3e-4")
+    epsilon_high: float | None = option(
+        None, "how far above 1; none is epsilon, 0.28 is DAPO's clip-higher; gspo's paper has 4e-4"
+    )
+    scale_rewards: Literal["auto", "group", "batch", "none"] = option(
+        "auto", "divide advantages by the rewards' standard deviation; auto is none for dr_grpo, group for the others"
+    )
+    mask_truncated_completions: bool = option(
+        False, "leave completions that max_completion_length cut out of the loss, as DAPO does"
+    )
+    eval_temperature: float = option(0.0, "sampling temperature of evaluation; 0 takes the likeliest tokens")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(self, 2, "n_generations")
+        require_at_least(self, 0, "beta eval_temperature")
+        if not 0 < self.epsilon < 1:
+            raise ConfigError(f"option 'epsilon' is {self.epsilon}: wanted more than 0 and less than 1")
+        if self.epsilon_high is not None and not self.epsilon_high > 0:
+            raise ConfigError(f"option 'epsilon_high' is {self.epsilon_high}: wanted more than 0, or none")
+        if self.ref_name is not None and self.beta == 0:
+            raise ConfigError(f"a reference ({self.ref_name}) is used with beta only: set --beta above 0")
 
     @property
-    def mask(self) -> Tensor:
-        """[R, T - batch.first_trained] bool, the sampled tokens, in the columns of `token_logprobs`."""
-        return self.batch.completion_mask[:, self.batch.first_trained :]
+    def scale(self) -> Scale:
+        """What advantages are divided by."""
+        if self.scale_rewards == "auto":
+            return "none" if self.loss_type == "dr_grpo" else "group"
+        return self.scale_rewards
 
 
-@torch.no_grad()
-def rollout(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
+def update_on_rollout(
+    run: TrainingRun,
+    sampled: Rollout,
+    advantages: Tensor,
     *,
-    n_generations: int,
-    max_new_tokens: int,
-    pad_id: int,
-    eos_id: int,
-    min_new_tokens: int = 0,
-    temperature: float = 1.0,
-) -> Rollout:
-    """Sample `n_generations` completions of each prompt from the model, and their log-probabilities.
+    ref_logprobs: Tensor | None = None,
+    loss_type: LossType = "dapo",
+    beta: float = 0.0,
+    correct_k3: bool = False,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    mask_truncated_completions: bool = False,
+) -> dict[str, Tensor | None]:
+    """`num_iterations` passes over a rollout, each of `n_minibatches` optimizer steps.
 
-    Completions are drawn from the whole distribution (no top-k, top-p or penalty) with torch's global random state. A
-    completion ends with its first EOS or at `max_new_tokens`. Log-probabilities come from a forward pass of their own,
-    the one that training runs, at the sampling temperature: what `generate` computes along the way comes from other
-    kernels and a cache, and differs from it. The model is in eval mode while it generates, as activation checkpointing
-    allows no cache.
+    Rows are taken in order, `batch_size` in a forward pass, so that a group's completions are in one step where a step
+    has room for them. A rollout whose log-probabilities were computed `batch_size` rows at a time (`rows_per_pass`) has
+    ratios of exactly 1 until the first optimizer step.
 
     Args:
-        model: a transformers causal language model.
-        prompts: token ids; none empty.
-        min_new_tokens: EOS is not sampled before.
+        run: its config is a `RolloutOptions`.
+        advantages: [R] fp32.
+        ref_logprobs: [R, P] under the reference, see `rollout_logprobs`; wanted where beta is not 0.
+        mask_truncated_completions: completions without EOS have no part in the loss, but count as sequences.
+        loss_type, beta, correct_k3, epsilon, epsilon_high: see `grpo_loss`; None takes epsilon.
+
+    Returns:
+        loss, the mean over optimizer steps; over all tokens that were trained on, the ratios' mean and largest
+        distance from 1 (ratio_mean, ratio_error), the shares whose gradient clipping took below and above 1 (clip_low,
+        clip_high), and k3's mean (kl; None without a reference).
+    """
+    config = run.config
+    assert isinstance(config, RolloutOptions)
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    size, rows_per_step = config.batch_size, config.batch_size * config.gradient_accumulation_steps
+    counts = sampled.batch.completion_mask.sum(dim=1)
+    if mask_truncated_completions:
+        counts = torch.where(sampled.ended, counts, 0)
+    loss_sum, ratio_error, sums = (torch.zeros(n, device=run.device) for n in (1, 1, 4))
+    for _ in range(config.num_iterations):
+        for first in range(0, len(sampled), rows_per_step):
+            end = min(first + rows_per_step, len(sampled))
+            n_tokens = counts[first:end].sum().clamp(min=1)
+            for start in range(first, end, size):
+                rows = slice(start, min(start + size, end))
+                part = sampled.select(rows)
+                mask = part.mask & part.ended[:, None] if mask_truncated_completions else part.mask
+                with run.time("forward_backward"):
+                    loss, ratio, k3 = grpo_loss(
+                        token_logprobs(run.model, part.batch, config.temperature),
+                        part.logprobs,
+                        advantages[rows],
+                        mask,
+                        ref_logprobs=None if ref_logprobs is None else sampled.cut(ref_logprobs, rows),
+                        beta=beta,
+                        correct_k3=correct_k3,
+                        epsilon_low=epsilon,
+                        epsilon_high=epsilon_high,
+                        loss_type=loss_type,
+                        n_sequences=end - first,
+                        n_tokens=n_tokens,
+                        max_completion_length=config.max_completion_length,
+                    )
+                    loss.backward()
+                loss_sum += loss.detach()
+                ratio_error = torch.maximum(ratio_error, (ratio - 1).abs().max())
+                advantage = advantages[rows, None]
+                low, high = (ratio < 1 - epsilon) & (advantage < 0), (ratio > 1 + epsilon_high) & (advantage > 0)
+                kl = ratio.new_zeros(()) if k3 is None else k3.sum()
+                sums += torch.stack([torch.where(mask, ratio, 0.0).sum(), low.sum(), high.sum(), kl])
+            run.update()
+    ratio_mean, clip_low, clip_high, kl = sums / (config.num_iterations * counts.sum()).clamp(min=1)
+    return {
+        "loss": loss_sum / (config.num_iterations * -(-len(sampled) // rows_per_step)),
+        "ratio_mean": ratio_mean,
+        "ratio_error": ratio_error,
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "kl": None if ref_logprobs is None else kl,
+    }
+
+
+def rollout_logprobs(reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int) -> Tensor:
+    """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere."""
+    logprobs = torch.zeros_like(sampled.logprobs)
+    with reference.model() as model:
+        for rows, part in sampled.minibatches(rows_per_pass):
+            sampled.cut(logprobs, rows).copy_(token_logprobs(model, part.batch, temperature))
+    return logprobs
+
+
+def score_completions(
+    run: TrainingRun, rewards: Rewards, sequences: Sequence[TokenSequence], examples: Sequence[PromptExample]
+) -> tuple[list[str], Scores]:
+    """The completions' texts, without EOS, and their rewards.
+
+    Args:
+        sequences: R prompts with completions.
+        examples: R, the one that each completion is of.
 
     Raises:
-        ValueError: an empty prompt.
+        DataError: a reward function does not fit the data, or none applies to any completion.
     """
-    if not prompts or not all(prompts):
-        raise ValueError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: wanted none empty")
-    width = max(map(len, prompts))
-    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in prompts])
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
-        generated = model.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=attention_mask.to(device),
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            num_return_sequences=n_generations,
-            min_new_tokens=min_new_tokens,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad_id,
-            eos_token_id=eos_id,
-            use_cache=True,
+    completion_ids = [sequence.ids[sequence.prompt_length :] for sequence in sequences]
+    texts = run.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    scores = rewards.score([example.prompt for example in examples], texts, completion_ids, columns)
+    if bool(scores.total.isnan().all()):
+        raise DataError(
+            f"no reward function ({', '.join(rewards.functions)}) applies to any of {len(texts)} completions, the "
+            f"first of the prompt {examples[0].text!r}"
         )
-    finally:
-        model.train(training)
-    prompt_lengths = [len(ids) for ids in prompts for _ in range(n_generations)]
-    batch = right_padded(generated, prompt_lengths, pad_id=pad_id, eos_id=eos_id)
-    return Rollout(batch, token_logprobs(model, batch, temperature))
+    return texts, scores
 
 
-def right_padded(generated: Tensor, prompt_lengths: Sequence[int], *, pad_id: int, eos_id: int) -> TokenBatch:
-    """Left-padded prompts with their completions, as `generate` returns them, with all padding moved to the end.
+def reward_metrics(scores: Scores) -> dict[str, float | Tensor | None]:
+    """The mean reward, and each function's own; None for one that applied to no completion."""
+    by_function = scores.means()
+    return {"reward": scores.total.nanmean()} | {
+        f"rewards/{name}": by_function.get(name) for name in scores.by_function
+    }
 
-    Training needs no position ids then, and a causal model no attention mask for the padding.
 
-    Args:
-        generated: [R, W + C] int64: prompts padded on the left to W, the longest, and completions, which end with their
-            first EOS.
-        prompt_lengths: of the R rows.
-    """
-    device, width = generated.device, max(prompt_lengths)
-    is_eos = generated[:, width:] == eos_id
-    # An EOS belongs to its completion, so a token counts if no EOS stands before it.
-    lengths = ((is_eos.cumsum(dim=1) - is_eos.long()) == 0).sum(dim=1).tolist()
-    ends = [prompt + length for prompt, length in zip(prompt_lengths, lengths, strict=True)]
-    starts_column, ends_column = (torch.tensor(values, device=device)[:, None] for values in (prompt_lengths, ends))
-    columns = torch.arange(max(ends), device=device)
-    is_token = columns < ends_column
-    ids = generated.gather(1, (columns + width - starts_column).clamp(max=generated.shape[1] - 1))
-    return TokenBatch(
-        torch.where(is_token, ids, pad_id),
-        is_token.long(),
-        is_token & (columns >= starts_column),
-        first_trained=min(prompt_lengths),
-        n_tokens=sum(ends),
-        n_trained=sum(lengths),
-    )
+def completion_metrics(sequences: Sequence[TokenSequence], ended: Tensor) -> dict[str, float | Tensor]:
+    """Lengths in tokens, EOS among them, and the share that was cut at the greatest length."""
+    lengths = [len(sequence.ids) - sequence.prompt_length for sequence in sequences]
+    return {
+        "completion_length": sum(lengths) / len(lengths),
+        "completion_length_min": float(min(lengths)),
+        "completion_length_max": float(max(lengths)),
+        "truncated": 1 - ended.float().mean(),
+    }
+
+
+def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOConfig) -> dict[str, Any]:
+    """One completion of each evaluation prompt: mean rewards, lengths, and the share that was cut."""
+    data = run.eval_data or []
+    sampling = Sampling(config.max_completion_length, config.eval_temperature, config.top_p, config.top_k)
+    sequences: list[TokenSequence] = []
+    ended = []
+    for start in range(0, len(data), config.completions_per_step):
+        prompts = [example.ids for example in data[start : start + config.completions_per_step]]
+        _, part_ended, part = sample(
+            engine, prompts, n_generations=1, sampling=sampling, pad_id=run.pad_id, device=run.device
+        )
+        sequences += part
+        ended.append(part_ended)
+    _, scores = score_completions(run, rewards, sequences, data)
+    return reward_metrics(scores) | completion_metrics(sequences, torch.cat(ended))
+
+
+def train(config: GRPOConfig) -> dict[str, Any]:
+    """Run GRPO and return its summary; outputs and errors as in `dpo.train`."""
+    rewards = load_rewards(config.reward_functions, config.reward_weights)  # before the run, which writes
+    sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
+    with ExitStack() as stack, TrainingRun(config, "grpo", "prompt") as run:
+        reference = run.reference() if config.beta > 0 else None
+        engine = make_engine(
+            config.rollout_engine,
+            run.model,
+            run.tokenizer,
+            max_length=config.max_prompt_length + config.max_completion_length,
+            vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        )
+        stack.callback(engine.close)
+
+        for step in run.steps(lambda: evaluate(run, engine, rewards, config)):
+            prompts = run.examples_of(step)
+            examples = [example for example in prompts for _ in range(config.n_generations)]
+            with run.time("rollout"):
+                sampled = rollout(
+                    engine,
+                    run.model,
+                    [example.ids for example in prompts],
+                    n_generations=config.n_generations,
+                    sampling=sampling,
+                    pad_id=run.pad_id,
+                    rows_per_pass=config.batch_size,
+                )
+            with run.time("reward"):
+                texts, scores = score_completions(run, rewards, sampled.sequences, examples)
+            ref_logprobs = None
+            if reference is not None:
+                with run.time("reference"):
+                    ref_logprobs = rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
+
+            advantages = group_advantages(scores.total, config.n_generations, scale=config.scale)
+            figures = update_on_rollout(
+                run,
+                sampled,
+                advantages.to(run.device),
+                ref_logprobs=ref_logprobs,
+                loss_type=config.loss_type,
+                beta=config.beta,
+                correct_k3=config.correct_k3,
+                epsilon=config.epsilon,
+                epsilon_high=config.epsilon_high,
+                mask_truncated_completions=config.mask_truncated_completions,
+            )
+            if run.samples_due(step):
+                run.log_samples(step, sample_rows(examples, texts, scores, advantages))
+            groups = scores.total.view(-1, config.n_generations)
+            run.log(
+                step,
+                n_tokens=sampled.batch.n_tokens,
+                **figures,
+                **reward_metrics(scores),
+                reward_std=scores.total[~scores.total.isnan()].std(correction=0),
+                zero_std_groups=is_flat(groups).float().mean(),
+                # What was sampled has this log-probability on average; with top_p or top_k it is no estimate.
+                entropy=-sampled.logprobs.sum() / sampled.batch.n_trained,
+                **completion_metrics(sampled.sequences, sampled.ended),
+            )
+        return run.finish()
+
+
+def sample_rows(
+    examples: Sequence[PromptExample], texts: Sequence[str], scores: Scores, advantages: Tensor
+) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl: each completion with its prompt, rewards and advantage; None for a missing reward."""
+    columns = {"reward": scores.total, **{f"rewards/{name}": values for name, values in scores.by_function.items()}}
+    numbers = {name: [None if v != v else v for v in values.tolist()] for name, values in columns.items()}
+    return [
+        {
+            "prompt": example.text,
+            "completion": text,
+            **{name: values[row] for name, values in numbers.items()},
+            "advantage": advantage,
+        }
+        for row, (example, text, advantage) in enumerate(zip(examples, texts, advantages.tolist(), strict=True))
+    ]

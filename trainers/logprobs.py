@@ -42,6 +42,22 @@ def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0
     dtype, over logits of the model's dtype. The padding of a `TokenBatch` stands on the right, so a model that can
     (`make_masks_skippable`) attends without a mask.
     """
+    return _forward(model, batch, temperature, states=False)[0]
+
+
+def token_logprobs_and_states(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`token_logprobs`, and from the same forward pass the last hidden states that they are read off.
+
+    The states are [B, T - first_trained, H] of the model's dtype, with gradient: in a token's column stands the state
+    of the token before it, which predicts it. A model whose logits are taken as it gives them (see the module) has to
+    return its hidden states, and keeps those of all layers for it.
+    """
+    logprobs, states = _forward(model, batch, temperature, states=True)
+    assert states is not None
+    return logprobs, states
+
+
+def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states: bool) -> tuple[Tensor, Tensor | None]:
     labels = batch.input_ids[:, batch.first_trained :]
     n_positions = labels.shape[1] + 1  # position t predicts token t + 1; the last one predicts nothing
     takes_positions = _takes(getattr(model.forward, "__func__", model.forward), "logits_to_keep")
@@ -51,18 +67,25 @@ def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0
         "use_cache": False,
         **({"logits_to_keep": n_positions} if takes_positions else {}),
     }
+    if batch.position_ids is not None:
+        # Where there is no mask of tokens, transformers makes one that keeps packed sequences apart.
+        inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
     head = plain_head(model)
     weight_grad = None if head is None else _WeightGrad.of(head.weight)
     hidden = None if head is None else hidden_states(model, head, inputs)
+    rows: Tensor | None = None
     if head is None or hidden is None:
         with skip_padding_masks():
-            logits = model(**inputs).logits[:, -n_positions:]  # [B, P, V]
+            output = model(**inputs, **({"output_hidden_states": True} if states else {}))
+        logits = output.logits[:, -n_positions:]  # [B, P, V]
         # Labels are padded instead of cutting the logits, which would copy them.
         logprobs = selected_logprobs(logits, F.pad(labels, (0, 1)), temperature)[:, :-1]
+        if states:
+            rows = output.hidden_states[-1][:, -n_positions:-1]
     else:
         rows = hidden[:, -n_positions:-1]
         logprobs = _linear_logprobs(rows, head.weight, labels, temperature, weight_grad)
-    return torch.where(batch.completion_mask[:, batch.first_trained :], logprobs, 0.0)
+    return torch.where(batch.completion_mask[:, batch.first_trained :], logprobs, 0.0), rows
 
 
 @functools.lru_cache(maxsize=64)

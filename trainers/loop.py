@@ -72,7 +72,7 @@ _SAMPLES = 4
 
 
 class TrainingRun:
-    """One run: its model, optimizer, data and outputs. Nothing is written before all of it could be loaded.
+    """One run: its model, optimizer, data and outputs. All of it is loaded before `with` begins to write.
 
     Args:
         config: options; those of `TrainingOptions` are read here.
@@ -119,23 +119,10 @@ class TrainingRun:
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
         self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
         self._first_step = (max(self._checkpoints.steps(), default=0) if self._resuming else 0) + 1
-        self._samples_step = 0
         self._trackers: list[Tracker] = []
-        with ExitStack() as undo:
-            # Both folders are this run's before anything is written to either.
-            self._delta_log: RunDeltaLog | None = None
-            if delta_log_dir is not None:
-                self._delta_log = undo.enter_context(RunDeltaLog(delta_log_dir, config, resuming=self._resuming))
-            if not self._resuming:
-                begin_outputs(self.output_dir, config)
-            self._row_files: list[RowFile] = []
-            self._metrics, self._evaluations, self._samples = map(
-                self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
-            )
-            if self._delta_log is not None:
-                self._delta_log.begin(self.model, self.optimizer, algorithm)
-            self._trackers = make_trackers(config, algorithm, self.output_dir, self._first_step)
-            undo.pop_all()
+        self._row_files: list[RowFile] = []
+        self._delta_log_dir = delta_log_dir
+        self._delta_log: RunDeltaLog | None = None
 
     def _load_data(self, load: LoadData) -> None:
         config, tokenizer = self.config, self.tokenizer
@@ -151,6 +138,20 @@ class TrainingRun:
         logger.log(logging.WARNING if dropped else logging.INFO, "%s: %s", config.dataset, self.data_report)
 
     def __enter__(self) -> TrainingRun:
+        with ExitStack() as undo:
+            # Both folders are this run's before anything is written to either.
+            if self._delta_log_dir is not None:
+                log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
+                self._delta_log = undo.enter_context(log)
+            if not self._resuming:
+                begin_outputs(self.output_dir, self.config)
+            self._metrics, self._evaluations, self._samples = map(
+                self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
+            )
+            if self._delta_log is not None:
+                self._delta_log.begin(self.model, self.optimizer, self.algorithm)
+            self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
+            undo.pop_all()
         return self
 
     def __exit__(

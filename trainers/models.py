@@ -149,8 +149,8 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The mask that transformers makes for torch's attention, or none: attention is then causal over all tokens."""
     from transformers.masking_utils import sdpa_mask
 
-    # A compiled function would go on doing what it did when it was compiled.
-    # What is not plainly causal, as packed sequences are not, transformers says to be no mask to skip.
+    # A compiled function would go on doing what it did when it was compiled. A mask of packed sequences is made anyway:
+    # transformers says of it that attention over all tokens before would be another.
     if not torch.compiler.is_compiling() and _skipping.on and kwargs.get("allow_is_causal_skip", True):
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
@@ -163,8 +163,8 @@ def skip_padding_masks() -> Iterator[None]:
 
     No token sees what follows it, so none sees padding on the right. transformers makes a mask all the same, and waits
     for the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest
-    kernels. Input padded on the left and a cache that is longer than its tokens need their masks; packed sequences, which
-    are told by their position ids, get them here too.
+    kernels. Input padded on the left and a cache that is longer than its tokens need their masks. Packed sequences get
+    theirs, by their position ids.
     """
     with _set_skipping(True):
         yield

@@ -1,32 +1,40 @@
-"""Supervised fine-tuning on completions, dense or sparse.
+"""Supervised fine-tuning on completions, dense, sparse or with adapters.
 
 The loss is the negative log-likelihood of the completion's tokens (EOS among them), averaged over all completion tokens
-of the step; prompts are read, never trained. Preference data trains the chosen completion.
-
-Left out: packing, evaluation and resuming.
+of the step; prompts are read, never trained. Preference data trains the chosen completion. With `packing` the rows of a
+batch are several sequences long (see `packing.py`), and the loss is the same function of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .config import option
+from .encoding import TokenBatch, TokenSequence
 from .logprobs import completion_logprobs
 from .loop import TrainingRun
 from .options import TrainingOptions
+from .packing import check_packing, collate_packed, packing_loader
+from .run_data import data_loader
+from .samples import sample_completions
 
 
 @dataclass(kw_only=True)
 class SFTConfig(TrainingOptions):
-    """Train a causal language model on prompts and completions, dense or under a mask."""
+    """Train a causal language model on prompts and completions, dense, under a mask or with adapters."""
 
     learning_rate: float = option(2e-5, "peak learning rate")
+    packing: bool = option(
+        False, "pack sequences into rows of max_length, kept apart in attention; batch_size then counts rows"
+    )
 
 
-def sft_loss(logprobs: torch.Tensor, n_trained: int) -> torch.Tensor:
+def sft_loss(logprobs: Tensor, n_trained: int) -> Tensor:
     """Negative log-likelihood per token: scalar, from summed log-probabilities [B] and the tokens to average over.
 
     Given the token count of the whole step, the losses of its micro-batches add up to the step's mean.
@@ -34,12 +42,35 @@ def sft_loss(logprobs: torch.Tensor, n_trained: int) -> torch.Tensor:
     return -logprobs.sum() / n_trained
 
 
-def train(config: SFTConfig) -> dict[str, Any]:
-    """Run SFT and return its summary; outputs and errors as in `dpo.train`."""
-    with TrainingRun(config, "sft", "demonstration") as run:
-        for step in run.steps():
-            batches = run.batches(step)
+def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
+    """Run SFT and return its summary; outputs and errors as in `dpo.train`.
+
+    Args:
+        algorithm: the name in folders, trackers and the summary; other loops that end in SFT give theirs.
+    """
+    load = data_loader("demonstration", config)
+    with TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load) as run:
+        if config.packing:
+            check_packing(run.model)
+
+        def batches_of(examples: Sequence[list[TokenSequence]]) -> list[TokenBatch]:
+            size = config.batch_size
+            chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
+            if config.packing:
+                return [collate_packed(rows, run.pad_id).to(run.device) for rows in chunks]
+            return [run.collate(chunk) for chunk in chunks]
+
+        def evaluate() -> dict[str, Tensor]:
+            assert run.eval_data is not None
+            batches = batches_of(run.eval_data)
+            sums = [completion_logprobs(run.model, batch) for batch in batches]
+            return {"loss": sft_loss(torch.cat(sums), sum(batch.n_trained for batch in batches))}
+
+        for step in run.steps(evaluate):
+            examples = run.examples_of(step)
+            batches = batches_of(examples)
             n_trained = sum(batch.n_trained for batch in batches)
+            n_tokens = sum(batch.n_tokens for batch in batches)
 
             losses = []
             with run.time("forward_backward"):
@@ -47,10 +78,14 @@ def train(config: SFTConfig) -> dict[str, Any]:
                     loss = sft_loss(completion_logprobs(run.model, batch), n_trained)
                     loss.backward()
                     losses.append(loss.detach())
+            run.update()
 
-            with run.time("optimizer"):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-
-            run.log(step, n_tokens=sum(batch.n_tokens for batch in batches), loss=torch.stack(losses).sum())
+            if run.samples_due(step):
+                run.log_samples(step, sample_completions(run, [row[0] for row in examples]))
+            run.log(
+                step,
+                n_tokens=n_tokens,
+                loss=torch.stack(losses).sum(),
+                padding=1 - n_tokens / sum(batch.input_ids.numel() for batch in batches),
+            )
         return run.finish()

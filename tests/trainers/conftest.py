@@ -140,6 +140,7 @@ def dpo_options(tmp_path, model_folder, pairs_file) -> Callable[..., object]:
             "max_length": 64,
             "learning_rate": 1e-3,
             "seed": 5,
+            "sample_steps": None,
         }
         return DPOConfig(**{**options, **changes})
 

@@ -79,8 +79,13 @@ def test_preference_formats_from_files(tmp_path, name, suffix):
         ({"prompt": [USER], "completion": [RIGHT]}, Example([USER], ([RIGHT],))),
         ({"messages": [SYSTEM, USER, RIGHT]}, Example([SYSTEM, USER], ([RIGHT],))),
         (PREFERENCE_ROWS["orca"][0], Example([SYSTEM, USER], ([RIGHT],))),
+        ({"problem": "2 + 2?", "solution": "4", "answer": "4"}, Example([USER], ([RIGHT],))),
+        (
+            {"problem": "2+2", "solution": "5", "generations": ["5"], "messages": [USER, RIGHT]},
+            Example([USER], ([RIGHT],)),
+        ),
     ],
-    ids=["text", "messages", "conversation", "chosen-of-preference"],
+    ids=["text", "messages", "conversation", "chosen-of-preference", "problem", "openr1"],
 )
 def test_demonstration_formats(row, expected):
     assert demonstration_reader(row, "data")(row) == expected

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from sparse_opt.trainers.dpo import dpo_loss
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers.dpo import DPOConfig, dpo_loss
 
 LOGPROBS = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10 - 40
 
@@ -42,3 +44,108 @@ def test_no_overflow_far_from_the_reference():
     assert losses.item() == 0.0
     losses, *_ = dpo_loss(-far, far, far, -far, 1.0)
     assert losses.item() == 4e4
+
+
+def papers_loss(loss_type, h, beta, e=0.0):
+    """The formulas as the papers print them, in fp64."""
+    right, wrong = np.log1p(np.exp(-beta * h)), np.log1p(np.exp(beta * h))
+    if loss_type == "sigmoid":
+        return (1 - e) * right + e * wrong
+    if loss_type == "robust":
+        return ((1 - e) * right - e * wrong) / (1 - 2 * e)
+    if loss_type == "hinge":
+        return np.maximum(0.0, 1 - beta * h)
+    return (h - 1 / (2 * beta)) ** 2
+
+
+CASES = [("sigmoid", 0.0), ("sigmoid", 0.1), ("sigmoid", 0.4), ("robust", 0.1), ("robust", 0.4), ("hinge", 0.0),
+         ("ipo", 0.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize(("loss_type", "e"), CASES)
+def test_losses_and_gradients_are_the_papers(loss_type, e, beta):
+    policy_chosen, policy_rejected = LOGPROBS[0].clone().requires_grad_(), LOGPROBS[1].clone().requires_grad_()
+    losses, *_ = dpo_loss(policy_chosen, policy_rejected, LOGPROBS[2], LOGPROBS[3], beta, loss_type, e)
+    losses.sum().backward()
+    h = (LOGPROBS[0] - LOGPROBS[2] - LOGPROBS[1] + LOGPROBS[3]).numpy()
+    np.testing.assert_allclose(losses.detach().numpy(), papers_loss(loss_type, h, beta, e), rtol=1e-12, atol=1e-12)
+    step = 1e-5
+    slope = (papers_loss(loss_type, h + step, beta, e) - papers_loss(loss_type, h - step, beta, e)) / (2 * step)
+    # A central difference errs by step^2 times a third derivative of 1 at most, and by the losses' rounding over step.
+    rounding = 4 * 2**-53 * losses.detach().abs().max().item() / step
+    np.testing.assert_allclose(policy_chosen.grad.numpy(), slope, rtol=0, atol=1e-10 + rounding)
+    np.testing.assert_allclose(policy_rejected.grad.numpy(), -slope, rtol=0, atol=1e-10 + rounding)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "robust"])
+def test_no_label_smoothing_is_dpo(loss_type):
+    plain, *_ = dpo_loss(*LOGPROBS, 0.1)
+    smoothed, *_ = dpo_loss(*LOGPROBS, 0.1, loss_type, 0.0)
+    assert torch.equal(plain, smoothed)
+
+
+@pytest.mark.parametrize("e", [0.1, 0.3, 0.45])
+def test_robust_is_unbiased_under_flipped_labels(e):
+    """The mean over labels that are the wrong way round with probability e is the loss of the right ones."""
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected = LOGPROBS
+    as_labelled, *_ = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, 0.1, "robust", e)
+    flipped, *_ = dpo_loss(policy_rejected, policy_chosen, ref_rejected, ref_chosen, 0.1, "robust", e)
+    clean, *_ = dpo_loss(*LOGPROBS, 0.1)
+    # Differences of terms 1 / (1 - 2 e) times as large.
+    torch.testing.assert_close((1 - e) * as_labelled + e * flipped, clean, rtol=0, atol=1e-13 / (1 - 2 * e))
+    biased, *_ = dpo_loss(*LOGPROBS, 0.1, "sigmoid", e)
+    assert (biased - clean).abs().max() > 0.01
+
+
+def test_smoothed_loss_is_least_where_the_model_believes_the_smoothing():
+    """cDPO's optimum is sigmoid(beta h) = 1 - e; DPO's is at infinity."""
+    e, beta = 0.2, 0.5
+    h = torch.tensor([math.log((1 - e) / e) / beta], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, dtype=torch.float64)
+    losses, *_ = dpo_loss(h, zero, zero, zero, beta, "sigmoid", e)
+    losses.sum().backward()
+    assert abs(h.grad.item()) < 1e-15
+
+
+def test_hinge_is_flat_from_its_kink_on():
+    beta = 0.25
+    h = torch.tensor([-1e3, 0.0, 3.0, 4.0, 5.0, 1e3], dtype=torch.float64, requires_grad=True)  # beta h = 1 at 4
+    zero = torch.zeros(6, dtype=torch.float64)
+    losses, *_ = dpo_loss(h, zero, zero, zero, beta, "hinge")
+    losses.sum().backward()
+    assert losses.tolist() == [251.0, 1.0, 0.25, 0.0, 0.0, 0.0]
+    assert h.grad.tolist() == [-beta, -beta, -beta, 0.0, 0.0, 0.0]
+
+
+def test_ipo_of_averages():
+    lengths = (torch.arange(1, 17), torch.arange(17, 1, -1))
+    losses, chosen_rewards, _ = dpo_loss(*LOGPROBS, 0.1, "ipo", 0.0, lengths)
+    pc, pr, rc, rr = LOGPROBS.numpy()
+    h = (pc - rc) / lengths[0].numpy() - (pr - rr) / lengths[1].numpy()
+    np.testing.assert_allclose(losses.numpy(), papers_loss("ipo", h, 0.1), rtol=1e-12)
+    np.testing.assert_allclose(chosen_rewards.numpy(), 0.1 * (pc - rc), rtol=1e-12)  # rewards stay those of sums
+    ones = torch.ones(16)
+    assert torch.equal(dpo_loss(*LOGPROBS, 0.1, "ipo")[0], dpo_loss(*LOGPROBS, 0.1, "ipo", 0.0, (ones, ones))[0])
+
+
+@pytest.mark.parametrize(("loss_type", "e"), CASES)
+def test_finite_far_from_the_reference(loss_type, e):
+    far = torch.tensor([1e4, -1e4])
+    losses, *_ = dpo_loss(far, -far, -far, far, 0.1, loss_type, e)
+    assert torch.isfinite(losses).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"label_smoothing": 0.5}, ["'label_smoothing' is 0.5", "less than 0.5"]),
+        ({"label_smoothing": -0.1}, ["'label_smoothing' is -0.1"]),
+        ({"label_smoothing": 0.1, "loss_type": "hinge"}, ["loss_type 'hinge' has none", "sigmoid or robust"]),
+        ({"ipo_average": True}, ["'ipo_average' is for loss_type ipo, not 'sigmoid'"]),
+    ],
+)
+def test_options_that_a_loss_has_not(changes, parts):
+    with pytest.raises(ConfigError) as raised:
+        DPOConfig(policy_name="p", dataset="d", **changes)
+    assert [part for part in parts if part not in str(raised.value)] == [], raised.value

@@ -91,8 +91,9 @@ def test_a_second_run_into_a_delta_log_leaves_no_file(dpo_options, tmp_path, mon
             return load_policy(config, device)
 
         monkeypatch.setattr(loop, "load_policy", load_while_the_first_begins)
+        run = loop.TrainingRun(second, "dpo", "preference")
         with pytest.raises(DeltaLogError, match="log: another writer has this delta log open"):
-            loop.TrainingRun(second, "dpo", "preference")
+            run.__enter__()
         assert not (tmp_path / "second").exists()
     assert DeltaLog.open(tmp_path / "log").steps == (0,)
 

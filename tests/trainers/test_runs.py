@@ -140,7 +140,8 @@ def test_accumulation_of_two_twos_is_a_batch_of_four(dpo_options, mask_file, tmp
 def run_of(algorithm, options, changes):
     if algorithm != "sft":
         return dpo.train(dataclasses.replace(options, **changes))
-    shared = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name != "beta"}
+    names = {field.name for field in dataclasses.fields(sft.SFTConfig)} & set(vars(options))
+    shared = {name: getattr(options, name) for name in names}
     return sft.train(sft.SFTConfig(**{**shared, **changes}))
 
 

@@ -83,3 +83,42 @@ def test_agrees_with_trl(setting):
         # Gradients are sums over some 200 tokens of products that the two sides accumulate in different orders.
         scale = their_grads[name].abs().max().item()
         torch.testing.assert_close(parameter.grad, their_grads[name], rtol=0, atol=200 * FP32_EPS * scale, msg=name)
+
+
+@pytest.mark.parametrize("setting", ["text"], indirect=True)
+def test_other_losses_agree_with_trl(setting):
+    """The other losses that TRL computes as their papers have them; its ipo is ours of averages per token."""
+    trainer, examples = setting
+    theirs = trainer.data_collator([trainer.train_dataset[i] for i in range(6)])
+    batch = ours(examples[:6], trainer.processing_class.pad_token_id)
+    policy = trainer.model.eval()
+    with torch.no_grad():
+        ref_logprobs = completion_logprobs(trainer.ref_model, batch)
+    lengths = tuple(batch.completion_mask.sum(dim=1).chunk(2))
+    assert len(set(torch.cat(lengths).tolist())) > 1
+    seen = set()
+    for loss_type, label_smoothing, averaged, slope in [
+        ("robust", 0.2, None, BETA / (1 - 2 * 0.2)),
+        ("hinge", 0.0, None, BETA),
+        ("ipo", 0.0, lengths, None),
+    ]:
+        trainer.loss_types, trainer.label_smoothing = [loss_type], label_smoothing
+        policy.zero_grad()
+        their_loss = trainer.compute_loss(policy, theirs)
+        their_loss.backward()
+        their_grads = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+        policy.zero_grad()
+        policy_logprobs = completion_logprobs(policy, batch)
+        losses, *_ = dpo_loss(
+            *policy_logprobs.chunk(2), *ref_logprobs.chunk(2), BETA, loss_type, label_smoothing, averaged
+        )
+        losses.mean().backward()
+        if slope is None:
+            # d (h - c)^2 is 2 |h - c|, here of averages: an average's error is a log-probability's.
+            slope = 2 * losses.detach().sqrt().max().item() / min(torch.cat(lengths).tolist())
+        assert losses.mean().item() == pytest.approx(their_loss.item(), abs=4 * slope * LOGPROB_TOLERANCE), loss_type
+        seen.add(round(their_loss.item(), 3))
+        for name, parameter in policy.named_parameters():
+            scale = their_grads[name].abs().max().item()
+            torch.testing.assert_close(parameter.grad, their_grads[name], rtol=0, atol=200 * FP32_EPS * scale, msg=name)
+    assert len(seen) == 3

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers.arithmetic import TAGS, ArithmeticConfig, Question, all_questions, main, make_arithmetic
+from sparse_opt.trainers.encoding import load_examples
+from sparse_opt.trainers.prompts import load_prompts
+from sparse_opt.trainers.rewards import load_rewards
+
+SMALL = {"hidden_size": 32, "n_layers": 1, "max_operand": 19, "n_train": 300, "n_test": 60, "n_demonstrations": 900}
+FILES = ["demonstrations", "explanations", "preferences", "test", "train"]
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def value(prompt: str) -> int:
+    a, operation, b = re.fullmatch(r"(\d+)([+-])(\d+)=", prompt).groups()
+    return int(a) + int(b) if operation == "+" else int(a) - int(b)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_arithmetic(tmp_path_factory.mktemp("tasks") / "arithmetic", operations=["+", "-"], **SMALL)
+
+
+def test_rows_are_right(folder):
+    assert sorted(path.stem for path in (folder / "data").iterdir()) == FILES
+    train, test = rows_of(folder, "train"), rows_of(folder, "test")
+    assert (len(train), len(test)) == (300, 60)
+    assert all(int(row["answer"]) == value(row["prompt"]) >= 0 for row in train + test)
+    assert len({row["prompt"] for row in train + test}) == 360
+    assert {"+", "-"} == {re.sub("[0-9=]", "", row["prompt"]) for row in train}
+    preferences = rows_of(folder, "preferences")
+    assert [row["prompt"] for row in preferences] == [row["prompt"] for row in train]
+    for row in preferences:
+        assert int(row["chosen"]) == value(row["prompt"])
+        assert abs(int(row["rejected"]) - value(row["prompt"])) in (1, 10) and int(row["rejected"]) >= 0
+
+
+def test_demonstrations_are_right_as_often_as_asked(tmp_path):
+    train = {row["prompt"] for row in rows_of(make_arithmetic(tmp_path / "a", **SMALL), "train")}
+    for p_right in (0.0, 0.4, 1.0):
+        folder = make_arithmetic(tmp_path / str(p_right), p_right=p_right, **SMALL)
+        demonstrations = rows_of(folder, "demonstrations")
+        assert len(demonstrations) == 900 and {row["prompt"] for row in demonstrations} == train
+        n_right = sum(int(row["completion"]) == value(row["prompt"]) for row in demonstrations)
+        # Four standard deviations of a binomial.
+        assert abs(n_right - 900 * p_right) <= 4 * (900 * p_right * (1 - p_right)) ** 0.5
+
+
+def test_explanations_add_up():
+    long = [Question(99, "+", 1), Question(100, "-", 1), Question(507, "-", 88)]
+    for question in [*all_questions(12, ["+", "-"]), *long]:
+        columns = question.explanation.split(",")
+        digits = []
+        for column in columns:
+            left, right = column.split("=")
+            assert eval(left) == int(right)
+            digits.append(int(right) % 10)
+        carried = int(columns[-1].split("=")[1]) >= 10
+        total = sum(digit * 10**place for place, digit in enumerate(digits)) + carried * 10 ** len(digits)
+        assert total == int(question.answer) == value(question.prompt)
+
+
+def test_explanations_of_near_misses_lead_to_them(tmp_path):
+    folder = make_arithmetic(tmp_path / "a", answers="think", p_right=0.0, **SMALL)
+    for row in rows_of(folder, "demonstrations"):
+        explanation, answer = re.fullmatch("<think>(.*)</think>(.*)", row["completion"]).groups()
+        *low, high = (int(column.split("=")[1]) for column in explanation.split(","))
+        assert (
+            int(str(high) + "".join(str(digit % 10) for digit in reversed(low))) == int(answer) != value(row["prompt"])
+        )
+    for row in rows_of(folder, "explanations"):
+        assert int(row["solution"]) == value(row["question"])
+
+
+def test_near_misses_are_beside_and_never_negative():
+    generator = random.Random(0)
+    for question in all_questions(12, ["+", "-"]):
+        miss = question.near_miss(generator)
+        assert abs(miss.a - question.a) + abs(miss.b - question.b) in (1, 10)
+        assert int(miss.answer) >= 0 and miss.answer != question.answer
+
+
+def test_same_seed_same_bytes(tmp_path, folder):
+    def bytes_of(path: Path) -> dict[str, bytes]:
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    again = make_arithmetic(tmp_path / "again", operations=["-", "+"], **SMALL)
+    other = make_arithmetic(tmp_path / "other", operations=["+", "-"], seed=1, **SMALL)
+    assert bytes_of(again) == bytes_of(folder)
+    same = {name for name, content in bytes_of(other).items() if content == bytes_of(folder)[name]}
+    assert "model/model.safetensors" not in same and not {f"data/{name}.jsonl" for name in FILES} & same
+
+
+def test_any_text_comes_back(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for text in ("17+25=", " a ,b 's . \n\t x", r"\boxed{\frac{1}{2}}", "é数🙂", "".join(TAGS), "<think>a b</think>42"):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("17+<think>")["input_ids"]) == ["1", "7", "+", "<think>"]
+    assert tokenizer.chat_template is None
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
+
+
+def test_loads_as_any_model(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    data = folder / "data"
+    demonstrations, _ = load_examples(
+        "demonstration", str(data / "demonstrations.jsonl"), "train", tokenizer, max_length=64
+    )
+    assert all(sequence.ids[-1] == tokenizer.eos_token_id for (sequence,) in demonstrations)
+    load_examples("preference", str(data / "preferences.jsonl"), "train", tokenizer, max_length=64)
+    prompts, report = load_prompts(str(data / "train.jsonl"), "train", tokenizer, max_prompt_length=16)
+    assert report.n_examples == 300
+    right = [str(value(example.text)) for example in prompts]
+    answers = {"answer": [example.columns["answer"] for example in prompts]}
+    rewards = load_rewards(["exact_match"])([example.prompt for example in prompts], right, [[]] * 300, answers)
+    assert rewards.tolist() == [1.0] * 300
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        make_arithmetic(tmp_path, **SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_opt.trainers.arithmetic.make_rows", lambda config: {"train": [{"a": object()}]})
+    with pytest.raises(TypeError):
+        make_arithmetic(tmp_path / "a", **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"n_test": 101}, r"n_train 300 and n_test 101 are more than the 400 questions.* 0 to 19"),
+        ({"n_layers": 0}, "'n_layers' is 0: wanted at least 1"),
+        ({"hidden_size": 48}, "'hidden_size' is 48: wanted a multiple of 32"),
+        ({"p_right": 1.5}, "'p_right' is 1.5: wanted 0 to 1"),
+        ({"operations": ["+", "*"]}, r"'operations' is '\+,\*': wanted"),
+    ],
+)
+def test_options_out_of_range(options, part):
+    with pytest.raises(ConfigError, match=part):
+        ArithmeticConfig(**{**SMALL, **options})
+
+
+def test_command_line(tmp_path, capsys):
+    words = [f"--{name}={number}" for name, number in SMALL.items()]
+    assert main([*words, f"--output_dir={tmp_path / 'a'}", "operations=+,-"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a")
+    assert len(rows_of(tmp_path / "a", "test")) == 60
+    assert main([*words, f"--output_dir={tmp_path / 'a'}"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert main(["--n_tests", "3"]) == 2
+    assert "unknown option 'n-tests'" in capsys.readouterr().err.replace("_", "-")

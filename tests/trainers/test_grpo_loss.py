@@ -1,0 +1,393 @@
+"""GRPO's advantages and losses: by hand, beside numpy in fp64, and beside TRL's trainer."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sparse_opt.trainers.encoding import TokenSequence, collate
+from sparse_opt.trainers.grpo import GRPOConfig, group_advantages, grpo_loss, update_on_rollout
+from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.models import disable_dropout
+from sparse_opt.trainers.rollouts import Rollout
+
+FP32_EPS = 2**-23
+NAN = math.nan
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo")
+
+
+# Advantages
+
+
+def test_advantages_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    std = math.sqrt(4 * 0.25 / 3)  # of 1, 0, 0, 1 with n - 1
+    expected = [0.5 / (std + 1e-4), -0.5 / (std + 1e-4), -0.5 / (std + 1e-4), 0.5 / (std + 1e-4), 0, 0, 0, 0]
+    assert group_advantages(rewards, 4).tolist() == pytest.approx(expected, rel=1e-6)
+    assert group_advantages(rewards, 4, scale="none").tolist() == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]
+    std = np.std([1, 0, 0, 1, 2, 2, 2, 2], ddof=1) + 1e-4
+    expected = [0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std, 0, 0, 0, 0]
+    assert group_advantages(rewards, 4, scale="batch").tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_without_spread_has_no_advantage_at_all(scale):
+    # Three times 0.1 has another mean than 0.1 in fp32.
+    advantages = group_advantages(torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 2.0]), 3, scale=scale)
+    assert advantages[:3].tolist() == [0, 0, 0] and advantages[3] < 0 < advantages[5]
+
+
+def test_completions_without_a_reward_have_no_part():
+    rewards = torch.tensor([1.0, NAN, 3.0, 2.0, NAN, 5.0, NAN, NAN, NAN])
+    advantages = group_advantages(rewards, 3)
+    assert advantages.tolist()[:2] == pytest.approx([-1 / (math.sqrt(2) + 1e-4), 0], rel=1e-6)
+    spread = 1.5 / (math.sqrt(4.5) + 1e-4)  # of 2 and 5
+    assert advantages.tolist()[3:] == pytest.approx([-spread, 0, spread, 0, 0, 0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("n_rewards", "n_generations"), [(4, 1), (5, 2)])
+def test_rewards_that_make_no_groups(n_rewards, n_generations):
+    with pytest.raises(ValueError, match=rf"n_generations (is )?{n_generations}"):
+        group_advantages(torch.zeros(n_rewards), n_generations)
+
+
+# The loss by hand
+
+# Two completions of 3 and 1 tokens: ratios 1.5, 1, 0.5 with advantage 2, and 0.5 with advantage -1.
+RATIOS = torch.tensor([[1.5, 1.0, 0.5], [0.5, 1.0, 1.0]])
+MASK = torch.tensor([[True, True, True], [True, False, False]])
+ADVANTAGES = torch.tensor([2.0, -1.0])
+# min(1.5 * 2, 1.2 * 2), 1 * 2, min(0.5 * 2, 0.8 * 2); min(0.5 * -1, 0.8 * -1)
+PER_TOKEN = [[-2.4, -2.0, -1.0], [0.8]]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        ("grpo", (sum(PER_TOKEN[0]) / 3 + PER_TOKEN[1][0]) / 2),
+        ("bnpo", (sum(PER_TOKEN[0]) + PER_TOKEN[1][0]) / 4),
+        ("dapo", (sum(PER_TOKEN[0]) + PER_TOKEN[1][0]) / 10),
+        ("dr_grpo", (sum(PER_TOKEN[0]) + PER_TOKEN[1][0]) / (2 * 8)),
+    ],
+)
+def test_loss_by_hand(loss_type, expected):
+    logprobs = RATIOS.log().requires_grad_()
+    loss, ratios, k3 = grpo_loss(
+        logprobs, torch.zeros(2, 3), ADVANTAGES, MASK, loss_type=loss_type, n_tokens=10, max_completion_length=8
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert k3 is None
+    torch.testing.assert_close(ratios, torch.where(MASK, RATIOS, 1.0))
+    loss.backward()
+    # Where the clipped term is the smaller, and outside the mask, no gradient flows; else -ratio * A, by its weight.
+    weight = {"grpo": 1 / 6, "bnpo": 1 / 4, "dapo": 1 / 10, "dr_grpo": 1 / 16}[loss_type]
+    torch.testing.assert_close(logprobs.grad, weight * torch.tensor([[0.0, -2.0, -1.0], [0.0, 0.0, 0.0]]))
+
+
+def test_gspo_by_hand():
+    logprobs = RATIOS.log().requires_grad_()
+    loss, ratios, _ = grpo_loss(logprobs, torch.zeros(2, 3), ADVANTAGES, MASK, loss_type="gspo")
+    first = (1.5 * 1.0 * 0.5) ** (1 / 3)  # within the range; the second sequence's 0.5 is below it
+    assert loss.item() == pytest.approx((-2 * first + 0.8) / 2, rel=1e-6)
+    torch.testing.assert_close(ratios, torch.tensor([[first] * 3, [0.5, 1.0, 1.0]]))
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-first / 3] * 3, [0.0] * 3]))
+
+
+def test_clip_higher_by_hand():
+    loss, *_ = grpo_loss(RATIOS.log(), torch.zeros(2, 3), ADVANTAGES, MASK, epsilon_high=0.28)
+    assert loss.item() == pytest.approx((-2.56 - 2.0 - 1.0 + 0.8) / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_type": "ppo"}, "loss_type is 'ppo', wanted grpo, bnpo, dapo, dr_grpo or gspo"),
+        ({"loss_type": "dr_grpo"}, "wants max_completion_length"),
+        ({"beta": 0.1}, "beta is 0.1, which wants ref_logprobs"),
+        ({"advantages": torch.zeros(3)}, r"have shapes \[\[2, 3\], \[2, 3\], \[2, 3\], \[3\]\]"),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    arguments = {"advantages": ADVANTAGES} | changes
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(torch.zeros(2, 3), torch.zeros(2, 3), mask=MASK, **arguments)
+
+
+# The loss and its gradient in numpy, token by token from the papers' equations
+
+
+def expected_loss(arrays, lengths, loss_type, *, beta, correct_k3, low, high, longest):
+    """(loss, d loss / d logprobs) of rows with `lengths` tokens each."""
+    logprobs, old, ref, advantages = (arrays[name] for name in ("logprobs", "old", "ref", "advantages"))
+    loss, grad = 0.0, np.zeros_like(logprobs)
+    n_tokens = sum(lengths)
+    for row, length in enumerate(lengths):
+        weight = {
+            "grpo": 1 / (len(lengths) * max(length, 1)),
+            "gspo": 1 / (len(lengths) * max(length, 1)),
+            "bnpo": 1 / n_tokens,
+            "dapo": 1 / n_tokens,
+            "dr_grpo": 1 / (len(lengths) * longest),
+        }[loss_type]
+        log_ratios = [logprobs[row, t] - old[row, t] for t in range(length)]
+        for t in range(length):
+            token_ratio = math.exp(log_ratios[t])
+            ratio = math.exp(sum(log_ratios) / length) if loss_type == "gspo" else token_ratio
+            whole, cut = ratio * advantages[row], min(max(ratio, 1 - low), 1 + high) * advantages[row]
+            difference = ref[row, t] - logprobs[row, t]
+            k3 = math.exp(difference) - difference - 1
+            k3_grad = 1 - math.exp(difference)
+            if correct_k3:
+                k3, k3_grad = k3 * token_ratio, (k3_grad + k3) * token_ratio
+            loss += weight * (-min(whole, cut) + beta * k3)
+            grad[row, t] += weight * beta * k3_grad
+            if whole <= cut:
+                # A token's ratio depends on that token; a sequence's on each of its tokens.
+                touched = range(length) if loss_type == "gspo" else [t]
+                for other in touched:
+                    grad[row, other] -= weight * whole / len(touched)
+    return loss, grad
+
+
+@pytest.fixture
+def arrays():
+    generator = np.random.default_rng(3)
+    shape = (6, 7)
+    found = {name: generator.normal(size=shape) for name in ("logprobs", "ref")}
+    found["old"] = found["logprobs"] + generator.normal(scale=0.4, size=shape)
+    found["advantages"] = generator.normal(size=6)
+    return found
+
+
+LENGTHS = [7, 1, 4, 0, 2, 5]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("beta", "correct_k3"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_agrees_with_numpy(arrays, loss_type, beta, correct_k3):
+    tensors = {name: torch.tensor(values) for name, values in arrays.items()}
+    mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
+    logprobs = tensors["logprobs"].requires_grad_()
+    loss, *_ = grpo_loss(
+        logprobs,
+        tensors["old"],
+        tensors["advantages"],
+        mask,
+        ref_logprobs=tensors["ref"] if beta else None,
+        beta=beta,
+        correct_k3=correct_k3,
+        epsilon_low=0.1,
+        epsilon_high=0.28,
+        loss_type=loss_type,
+        max_completion_length=9,
+    )
+    loss.backward()
+    expected, grad = expected_loss(
+        arrays, LENGTHS, loss_type, beta=beta, correct_k3=correct_k3, low=0.1, high=0.28, longest=9
+    )
+    # About 20 fp64 terms in two orders.
+    assert loss.item() == pytest.approx(expected, rel=1e-13)
+    np.testing.assert_allclose(logprobs.grad.numpy(), grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_losses_of_passes_add_up_to_the_steps(arrays, loss_type):
+    tensors = {name: torch.tensor(values) for name, values in arrays.items()}
+    mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
+
+    def loss_of(rows, **of_step):
+        logprobs, old, advantages = (tensors[name][rows] for name in ("logprobs", "old", "advantages"))
+        options = {"loss_type": loss_type, "max_completion_length": 9, **of_step}
+        return grpo_loss(logprobs, old, advantages, mask[rows], **options)[0].item()
+
+    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
+    total = sum(loss_of(rows, n_sequences=6, n_tokens=sum(LENGTHS)) for rows in parts)
+    if loss_type == "bnpo":  # the mean over each pass, by its share of the step's sequences
+        assert total == pytest.approx(sum(loss_of(rows) * (rows.stop - rows.start) / 6 for rows in parts), rel=1e-13)
+        assert total != pytest.approx(loss_of(slice(0, 6)), rel=1e-2)
+    else:
+        assert total == pytest.approx(loss_of(slice(0, 6)), rel=1e-13)
+
+
+# Optimizer steps on a rollout, beside TRL
+
+
+PROMPT_LENGTHS = [3, 1, 4, 2, 2, 3, 1, 3]
+COMPLETION_LENGTHS = [9, 4, 7, 1, 5, 9, 2, 3]
+STEP_ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, -1.2, 0.7, 1.5, -1.0])
+
+
+class Recorder(SimpleNamespace):
+    """What `update_on_rollout` needs of a run; an update keeps the gradients and leaves the weights alone."""
+
+    def update(self):
+        self.grads.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
+        self.model.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def trl_trainer(tmp_path_factory, model_folder, tokenizer):
+    trl = pytest.importorskip("trl", reason="needs trl")
+    from datasets import Dataset
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    disable_dropout(model)
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            num_generations=4,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_completion_length=9,
+            epsilon_high=0.28,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+        ),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": "What is 1 plus 1?"}]),
+    )
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.model.train()
+    return trainer
+
+
+def grpo_run(model, **changes):
+    sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "n_generations": 4, "max_completion_length": 9}
+    config = GRPOConfig(policy_name="m", dataset="d", **(sizes | changes))
+    return Recorder(config=config, model=model, device=torch.device("cpu"), grads=[], time=lambda name: nullcontext())
+
+
+def make_rollout(model):
+    """A rollout whose ratios leave the clip range on either side, token by token and as sequences."""
+    torch.manual_seed(0)
+    sequences = [
+        TokenSequence(torch.randint(6, 300, (prompt + completion,)).tolist(), prompt)
+        for prompt, completion in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True)
+    ]
+    batch = collate(sequences, pad_id=0)
+    with torch.no_grad():
+        logprobs = token_logprobs(model, batch)
+    mask = batch.completion_mask[:, batch.first_trained :]
+    shift = torch.tensor([-0.5, 0.5, 0.5, -0.5, 0.0, 0.4, -0.4, 0.0])[:, None]
+    old = torch.where(mask, logprobs + shift + 0.2 * torch.randn_like(logprobs), 0.0)
+    ref = torch.where(mask, logprobs + 0.3 * torch.randn_like(logprobs), 0.0)
+    ended = torch.tensor([True, True, False, True, True, False, True, True])
+    return Rollout(batch, old, ended, sequences), ref
+
+
+def trl_inputs(sampled, ref, counted, rows):
+    """The rows as TRL has them: prompts padded on the left, completions on the right, in columns of their own."""
+    n, width = len(sampled.sequences[rows]), max(PROMPT_LENGTHS)
+    shapes = {"prompt_ids": width, "prompt_mask": width, "completion_ids": 9, "completion_mask": 9}
+    inputs = {name: torch.zeros(n, columns, dtype=torch.int64) for name, columns in shapes.items()}
+    inputs |= {name: torch.zeros(n, 9) for name in ("old_per_token_logps", "ref_per_token_logps")}
+    for i, row in enumerate(range(len(sampled))[rows]):
+        ids, start = torch.tensor(sampled.sequences[row].ids), sampled.sequences[row].prompt_length
+        length, first = len(ids) - start, start - sampled.batch.first_trained
+        inputs["prompt_ids"][i, width - start :] = ids[:start]
+        inputs["prompt_mask"][i, width - start :] = 1
+        inputs["completion_ids"][i, :length] = ids[start:]
+        inputs["completion_mask"][i, :length] = int(counted[row])
+        inputs["old_per_token_logps"][i, :length] = sampled.logprobs[row, first : first + length]
+        inputs["ref_per_token_logps"][i, :length] = ref[row, first : first + length]
+    n_tokens = sum(length for length, is_counted in zip(COMPLETION_LENGTHS, counted, strict=True) if is_counted)
+    return inputs | {"advantages": STEP_ADVANTAGES[rows], "num_items_in_batch": torch.tensor(n_tokens)}
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("beta", "correct_k3", "mask_truncated"), [(0.0, False, False), (0.05, False, True), (0.05, True, False)]
+)
+def test_an_optimizer_step_agrees_with_trl(trl_trainer, loss_type, beta, correct_k3, mask_truncated):
+    if loss_type == "gspo" and correct_k3:
+        correct_k3 = False  # TRL takes the sequence's ratio for the correction; test_agrees_with_numpy has ours
+    trainer = trl_trainer
+    trainer.beta = beta
+    trainer.args.use_bias_correction_kl = correct_k3
+    trainer.loss_type = "grpo" if loss_type == "gspo" else loss_type
+    trainer.importance_sampling_level = "sequence" if loss_type == "gspo" else "token"
+    model = trainer.model
+    model.zero_grad()
+    sampled, ref = make_rollout(model)
+
+    run = grpo_run(model)
+    figures = update_on_rollout(
+        run,
+        sampled,
+        STEP_ADVANTAGES,
+        ref_logprobs=ref if beta else None,
+        loss_type=loss_type,
+        beta=beta,
+        correct_k3=correct_k3,
+        epsilon_high=0.28,
+        mask_truncated_completions=mask_truncated,
+    )
+    assert figures["clip_low"] > 0 and figures["clip_high"] > 0
+
+    counted = sampled.ended.tolist() if mask_truncated else [True] * len(sampled)
+    losses = [
+        trainer._compute_loss(model, trl_inputs(sampled, ref, counted, rows)) for rows in (slice(0, 4), slice(4, 8))
+    ]
+    their_loss = sum(losses)
+    their_loss.backward()
+    # Per-token losses of about 1, from log-probabilities of up to 8, each from 320 logits reduced in another order.
+    assert figures["loss"].item() == pytest.approx(their_loss.item(), abs=8 * 8 * FP32_EPS)
+    assert len(run.grads) == 1
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(run.grads[0][name], parameter.grad, rtol=0, atol=200 * FP32_EPS * scale, msg=name)
+
+
+def test_the_ratios_figures(model):
+    """Counted by hand, beside what `update_on_rollout` reports."""
+    disable_dropout(model)
+    sampled, ref = make_rollout(model)
+    run = grpo_run(model, gradient_accumulation_steps=1, n_minibatches=2)
+    figures = update_on_rollout(
+        run, sampled, STEP_ADVANTAGES, ref_logprobs=ref, beta=0.05, epsilon=0.1, mask_truncated_completions=True
+    )
+    assert len(run.grads) == 2
+    with torch.no_grad():
+        logprobs = token_logprobs(model, sampled.batch)
+    mask = sampled.mask & sampled.ended[:, None]
+    ratios, k3s, low, high = [], [], 0, 0
+    for row, column in mask.nonzero().tolist():
+        ratio = math.exp(logprobs[row, column] - sampled.logprobs[row, column])
+        difference = (ref - logprobs)[row, column].item()
+        ratios.append(ratio)
+        k3s.append(math.exp(difference) - difference - 1)
+        low += ratio < 0.9 and STEP_ADVANTAGES[row].item() < 0
+        high += ratio > 1.1 and STEP_ADVANTAGES[row].item() > 0
+    assert low > 0 and high > 0
+    expected = {
+        "ratio_mean": sum(ratios) / len(ratios),
+        "ratio_error": max(abs(ratio - 1) for ratio in ratios),
+        "clip_low": low / len(ratios),
+        "clip_high": high / len(ratios),
+        "kl": sum(k3s) / len(k3s),
+    }
+    assert {name: figures[name].item() for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_minibatch_is_averaged_over_its_own_tokens(model):
+    disable_dropout(model)
+    sampled, _ = make_rollout(model)
+    run = grpo_run(model, batch_size=2, n_minibatches=2)
+    loss = update_on_rollout(run, sampled, STEP_ADVANTAGES)["loss"].item()
+    halves = []
+    for rows in (slice(0, 4), slice(4, 8)):
+        part = sampled.select(rows)
+        logprobs = token_logprobs(model, part.batch)
+        halves.append(grpo_loss(logprobs, part.logprobs, STEP_ADVANTAGES[rows], part.mask)[0].item())
+    # Sums of some 20 terms of about 1 in other batches.
+    assert loss == pytest.approx(sum(halves) / 2, abs=8 * 8 * FP32_EPS)

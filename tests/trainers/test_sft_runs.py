@@ -1,0 +1,112 @@
+"""Runs of sft.train with packing and evaluation, on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from stopping import assert_same_run, stop_and_resume
+from transformers import AutoModelForCausalLM, BloomConfig
+
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers import sft
+from sparse_opt.trainers.encoding import collate, load_examples
+from sparse_opt.trainers.logprobs import completion_logprobs
+
+
+@pytest.fixture
+def options(tmp_path, model_folder, pairs_file):
+    """`options("folder", n_steps=3)`: an SFTConfig of a small run."""
+
+    def make(folder, **changes):
+        return sft.SFTConfig(
+            **{
+                "policy_name": str(model_folder),
+                "dataset": str(pairs_file),
+                "output_dir": tmp_path / folder,
+                "dtype": "fp32",
+                "device": "cpu",
+                "n_steps": 4,
+                "batch_size": 24,
+                "max_length": 64,
+                "learning_rate": 1e-3,
+                "seed": 5,
+                "sample_steps": None,
+                **changes,
+            }
+        )
+
+    return make
+
+
+def test_packed_steps_over_the_whole_data_are_the_unpacked_ones(options, read_metrics):
+    """24 examples in batches of all of them: the same tokens in the same step, packed or not, in one pass or in two."""
+    plain = read_metrics(sft.train(options("plain")))
+    summary = sft.train(options("packed", packing=True, batch_size=1))
+    n_rows = summary["data"]["n_packed_rows"]
+    assert summary["data"]["n_examples"] == 24 and 1 < n_rows < 12
+    for name, batch_size, passes in (("one", n_rows, 1), ("several", 1, n_rows)):
+        config = options(name, packing=True, batch_size=batch_size, gradient_accumulation_steps=passes)
+        packed = read_metrics(sft.train(config))
+        for row, other in zip(packed, plain, strict=True):
+            assert row["n_tokens"] == other["n_tokens"]
+            # The same sums in another order, as for accumulation: see test_runs.
+            assert row["loss"] == pytest.approx(other["loss"], rel=2e-4)
+            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+    assert packed[-1]["loss"] < packed[0]["loss"] - 0.1
+    assert 0 <= packed[0]["padding"] < 0.1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_evaluation_is_the_loss_per_token_of_the_whole_dataset(options, pairs_file, model_folder, tokenizer, packing):
+    config = options(
+        "run", packing=packing, eval_dataset=str(pairs_file), eval_steps=3, batch_size=2, eval_subset_size=23
+    )
+    summary = sft.train(config)
+    file = Path(summary["metrics_file"]).with_name("evaluations.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 3, 4]
+    examples, _ = load_examples(
+        "demonstration", str(pairs_file), "train", tokenizer, max_length=64, subset_size=23, seed=5
+    )
+    batch = collate([sequence for (sequence,) in examples], 0)
+    for row, folder in ((rows[0], model_folder), (rows[-1], summary["checkpoint"])):
+        with torch.no_grad():
+            logprobs = completion_logprobs(AutoModelForCausalLM.from_pretrained(folder), batch)
+        assert row["eval_loss"] == pytest.approx(-logprobs.sum().item() / batch.n_trained, rel=1e-5)
+    assert rows[-1]["eval_loss"] < rows[0]["eval_loss"] - 0.01
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
+def test_a_resumed_packed_run_is_the_run(options, mask_file, monkeypatch, mode):
+    changes = {"mode": mode, "mask": mask_file if mode == "sparse" else None}
+    configs = [
+        options(folder, packing=True, batch_size=2, n_steps=3, save_steps=1, **changes) for folder in ("whole", "cut")
+    ]
+    whole = sft.train(configs[0])
+    assert_same_run(whole, stop_and_resume(monkeypatch, sft.train, configs[1], 1))
+    assert whole["last"]["loss"] < whole["first"]["loss"]
+
+
+def test_a_model_that_mixes_packed_sequences_is_refused(options, tokenizer, tmp_path):
+    config = BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bloom")
+    tokenizer.save_pretrained(tmp_path / "bloom")
+    plain = options("plain", policy_name=str(tmp_path / "bloom"), n_steps=1)
+    assert sft.train(plain)["n_steps"] == 1
+    packed = dataclasses.replace(plain, packing=True, output_dir=tmp_path / "packed")
+    with pytest.raises(ConfigError, match="'packing': in BloomForCausalLM a packed sequence sees the one before it"):
+        sft.train(packed)
+
+
+def test_other_loops_that_end_in_sft_have_their_own_name(options, model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary = sft.train(options("unused", output_dir=None, n_steps=1, sample_steps=1), "rft")
+    assert summary["algorithm"] == "rft"
+    folder = tmp_path / "checkpoints_tiny_llama_rft"
+    assert Path(summary["checkpoint"]) == folder.relative_to(tmp_path) / "final"
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and all(row["data"].startswith(" It is") for row in samples)

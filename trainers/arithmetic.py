@@ -1,0 +1,279 @@
+"""Generated arithmetic: a small Llama with its tokenizer, questions such as "17+25=", and demonstrations to start from.
+
+    python -m sparse_opt.trainers.arithmetic --output_dir arithmetic
+
+writes, without downloads and the same for the same seed:
+
+| file | rows |
+|---|---|
+| model/ | a Llama with random weights and its tokenizer, as transformers loads them |
+| data/demonstrations.jsonl | prompt, completion: for SFT; the completion is right with probability `p_right` |
+| data/train.jsonl | prompt, answer: for rollouts |
+| data/test.jsonl | prompt, answer: questions that no other file has |
+| data/preferences.jsonl | prompt, chosen, rejected: the right answer and a near miss |
+| data/explanations.jsonl | question, solution, explanation: for a teacher; right with probability `p_right` |
+
+SFT on the demonstrations gives the form of an answer and skill in part. A sampled answer is then right about as often
+as the demonstrations are, or less, which leaves the rest to reinforcement:
+
+    sparse-opt train sft --policy_name arithmetic/model --dataset arithmetic/data/demonstrations.jsonl --dtype fp32 \\
+        --n_steps 800 --batch_size 64 --learning_rate 3e-3 --warmup_steps 20 --max_length 64 --output_dir start
+
+A near miss is the right answer to a question beside the one asked, an operand of which is off by 1 or 10; an
+explanation that is not right explains that one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparse_opt.errors import ConfigError
+from sparse_opt.new_folders import new_folder
+
+from .config import option, parse_config
+from .outputs import check_new_folder, save_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+# One token each, so that a small model can learn to write them: the tags of reasoning models, and those of the teachers
+# and students of https://arxiv.org/abs/2506.08388.
+TAGS = (
+    "<think>",
+    "</think>",
+    "<|begin_of_thought|>",
+    "<|end_of_thought|>",
+    "<|begin_of_explanation|>",
+    "<|end_of_explanation|>",
+    "<|begin_of_solution|>",
+    "<|end_of_solution|>",
+)
+# 32 is the smallest head that all of vLLM's attention kernels take.
+_HEAD_DIM = 32
+
+
+@dataclass(kw_only=True)
+class ArithmeticConfig:
+    """Write generated arithmetic: a small model with its tokenizer, and questions with their answers."""
+
+    output_dir: Path = option(Path("arithmetic"), "new or empty folder")
+    max_operand: int = option(19, "operands are 0 to this")
+    operations: list[str] = option(["+"], "operations asked for: + or - or both; no answer is negative")
+    answers: Literal["plain", "think"] = option(
+        "plain", "demonstrations answer '42', or work it out before: '<think>7+5+0=12,1+2+1=4</think>42'"
+    )
+    p_right: float = option(0.5, "share of demonstrations and explanations that are right; the others are near misses")
+    n_train: int = option(350, "questions to train on, in demonstrations, rollouts and preferences")
+    n_test: int = option(50, "held-out questions")
+    n_demonstrations: int = option(20000, "demonstrations; beyond n_train, questions are answered more than once")
+    hidden_size: int = option(128, f"width of the model, a multiple of {_HEAD_DIM}")
+    n_layers: int = option(2, "layers of the model")
+    seed: int = option(0, "seed of questions, answers and weights")
+
+    def __post_init__(self) -> None:
+        for name in ("max_operand", "n_train", "n_test", "n_demonstrations", "n_layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted at least 1")
+        if self.hidden_size < _HEAD_DIM or self.hidden_size % _HEAD_DIM:
+            raise ConfigError(f"option 'hidden_size' is {self.hidden_size}: wanted a multiple of {_HEAD_DIM}")
+        if not 0 <= self.p_right <= 1:
+            raise ConfigError(f"option 'p_right' is {self.p_right}: wanted 0 to 1")
+        if not self.operations or not set(self.operations) <= {"+", "-"}:
+            raise ConfigError(f"option 'operations' is {','.join(self.operations)!r}: wanted + or - or both")
+        n_questions = len(all_questions(self.max_operand, self.operations))
+        if self.n_train + self.n_test > n_questions:
+            raise ConfigError(
+                f"n_train {self.n_train} and n_test {self.n_test} are more than the {n_questions} questions there are "
+                f"with operands of 0 to {self.max_operand}"
+            )
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sum or a difference of two whole numbers."""
+
+    a: int
+    operation: str
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        """`17+25=`"""
+        return f"{self.a}{self.operation}{self.b}="
+
+    @property
+    def answer(self) -> str:
+        """`42`"""
+        return str(self.a + self.b if self.operation == "+" else self.a - self.b)
+
+    @property
+    def explanation(self) -> str:
+        """Digit by digit from the ones, each with what is carried or borrowed: `7+5+0=12,1+2+1=4`."""
+        columns: list[str] = []
+        a, b, carry = self.a, self.b, 0
+        while a or b or not columns:
+            a, x = divmod(a, 10)
+            b, y = divmod(b, 10)
+            result = x + y + carry if self.operation == "+" else x - y - carry
+            columns.append(f"{x}{self.operation}{y}{self.operation}{carry}={result}")
+            carry = int(result > 9 or result < 0)
+        return ",".join(columns)
+
+    def completion(self, style: Literal["plain", "think"]) -> str:
+        """The answer as a demonstration gives it."""
+        return self.answer if style == "plain" else f"<think>{self.explanation}</think>{self.answer}"
+
+    def near_miss(self, generator: random.Random) -> Question:
+        """A question one of whose operands differs by 1 or 10, so that its answer does too; none is negative."""
+        beside = [
+            other
+            for change in (-10, -1, 1, 10)
+            for other in (replace(self, a=self.a + change), replace(self, b=self.b + change))
+            if other.a >= 0 and other.b >= 0 and int(other.answer) >= 0
+        ]
+        return generator.choice(beside)
+
+
+def all_questions(max_operand: int, operations: Sequence[str]) -> list[Question]:
+    """Every question with operands of 0 to `max_operand` and an answer of at least 0."""
+    operands = range(max_operand + 1)
+    return [
+        Question(a, operation, b)
+        for operation in ("+", "-")
+        if operation in operations
+        for a in operands
+        for b in operands
+        if operation == "+" or a >= b
+    ]
+
+
+def make_arithmetic(folder: Path, **options: Any) -> Path:
+    """Write model and data of `ArithmeticConfig`'s options to `folder`, which appears whole or not at all.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        ConfigError: an option out of range, or a folder that holds something or cannot be made.
+        TypeError: an option that `ArithmeticConfig` does not have.
+    """
+    config = ArithmeticConfig(output_dir=folder, **options)
+    check_new_folder(folder, "output_dir")
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, config.hidden_size, config.n_layers, config.seed)
+    with new_folder(folder) as aside:
+        save_checkpoint(model, tokenizer, aside / "model")
+        (aside / "data").mkdir()
+        for name, rows in make_rows(config).items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (aside / "data" / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def make_rows(config: ArithmeticConfig) -> dict[str, list[dict[str, str]]]:
+    """The rows of each file of data/, by its name."""
+    generator = random.Random(config.seed)
+    questions = generator.sample(all_questions(config.max_operand, config.operations), config.n_train + config.n_test)
+    train, test = questions[: config.n_train], questions[config.n_train :]
+
+    def said(question: Question) -> Question:
+        return question if generator.random() < config.p_right else question.near_miss(generator)
+
+    asked = (train[index % len(train)] for index in range(config.n_demonstrations))
+    return {
+        "train": _prompts(train),
+        "test": _prompts(test),
+        "demonstrations": [{"prompt": q.prompt, "completion": said(q).completion(config.answers)} for q in asked],
+        "preferences": [
+            {
+                "prompt": q.prompt,
+                "chosen": q.completion(config.answers),
+                "rejected": q.near_miss(generator).completion(config.answers),
+            }
+            for q in train
+        ],
+        "explanations": [
+            {"question": q.prompt, "solution": q.answer, "explanation": said(q).explanation} for q in train
+        ],
+    }
+
+
+def _prompts(questions: Iterable[Question]) -> list[dict[str, str]]:
+    return [{"prompt": question.prompt, "answer": question.answer} for question in questions]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that every digit is its own and any text comes back as it was; `TAGS` are one token each.
+
+    It has BOS, EOS and padding, adds none of them itself, and has no chat template.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>"]
+    alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(list(TAGS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: int, seed: int) -> LlamaForCausalLM:
+    """A Llama with random fp32 weights; the embedding is tied to the output.
+
+    13 * n_layers * hidden_size^2 weights, and a few more: 0.46 million at hidden_size 128 and 2 layers.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    n_heads = hidden_size // _HEAD_DIM
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder that the command line asks for; 2 where the call was wrong."""
+    from sparse_opt.cli.progress import hide_progress_bars
+
+    hide_progress_bars()
+    try:
+        words = sys.argv[1:] if argv is None else argv
+        config = parse_config(ArithmeticConfig, words, prog="python -m sparse_opt.trainers.arithmetic")
+        options = {field.name: getattr(config, field.name) for field in fields(config)}
+        print(make_arithmetic(options.pop("output_dir"), **options))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,550 @@
+"""Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) of a language model, as in TRL 0.8.6.
+
+A completion's tokens are the actions of an episode. Each token costs its part of the divergence from the reference, and
+the last one earns the completion's score (https://arxiv.org/abs/1909.08593); a value head on the policy's own trunk is
+the critic. What TRL computes as means over a micro-batch are here means over the tokens of an optimizer step.
+
+Left out of TRL 0.8.6: scaling, normalising and clipping of scores, whitening of rewards, the other divergences (abs,
+mse, full) and the skipping of minibatches by their mean ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_opt.errors import ConfigError, DataError
+
+from .config import option
+from .data import load_records
+from .logprobs import token_logprobs
+from .loop import TrainingRun
+from .models import resolve_device
+from .options import RolloutOptions, require_at_least
+from .prompts import PromptExample
+from .query_prompts import is_text_data, load_queries
+from .reference import Reference
+from .reward_model import RewardModel
+from .rewards import Rewards, load_rewards
+from .rollouts import Engine, Rollout, Sampling, make_engine, sample
+from .run_data import LoadData, data_loader
+from .update_statistics import FILE as STATISTICS_FILE
+from .update_statistics import UpdateStatistics
+from .value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
+
+# Added to the variance in `whiten`; TRL's.
+_VARIANCE_FLOOR = 1e-8
+# How far a measured divergence can push the coefficient in one update; Ziegler et al.'s, section 2.2.
+_LARGEST_ERROR = 0.2
+
+
+# From scores to advantages. [R, P] tensors are fp32, a row a completion. `mask` [R, P] bool is its tokens, which stand
+# next to each other; what other tensors hold elsewhere has no effect if it is finite.
+
+
+def token_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coefficient: float
+) -> Tensor:
+    """-kl_coefficient * (logprob - ref_logprob) at each token, and the score [R] on the last one: [R, P].
+
+    0 outside the mask.
+
+    Raises:
+        ValueError: a completion without tokens, which could not earn its score.
+    """
+    empty = int((~mask.any(dim=1)).sum())
+    if empty:
+        raise ValueError(f"{empty} of {len(mask)} completions have no token, wanted at least one in each")
+    rewards = torch.where(mask, -kl_coefficient * (logprobs - ref_logprobs), 0.0)
+    last = mask.long().cumsum(dim=1).argmax(dim=1, keepdim=True)  # the first of the largest counts
+    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, gae_lambda: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates (https://arxiv.org/abs/1506.02438), and returns = advantages + values: [R, P].
+
+    A_t = delta_t + gamma * gae_lambda * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t; after the last token, A and V
+    are 0. Both are 0 outside the mask.
+    """
+    values = torch.where(mask, values, 0.0)
+    deltas = torch.where(mask, rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values, 0.0)
+    advantages = torch.zeros_like(deltas)
+    following = deltas.new_zeros(len(deltas))
+    for column in range(deltas.shape[1] - 1, -1, -1):
+        following = deltas[:, column] + gamma * gae_lambda * following
+        advantages[:, column] = following
+    advantages = torch.where(mask, advantages, 0.0)
+    return advantages, advantages + values
+
+
+def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """(values - mean) / sqrt(variance + 1e-8) over all tokens of the mask, 0 elsewhere: [R, P].
+
+    The variance is the sample's (n - 1). Without `shift_mean` the mean is added again.
+
+    Raises:
+        ValueError: fewer than two tokens, which have no variance.
+    """
+    inside = values[mask]
+    if inside.numel() < 2:
+        raise ValueError(f"the mask has {inside.numel()} tokens, wanted at least 2 to whiten")
+    variance, mean = torch.var_mean(inside)
+    whitened = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
+    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
+
+
+def sequence_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The divergence from the reference as the completions show it: the sum of logprob - ref_logprob in each, [R]."""
+    return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(dim=1)
+
+
+class FixedKLController:
+    """A KL coefficient that stays as it is."""
+
+    def __init__(self, coefficient: float):
+        self.coefficient = coefficient
+
+    def update(self, kl: float, n: int) -> None:
+        """Take notice of a step's `sequence_kl` averaged over its `n` completions."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores `state_dict()`."""
+        self.coefficient = state["coefficient"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """A KL coefficient that follows a target: section 2.2 of https://arxiv.org/abs/1909.08593.
+
+    coefficient <- coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
+    """
+
+    def __init__(self, coefficient: float, target: float, horizon: float):
+        super().__init__(coefficient)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, n: int) -> None:
+        """One update, by a step's `sequence_kl` averaged over its `n` completions."""
+        error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+        self.coefficient *= 1 + error * n / self.horizon
+
+
+# The losses: sums over a micro-batch's tokens divided by `n_tokens`, the tokens of all micro-batches of the optimizer
+# step, so that the micro-batches' losses add up to means over the step.
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip: float, n_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """max(-A * ratio, -A * clip(ratio, 1 - clip, 1 + clip)), ratio = exp(logprob - old_logprob): equation 7.
+
+    Args:
+        logprobs: [R, P] under the policy, with gradient.
+        old_logprobs: [R, P] under the policy that made the completions.
+        advantages: [R, P].
+
+    Returns:
+        The loss, a scalar; and [R, P] bool, where clipping took the gradient away.
+    """
+    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)
+    loss = torch.where(mask, torch.maximum(unclipped, clipped), 0.0).sum() / n_tokens
+    return loss, (clipped > unclipped) & mask
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float, n_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """0.5 * max((V - return)^2, (V_clipped - return)^2), V_clipped within `clip` of the value of the rollout.
+
+    Args:
+        values: [R, P] of the critic, with gradient.
+        old_values: [R, P] of the critic when the completions were made.
+
+    Returns:
+        The loss, a scalar; and [R, P] bool, where clipping took the gradient away.
+    """
+    clipped_values = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
+    unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()
+    loss = 0.5 * torch.where(mask, torch.maximum(unclipped, clipped), 0.0).sum() / n_tokens
+    return loss, (clipped > unclipped) & mask
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - mean((V - return)^2) / var(return) over the tokens: 1 of a perfect critic, 0 of the returns' mean.
+
+    0 where all returns are the same.
+    """
+    returns = returns[mask]
+    error, variance = (values[mask] - returns).square().mean(), returns.var(correction=0)
+    return torch.where(variance > 0, 1 - error / variance, 0.0)
+
+
+# The loop
+
+
+@dataclass(kw_only=True)
+class PPOConfig(RolloutOptions):
+    """Options of PPO; the defaults are TRL 0.8.6's, and its sentiment example's."""
+
+    learning_rate: float = option(1.41e-5, "peak learning rate")
+    batch_size: int = option(32, "completions per forward pass of training")
+    gradient_accumulation_steps: int = option(4, "forward passes per optimizer step")
+    num_iterations: int = option(4, "passes over each rollout")
+    n_generations: int = option(1, "completions per prompt")
+    max_completion_length: int = option(32, "longest completion in tokens")
+
+    gamma: float = option(1.0, "discount of later rewards, per token")
+    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation")
+    clip_range: float = option(0.2, "how far a token's ratio may go from 1")
+    value_clip_range: float = option(0.2, "how far a value may go from that of the rollout")
+    value_coefficient: float = option(0.1, "weight of the value loss")
+    value_head_learning_rate: float | None = option(
+        None, "peak learning rate of the value head, which follows the same schedule; none is learning_rate"
+    )
+    kl_coefficient: float = option(0.2, "price of a token's divergence from the reference, at the first step")
+    kl_target: float | None = option(
+        6.0, "divergence of a whole completion that the coefficient is adapted to; none keeps the coefficient"
+    )
+    kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted")
+    early_stop_kl: float | None = option(
+        None, "no further pass over a rollout when the policy has moved from it by 1.5 times this per token"
+    )
+
+    reward_model: str | None = option(
+        None, "sequence classifier whose logit is the reward, hub name or local folder; in place of reward_functions"
+    )
+    reward_label: str = option("POSITIVE", "label of the reward model, by name or number")
+    reward_model_dtype: Literal["bf16", "fp32"] = option("fp32", "dtype of the reward model")
+
+    query_min_tokens: int = option(2, "of a dataset of texts: a prompt is at least so many of a text's first tokens")
+    query_max_tokens: int = option(8, "of a dataset of texts: a prompt is at most so many of a text's first tokens")
+    query_min_characters: int = option(200, "of a dataset of texts: texts are used that are longer")
+
+    statistics_steps: int | None = option(
+        None, "measure the update's sparsity and ranks every so many steps; keeps the start weights on the CPU"
+    )
+    statistics_include: list[str] | None = option(
+        None, "shell patterns of the weight matrices whose ranks are taken; none takes all"
+    )
+    statistics_method: Literal["exact", "gram", "lowrank"] = option("gram", "how singular values are found")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(self, 0, "value_coefficient value_head_learning_rate kl_coefficient query_min_characters")
+        require_at_least(self, 1, "query_min_tokens statistics_steps")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted 0 to 1")
+        for name in ("clip_range", "value_clip_range", "kl_target", "kl_horizon", "early_stop_kl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"option '{name}' is {value}: wanted more than 0")
+        if self.query_max_tokens < self.query_min_tokens:
+            raise ConfigError(
+                f"option 'query_max_tokens' is {self.query_max_tokens}: wanted at least query_min_tokens "
+                f"{self.query_min_tokens}"
+            )
+        if (self.reward_model is None) == (not self.reward_functions):
+            raise ConfigError("wanted a reward: --reward_model or --reward_functions, and not both")
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A rollout, and what stays the same while the policy is trained on it: [R, P] fp32, as `Rollout` has them."""
+
+    rollout: Rollout
+    values: Tensor
+    advantages: Tensor  # whitened
+    returns: Tensor
+
+    @property
+    def explained_variance(self) -> Tensor:
+        """How much of the returns the critic foresaw."""
+        return explained_variance(self.values, self.returns, self.rollout.mask)
+
+
+class Scorer:
+    """The score of each completion, by a reward model or by reward functions; loads them."""
+
+    def __init__(self, config: PPOConfig):
+        self.model: RewardModel | None = None
+        self.functions: Rewards | None = None
+        if config.reward_model is None:
+            self.functions = load_rewards(config.reward_functions, config.reward_weights)
+            return
+        self.model = RewardModel(
+            config.reward_model,
+            config.reward_label,
+            device=resolve_device(config.device),
+            dtype=config.reward_model_dtype,
+            rows_per_pass=config.batch_size,
+        )
+
+    def __call__(self, run: TrainingRun, rollout: Rollout, examples: Sequence[PromptExample]) -> Tensor:
+        """[R] fp32 on the run's device.
+
+        Args:
+            examples: [R], the one that each completion is of.
+        """
+        decode = run.tokenizer.batch_decode
+        if self.model is not None:
+            # Decoded together: a tokenizer may drop a completion's first space, and split a letter between the two.
+            return self.model(decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True))
+        assert self.functions is not None
+        completions = decode(rollout.completions, skip_special_tokens=True)
+        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+        scores = self.functions([example.prompt for example in examples], completions, rollout.completions, columns)
+        unscored = scores.isnan().nonzero().flatten().tolist()
+        if unscored:
+            raise DataError(
+                f"no reward function applies to {len(unscored)} of {len(scores)} completions, the first of the prompt "
+                f"{examples[unscored[0]].text!r}; PPO wants a score for each"
+            )
+        return scores.to(run.device)
+
+
+def sample_rollout(
+    run: TrainingRun, engine: Engine, head: ValueHead, examples: Sequence[PromptExample], config: PPOConfig
+) -> tuple[Rollout, Tensor]:
+    """`n_generations` completions of each example, with their log-probabilities; and their values [R, P]."""
+    sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
+    batch, ended, sequences = sample(
+        engine,
+        [example.ids for example in examples],
+        n_generations=config.n_generations,
+        sampling=sampling,
+        pad_id=run.pad_id,
+        device=run.device,
+    )
+    logprobs, values = torch.zeros(2, *batch.completion_mask[:, batch.first_trained :].shape, device=run.device)
+    rollout = Rollout(batch, logprobs, ended, sequences)
+    for rows, part in rollout.minibatches(config.batch_size):
+        found = logprobs_and_values(run.model, head, part.batch, config.temperature)
+        for whole, piece in zip((logprobs, values), found, strict=True):
+            rollout.cut(whole, rows).copy_(piece)
+    return rollout, values
+
+
+def reference_logprobs(reference: Reference, rollout: Rollout, config: PPOConfig) -> Tensor:
+    """[R, P] under the reference."""
+    logprobs = torch.zeros_like(rollout.logprobs)
+    with reference.model() as model:
+        for rows, part in rollout.minibatches(config.batch_size):
+            rollout.cut(logprobs, rows).copy_(token_logprobs(model, part.batch, config.temperature))
+    return logprobs
+
+
+def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, config: PPOConfig) -> dict[str, Tensor]:
+    """`num_iterations` passes over a rollout in a new order each, of `n_minibatches` optimizer steps.
+
+    Returns:
+        Figures averaged over the optimizer steps.
+    """
+    rollout = episodes.rollout
+    figures: list[Tensor] = []
+    for _ in range(config.num_iterations):
+        order = torch.randperm(len(rollout)).tolist()
+        size = len(rollout) // config.n_minibatches
+        for start in range(0, len(rollout), size):
+            figures.append(_optimizer_step(run, critic, episodes, order[start : start + size], config))
+        moved = torch.stack(figures[-config.n_minibatches :])[:, _FIGURES.index("policy_kl")].mean()
+        if config.early_stop_kl is not None and moved > 1.5 * config.early_stop_kl:
+            break
+    return dict(zip(_FIGURES, torch.stack(figures).mean(dim=0), strict=True)) | {
+        "n_passes": torch.tensor(len(figures) / config.n_minibatches)
+    }
+
+
+# Of an optimizer step: losses; the divergence from the policy of the rollout by two estimates, mean((new - old)^2) / 2
+# and mean(old - new); and shares of tokens whose gradient clipping took.
+_FIGURES = ("loss", "policy_loss", "value_loss", "approx_kl", "policy_kl", "policy_clip_share", "value_clip_share")
+
+
+def _optimizer_step(
+    run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, minibatch: list[int], config: PPOConfig
+) -> Tensor:
+    """One step on these rows of the rollout, `batch_size` in a forward pass: [len(_FIGURES)]."""
+    rollout = episodes.rollout
+    n_tokens = sum(rollout.sequences[row].n_trained for row in minibatch)
+    figures = torch.zeros(len(_FIGURES), device=run.device)
+    with run.time("forward_backward"):
+        for start in range(0, len(minibatch), config.batch_size):
+            rows = minibatch[start : start + config.batch_size]
+            part = rollout.select(rows)
+            old_values, advantages, returns = (
+                rollout.cut(tensor, rows) for tensor in (episodes.values, episodes.advantages, episodes.returns)
+            )
+            logprobs, values = logprobs_and_values(run.model, critic.head, part.batch, config.temperature)
+            for_policy, policy_clipped = policy_loss(
+                logprobs, part.logprobs, advantages, part.mask, clip=config.clip_range, n_tokens=n_tokens
+            )
+            for_values, value_clipped = value_loss(
+                values, old_values, returns, part.mask, clip=config.value_clip_range, n_tokens=n_tokens
+            )
+            loss = for_policy + config.value_coefficient * for_values
+            loss.backward()
+            moved = (logprobs - part.logprobs).detach()  # both are 0 outside the mask
+            sums = torch.stack([moved.square().sum() / 2, -moved.sum(), policy_clipped.sum(), value_clipped.sum()])
+            losses = torch.stack([loss, for_policy, for_values]).detach()
+            figures += torch.cat([losses, sums / n_tokens])
+    run.update()
+    with run.time("optimizer"):
+        critic.update()
+    return figures
+
+
+@torch.no_grad()
+def evaluate(
+    run: TrainingRun, engine: Engine, head: ValueHead, scorer: Scorer, config: PPOConfig
+) -> dict[str, Tensor | float]:
+    """One completion of each evaluation prompt, sampled as in training: mean score, length, and share that ended."""
+    data = run.eval_data or []
+    scores, lengths, ended = [], 0, []
+    for start in range(0, len(data), config.completions_per_step):
+        examples = data[start : start + config.completions_per_step]
+        rollout, _ = sample_rollout(run, engine, head, examples, replace(config, n_generations=1))
+        scores.append(scorer(run, rollout, examples))
+        lengths += rollout.batch.n_trained
+        ended.append(rollout.ended)
+    return {
+        "reward": torch.cat(scores).mean(),
+        "completion_length": lengths / len(data),
+        "ended": torch.cat(ended).float().mean(),
+    }
+
+
+def samples(run: TrainingRun, rollout: Rollout, scores: Tensor) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl: each completion with its prompt and score."""
+    decode = run.tokenizer.decode
+    return [
+        {
+            "prompt": decode(sequence.ids[: sequence.prompt_length]),
+            "completion": decode(sequence.ids[sequence.prompt_length :]),
+            "reward": score,
+        }
+        for sequence, score in zip(rollout.sequences, scores.tolist(), strict=True)
+    ]
+
+
+def statistics_due(step: int, config: PPOConfig) -> bool:
+    """Whether the update is measured at this step: every `statistics_steps`, and at the last."""
+    return step == config.n_steps or (config.statistics_steps is not None and step % config.statistics_steps == 0)
+
+
+def make_controller(config: PPOConfig) -> FixedKLController:
+    """The controller that the options ask for."""
+    if config.kl_target is None:
+        return FixedKLController(config.kl_coefficient)
+    return AdaptiveKLController(config.kl_coefficient, config.kl_target, config.kl_horizon)
+
+
+def load_prompt_data(config: PPOConfig) -> LoadData:
+    """Reads texts, of which the beginnings are the prompts, and what other loops take prompts from."""
+
+    def load(dataset: str, split: str, tokenizer: Any, subset_size: int | None, seed: int) -> tuple[list[Any], Any]:
+        if not is_text_data(load_records(dataset, split).column_names):
+            return data_loader("prompt", config)(dataset, split, tokenizer, subset_size, seed)
+        return load_queries(
+            dataset,
+            split,
+            tokenizer,
+            min_tokens=config.query_min_tokens,
+            max_tokens=config.query_max_tokens,
+            min_characters=config.query_min_characters,
+            subset_size=subset_size,
+            seed=seed,
+        )
+
+    return load
+
+
+def train(config: PPOConfig) -> dict[str, Any]:
+    """Run PPO and return its summary; outputs and errors as in `dpo.train`.
+
+    Beside the final model's files stands its value head, `value_head.safetensors`. With `statistics_steps` the output
+    folder has `update_statistics.jsonl`.
+    """
+    scorer = Scorer(config)  # before the run, which writes: what cannot be loaded leaves nothing behind
+    with ExitStack() as stack, TrainingRun(config, "ppo", load_prompt_data(config)) as run:
+        reference = run.reference()
+        critic = ValueHeadTrainer(
+            ValueHead.of(run.model, config.seed),
+            config,
+            config.learning_rate if config.value_head_learning_rate is None else config.value_head_learning_rate,
+        )
+        controller = make_controller(config)
+        run.keep("value_head", critic)
+        run.keep("kl_controller", controller)
+        statistics = statistics_file = None
+        if config.statistics_steps is not None:
+            statistics = UpdateStatistics(run.model, include=config.statistics_include, method=config.statistics_method)
+            statistics_file = run.row_file(STATISTICS_FILE)
+        engine = make_engine(
+            config.rollout_engine,
+            run.model,
+            run.tokenizer,
+            max_length=config.max_prompt_length + config.max_completion_length,
+            vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        )
+        stack.callback(engine.close)
+
+        for step in run.steps(lambda: evaluate(run, engine, critic.head, scorer, config)):
+            examples = [example for example in run.examples_of(step) for _ in range(config.n_generations)]
+            with run.time("rollout"), torch.no_grad():
+                rollout, values = sample_rollout(run, engine, critic.head, run.examples_of(step), config)
+            with run.time("reward"):
+                scores = scorer(run, rollout, examples)
+            with run.time("reference"):
+                ref_logprobs = reference_logprobs(reference, rollout, config)
+
+            logprobs, mask = rollout.logprobs, rollout.mask
+            rewards = token_rewards(scores, logprobs, ref_logprobs, mask, controller.coefficient)
+            advantages, returns = generalized_advantages(
+                rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
+            )
+            episodes = Episodes(rollout, values, whiten(advantages, mask), returns)
+            figures = update_on(run, critic, episodes, config)
+
+            kl = sequence_kl(logprobs, ref_logprobs, mask).mean()
+            coefficient = controller.coefficient
+            controller.update(kl.item(), len(rollout))
+            critic.scheduler.step()
+            if statistics is not None and statistics_file is not None and statistics_due(step, config):
+                with run.time("statistics"):
+                    row = statistics.measure()
+                statistics_file.write({"step": step, **row})
+                figures["update_share"] = row["share_changed"]
+                figures["update_effective_rank_share"] = row["effective_rank_share"]
+            if run.samples_due(step):
+                run.log_samples(step, samples(run, rollout, scores))
+            run.log(
+                step,
+                n_tokens=rollout.batch.n_tokens,
+                **figures,
+                kl=kl,
+                kl_coefficient=coefficient,
+                entropy=-logprobs.sum() / rollout.batch.n_trained,
+                explained_variance=episodes.explained_variance,
+                reward=scores.mean(),
+                reward_std=scores.std(correction=0),
+                reward_after_kl=rewards.sum(dim=1).mean(),
+                completion_length=rollout.batch.n_trained / len(rollout),
+                ended=rollout.ended.float().mean(),
+            )
+        summary = run.finish()
+        critic.save(Path(summary["checkpoint"]))
+        return summary

@@ -1,0 +1,444 @@
+"""Reinforcement-learned teachers (https://arxiv.org/abs/2506.08388): explanations of known solutions.
+
+The policy is a teacher: given a question with its solution, it writes an explanation. Its reward is how well a student,
+given question and explanation, predicts the solution, less how unnatural the explanation is to the student, who knows
+the question alone:
+
+    reward = sum_i a_i red_i(log p_student(solution | question, explanation))
+             - sum_j k_j red_j(log p_teacher - log p_student on the explanation's tokens) + format
+
+Defaults are those of https://github.com/SakanaAI/RLT, cfgs/run_cfg/teacher_rlt.yaml: reductions mean and min with
+a = (1, 0.01), mean and max with k = (3, 0.03); the divergence token by token as the plain difference, which may be
+negative; both models at the sampling temperature, 0.7; -1 where the end tag is missing, and the whole completion is
+then scored as the explanation. The policy is updated as in GRPO.
+
+Unlike there, the student reads the teacher's own tokens, not its text tokenized anew, so that both score the same
+tokens; the white space around solution and tags is not scored. Left out: the reference that follows the policy
+(`sync_ref_model`), the k3 estimate of the divergence, and other transformations of log-probabilities than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparse_opt.errors import ConfigError
+
+from .config import option
+from .grpo import LossType, completion_metrics, group_advantages, rollout_logprobs, update_on_rollout
+from .loop import TrainingRun
+from .models import resolve_device
+from .options import RolloutOptions, require_at_least
+from .reference import Reference
+from .rollouts import Engine, Rollout, Sampling, make_engine, rollout
+from .run_data import LoadData
+from .student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
+from .teacher_data import LessonReport, TeacherExample, Templates, load_teacher_examples, split_explanation
+
+Reduction = Literal["mean", "sum", "min", "max"]
+
+
+PARTS_FILE = "reward_parts.jsonl"
+
+
+@dataclass(kw_only=True)
+class RLTConfig(Templates, RolloutOptions):
+    """Train a teacher to explain known solutions so that a student finds them likely."""
+
+    learning_rate: float = option(1e-6, "peak learning rate")
+    lr_schedule: Literal["linear", "cosine", "constant"] = option(
+        "constant", "learning rate after warm-up, to step n_steps"
+    )
+    temperature: float = option(0.7, "sampling temperature, of the teacher's log-probabilities too")
+    beta: float = option(0.04, "weight of the k3 divergence from the reference in the loss; 0 needs no reference")
+    loss_type: LossType = option("grpo", "how the loss is averaged over tokens; grpo is the paper's")
+    epsilon: float = option(0.2, "how far a token's ratio may go below 1 before it is clipped")
+    epsilon_high: float | None = option(None, "how far above 1; none is epsilon")
+
+    student_model: str | None = option(
+        None, "student: hub name or local folder, with the policy's vocabulary; none is the reference"
+    )
+    student_temperature: float | None = option(
+        None,
+        "of the student's log-probabilities; none is the sampling temperature",
+        aliases=("unbias_student_log_probs_temp",),
+    )
+    offload_untrained_models: bool = option(
+        False, "keep student and reference in the host's memory but while they are used"
+    )
+    generation_aggregation_steps: int | None = option(
+        None, "sample for so many forward passes of training at once; none samples the step's whole rollout at once"
+    )
+    activate_debugging_logs: bool = option(
+        False, f"write the parts of every completion's reward to {PARTS_FILE} in the output folder"
+    )
+    solution_coefficients: list[float] = option(
+        [1.0, 0.01], "weights of the solution's reductions", aliases=("answer_log_prob_coeff",)
+    )
+    solution_reductions: list[Reduction] = option(
+        ["mean", "min"], "of the student's log-probabilities", aliases=("reduction_log_prob_fn",)
+    )
+    kl_coefficients: list[float] = option(
+        [3.0, 0.03], "weights of the divergence's reductions", aliases=("kl_penalty_reward_coeff",)
+    )
+    kl_reductions: list[Reduction] = option(
+        ["mean", "max"], "of teacher's less student's log-probabilities", aliases=("reduction_kl_fn",)
+    )
+    format_penalty: float = option(1.0, "what an explanation without its end tag costs")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_templates()
+        if self.n_generations < 2:
+            raise ConfigError(f"option 'n_generations' is {self.n_generations}: wanted at least 2, to compare")
+        if self.reward_functions:
+            raise ConfigError("option 'reward_functions': rlt has its own reward; give none")
+        for name in ("solution", "kl"):
+            coefficients, reductions = getattr(self, f"{name}_coefficients"), getattr(self, f"{name}_reductions")
+            if len(coefficients) != len(reductions):
+                raise ConfigError(
+                    f"option '{name}_coefficients' has {len(coefficients)} values, {name}_reductions {len(reductions)}"
+                )
+        require_at_least(self, 0, "beta format_penalty")
+        if not 0 < self.epsilon < 1:
+            raise ConfigError(f"option 'epsilon' is {self.epsilon}: wanted more than 0 and less than 1")
+        if self.epsilon_high is not None and not self.epsilon_high > 0:
+            raise ConfigError(f"option 'epsilon_high' is {self.epsilon_high}: wanted more than 0, or none")
+        if self.ref_name is not None and self.student_model is not None and self.beta == 0:
+            raise ConfigError(
+                f"a reference ({self.ref_name}) is used with beta, or as the student: set --beta above 0, or no "
+                "student_model"
+            )
+        require_at_least(self, 1, "generation_aggregation_steps")
+        if self.student_temperature is not None and not self.student_temperature > 0:
+            raise ConfigError(f"option 'student_temperature' is {self.student_temperature}: wanted more than 0")
+        if self.generation_aggregation_steps is not None:
+            at_once = self.batch_size * self.generation_aggregation_steps
+            if at_once % self.n_generations or self.completions_per_step % at_once:
+                raise ConfigError(
+                    f"batch_size {self.batch_size} x generation_aggregation_steps {self.generation_aggregation_steps} "
+                    f"= {at_once} completions sampled at once: wanted a multiple of n_generations "
+                    f"{self.n_generations} that divides the step's {self.completions_per_step}"
+                )
+
+
+# The reward
+
+
+@dataclass(frozen=True)
+class TeacherReward:
+    """The parts of each completion's reward, all [R] fp32."""
+
+    solution: Tensor  # weighted reductions of the student's log-probabilities
+    kl: Tensor  # weighted reductions of the divergence, to be subtracted
+    format: Tensor
+    reduced: dict[str, Tensor]  # each reduction by itself: solution_logprob_mean, explanation_kl_max, ...
+
+    @property
+    def total(self) -> Tensor:
+        """solution - kl + format."""
+        return self.solution - self.kl + self.format
+
+
+def teacher_reward(
+    solution_logprobs: Tensor,
+    solution_mask: Tensor,
+    teacher_logprobs: Tensor,
+    student_logprobs: Tensor,
+    explanation_mask: Tensor,
+    closed: Tensor,
+    *,
+    solution_reductions: Sequence[Reduction] = ("mean", "min"),
+    solution_coefficients: Sequence[float] = (1.0, 0.01),
+    kl_reductions: Sequence[Reduction] = ("mean", "max"),
+    kl_coefficients: Sequence[float] = (3.0, 0.03),
+    format_penalty: float = 1.0,
+) -> TeacherReward:
+    """The reward of the module's formula, with its parts.
+
+    Args:
+        solution_logprobs: [R, S] fp32 of the solution's tokens under the student.
+        solution_mask: [R, S] bool.
+        teacher_logprobs, student_logprobs: [R, E] fp32 of the explanation's tokens, column by column the same ones.
+        explanation_mask: [R, E] bool. What stands outside the masks has no effect, whatever it is.
+        closed: [R] bool, the end tag is there.
+        format_penalty: what its absence costs. An empty explanation, and with it an undefined divergence, costs as much
+            in place of each of the divergence's reductions, as in the original.
+
+    Raises:
+        ValueError: shapes that differ, a solution without tokens, or not as many coefficients as reductions.
+    """
+    if solution_logprobs.shape != solution_mask.shape or not (
+        teacher_logprobs.shape == student_logprobs.shape == explanation_mask.shape
+    ):
+        shapes = [list(t.shape) for t in (solution_logprobs, solution_mask)]
+        spans = [list(t.shape) for t in (teacher_logprobs, student_logprobs, explanation_mask)]
+        raise ValueError(f"solutions have shapes {shapes} and explanations {spans}, wanted [R, S] and [R, E]")
+    empty = int((~solution_mask.any(dim=1)).sum())
+    if empty:
+        raise ValueError(f"{empty} of {len(solution_mask)} solutions have no token, wanted at least one in each")
+    divergence = teacher_logprobs - student_logprobs
+    reduced: dict[str, Tensor] = {}
+    for how in solution_reductions:
+        reduced[f"solution_logprob_{how}"] = reduce_span(solution_logprobs, solution_mask, how, empty=-format_penalty)
+    for how in kl_reductions:
+        reduced[f"explanation_kl_{how}"] = reduce_span(divergence, explanation_mask, how, empty=format_penalty)
+    solution, kl = torch.zeros(2, len(closed), device=closed.device)
+    for how, coefficient in zip(solution_reductions, solution_coefficients, strict=True):
+        solution = solution + coefficient * reduced[f"solution_logprob_{how}"]
+    for how, coefficient in zip(kl_reductions, kl_coefficients, strict=True):
+        kl = kl + coefficient * reduced[f"explanation_kl_{how}"]
+    return TeacherReward(solution, kl, torch.where(closed, 0.0, -format_penalty), reduced)
+
+
+def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -> Tensor:
+    """The mean, sum, min or max of each row's values inside the mask, `empty` where it has none: [R] for [R, N].
+
+    Raises:
+        ValueError: an unknown reduction.
+    """
+    if how in ("mean", "sum"):
+        result = torch.where(mask, values, 0.0).sum(dim=1)
+        if how == "mean":
+            result = result / mask.sum(dim=1).clamp(min=1)
+    elif how in ("min", "max"):
+        outside = torch.inf if how == "min" else -torch.inf
+        inside = torch.where(mask, values, outside)
+        result = inside.amin(dim=1) if how == "min" else inside.amax(dim=1)
+    else:
+        raise ValueError(f"reduction is {how!r}, wanted mean, sum, min or max")
+    return torch.where(mask.any(dim=1), result, empty)
+
+
+# The loop
+
+
+class InParts:
+    """An engine that is given the prompts of `completions` completions at a time."""
+
+    def __init__(self, engine: Engine, completions: int):
+        self.eos_ids = engine.eos_ids
+        self._engine, self._completions = engine, completions
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+        """See `Engine.generate`."""
+        size = max(1, self._completions // n)
+        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        return [completion for part in parts for completion in self._engine.generate(part, n, sampling)]
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._engine.close()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A rollout's rewards, and what was found in its completions."""
+
+    reward: TeacherReward
+    explanation_lengths: list[int]
+    closed: list[bool]
+
+    def means(self) -> dict[str, Tensor | float]:
+        """Over the completions."""
+        reward, n = self.reward, len(self.closed)
+        return {
+            "reward": reward.total.mean(),
+            "reward_solution": reward.solution.mean(),
+            "reward_kl": -reward.kl.mean(),
+            "reward_format": reward.format.mean(),
+            **{name: values.mean() for name, values in reward.reduced.items()},
+            "format_rate": sum(self.closed) / n,
+            "explanation_length": sum(self.explanation_lengths) / n,
+        }
+
+    def rows(self, rollout: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
+        """One for each completion, with the parts of its reward."""
+        reward = self.reward
+        columns = {
+            "reward": reward.total,
+            "reward_solution": reward.solution,
+            "reward_kl": -reward.kl,
+            "reward_format": reward.format,
+            **reward.reduced,
+        }
+        numbers = {name: values.tolist() for name, values in columns.items()}
+        return [
+            {
+                "prompt": example.text,
+                "completion": tokenizer.decode(completion),
+                "solution": example.lesson.solution,
+                **{name: values[row] for name, values in numbers.items()},
+                "explanation_length": self.explanation_lengths[row],
+                "completion_length": len(completion),
+                "closed": self.closed[row],
+            }
+            for row, (example, completion) in enumerate(zip(examples, rollout.completions, strict=True))
+        ]
+
+
+def judge(
+    config: RLTConfig,
+    run: TrainingRun,
+    student: Reference,
+    rollout: Rollout,
+    examples: Sequence[TeacherExample],
+    eos_ids: Sequence[int],
+) -> Judged:
+    """The rewards of a rollout; `examples` has the example of each of its rows."""
+    found = [
+        split_explanation(run.tokenizer, completion, config.explanation_end, eos_ids)
+        for completion in rollout.completions
+    ]
+    lengths, closed = [length for length, _ in found], [is_closed for _, is_closed in found]
+    sequences = [
+        example.student_sequence(completion[:length])
+        for example, completion, length in zip(examples, rollout.completions, lengths, strict=True)
+    ]
+    with student.model() as model:
+        scored = student_logprobs(
+            model,
+            sequences,
+            pad_id=run.pad_id,
+            temperature=config.student_temperature or config.temperature,
+            rows_per_pass=config.batch_size,
+            device=run.device,
+        )
+    starts = [sequence.prompt_length for sequence in rollout.sequences]
+    teacher, _ = spans(rollout.logprobs, rollout.batch.first_trained, starts, lengths)
+    reward = teacher_reward(
+        scored.solution,
+        scored.solution_mask,
+        teacher,
+        scored.explanation,
+        scored.explanation_mask,
+        torch.tensor(closed, device=run.device),
+        solution_reductions=config.solution_reductions,
+        solution_coefficients=config.solution_coefficients,
+        kl_reductions=config.kl_reductions,
+        kl_coefficients=config.kl_coefficients,
+        format_penalty=config.format_penalty,
+    )
+    return Judged(reward, lengths, closed)
+
+
+def train(config: RLTConfig) -> dict[str, Any]:
+    """Run RLT and return its summary; outputs and errors as in `dpo.train`."""
+    # Before the run, which writes: a student that cannot be loaded leaves nothing behind.
+    student = None
+    if config.student_model is not None:
+        device, offload = resolve_device(config.device), config.offload_untrained_models
+        student = load_student(config.student_model, config.dtype, device, offload=offload)
+    sampling = Sampling(
+        config.max_completion_length, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+    )
+    with ExitStack() as stack, TrainingRun(config, "rlt", _loader(config)) as run:
+        reference = None
+        if config.beta > 0 or student is None:
+            reference = run.reference(offload=config.offload_untrained_models)
+        student = student or reference
+        assert student is not None
+        parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
+        engine = make_engine(
+            config.rollout_engine,
+            run.model,
+            run.tokenizer,
+            max_length=config.max_prompt_length + config.max_completion_length,
+            vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        )
+        if config.generation_aggregation_steps is not None:
+            engine = InParts(engine, config.batch_size * config.generation_aggregation_steps)
+        stack.callback(engine.close)
+
+        def explain(examples: Sequence[TeacherExample], n: int) -> tuple[Rollout, Judged, list[TeacherExample]]:
+            with run.time("rollout"):
+                sampled = rollout(
+                    engine,
+                    run.model,
+                    [example.ids for example in examples],
+                    n_generations=n,
+                    sampling=sampling,
+                    pad_id=run.pad_id,
+                    rows_per_pass=config.batch_size,
+                )
+            of_rows = [example for example in examples for _ in range(n)]
+            with run.time("reward"):
+                return sampled, judge(config, run, student, sampled, of_rows, engine.eos_ids), of_rows
+
+        def evaluate() -> dict[str, Tensor | float]:
+            """One explanation of each example."""
+            data, size = run.eval_data or [], config.completions_per_step
+            means: dict[str, Tensor | float] = {}
+            sequences, ended = [], []
+            for start in range(0, len(data), size):
+                part = data[start : start + size]
+                sampled, judged, _ = explain(part, 1)
+                for name, value in judged.means().items():
+                    means[name] = means.get(name, 0.0) + value * (len(part) / len(data))
+                sequences += sampled.sequences
+                ended.append(sampled.ended)
+            return means | completion_metrics(sequences, torch.cat(ended))
+
+        for step in run.steps(evaluate):
+            sampled, judged, examples = explain(run.examples_of(step), config.n_generations)
+            advantages = group_advantages(judged.reward.total, config.n_generations)
+            ref_logprobs = None
+            if config.beta > 0:
+                assert reference is not None
+                with run.time("reference"):
+                    ref_logprobs = rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
+            figures = update_on_rollout(
+                run,
+                sampled,
+                advantages,
+                ref_logprobs=ref_logprobs,
+                loss_type=config.loss_type,
+                beta=config.beta,
+                epsilon=config.epsilon,
+                epsilon_high=config.epsilon_high,
+            )
+            if run.samples_due(step) or parts is not None:
+                rows = judged.rows(sampled, examples, run.tokenizer)
+                run.log_samples(step, rows)
+                if parts is not None:
+                    for row in rows:
+                        parts.write({"step": step, **row})
+            groups = judged.reward.total.view(-1, config.n_generations)
+            run.log(
+                step,
+                sampled.batch.n_tokens,
+                **figures,
+                **judged.means(),
+                **completion_metrics(sampled.sequences, sampled.ended),
+                reward_std=groups.std(dim=1).mean(),
+            )
+        return run.finish()
+
+
+def _loader(config: RLTConfig) -> LoadData:
+    def load(
+        dataset: str, split: str, tokenizer: Any, subset_size: int | None, seed: int
+    ) -> tuple[list[TeacherExample], LessonReport]:
+        student_tokenizer = None
+        if config.student_model is not None:
+            student_tokenizer = load_student_tokenizer(config.student_model, tokenizer)
+        examples, report = load_teacher_examples(
+            dataset,
+            split,
+            tokenizer,
+            config,
+            student_tokenizer=student_tokenizer,
+            max_prompt_length=config.max_prompt_length,
+            subset_size=subset_size,
+            seed=seed,
+        )
+        student_name = config.student_model or config.ref_name or config.policy_name
+        require_student_room(student_name, examples, config.max_completion_length)
+        return examples, report
+
+    return load

@@ -1,0 +1,73 @@
+"""Completions sampled from the policy while it trains, by one of three engines behind one interface.
+
+| engine | |
+|---|---|
+| `generate` | transformers' `model.generate`: runs everywhere, every prompt padded to the longest |
+| `continuous_batching` | transformers' `model.generate_batch`: a row that ends gives its place to the next one |
+| `vllm` | vLLM in the same process (extra `vllm`), which gets the policy's weights before each rollout |
+
+Whatever the engine, log-probabilities are the policy's own, recomputed by `rollout` as training computes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_opt.errors import ConfigError
+
+from .continuous_batching import ContinuousBatchingEngine
+from .generate import GenerateEngine
+from .sampling import Engine, Rollout, Sampling, rollout, sample, stop_ids
+from .vllm import VLLMEngine
+
+__all__ = [
+    "ContinuousBatchingEngine",
+    "Engine",
+    "GenerateEngine",
+    "Rollout",
+    "Sampling",
+    "VLLMEngine",
+    "make_engine",
+    "rollout",
+    "sample",
+    "stop_ids",
+]
+
+
+def make_engine(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    *,
+    max_rows: int | None = None,
+    max_length: int | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+) -> Engine:
+    """The engine of this name, for a policy and its tokenizer.
+
+    Args:
+        model: a transformers causal language model, or peft's wrapper of one.
+        tokenizer: of its EOS, and of the padding that engine generate puts before prompts.
+        max_rows: completions sampled at once, which bounds the memory of keys and values; None for all of a call's.
+        max_length: of engine vllm: tokens of the longest prompt with its completion; None for what the model's
+            positions reach.
+        vllm_gpu_memory_utilization: of engine vllm: the share of the GPU's memory that it may take.
+
+    Raises:
+        ConfigError: an unknown name, a model and tokenizer without an EOS token, or an engine that cannot run here.
+    """
+    eos_ids = stop_ids(model, tokenizer)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
+    if name == "generate":
+        return GenerateEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+    if name == "continuous_batching":
+        return ContinuousBatchingEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+    if name == "vllm":
+        return VLLMEngine(
+            model,
+            eos_ids=eos_ids,
+            gpu_memory_utilization=vllm_gpu_memory_utilization,
+            max_length=max_length,
+            max_rows=max_rows,
+        )
+    raise ConfigError(f"rollout_engine is {name!r}, wanted generate, continuous_batching or vllm")

@@ -1,0 +1,265 @@
+"""What every engine is asked for and returns, and the rollout that training works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparse_opt.errors import ConfigError, SparseOptError
+
+from ..encoding import TokenBatch, TokenSequence, collate
+from ..logprobs import token_logprobs
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Nothing else shapes them: a model's own generation settings are not used.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    max_new_tokens: int  # EOS among them
+    temperature: float = 1.0  # the logits are divided by it; 0 takes the most likely token
+    top_p: float = 1.0  # of the distribution's mass, its most likely part; 1 is all of it
+    top_k: int = 0  # so many of the most likely tokens; 0 is all of them
+    min_new_tokens: int = 0  # no EOS before
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens is {self.min_new_tokens}, wanted 0 to max_new_tokens {self.max_new_tokens}"
+            )
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}, wanted at least 0 (0: the most likely token)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}, wanted more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}, wanted at least 0 (0: all tokens)")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a draw."""
+        return self.temperature == 0
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by for log-probabilities: the temperature, and 1 where nothing is drawn."""
+        return 1.0 if self.greedy else self.temperature
+
+
+class Engine(Protocol):
+    """Samples completions from the policy as it is at that moment, and leaves the policy as it was.
+
+    Draws come from torch's global random state, or from a seed drawn from it: seeding torch fixes them.
+    """
+
+    eos_ids: tuple[int, ...]  # a completion ends with the first of any of them
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+        """`n` completions of each prompt, a prompt's next to each other: len(prompts) * n lists of token ids.
+
+        A completion ends with its first EOS, which it keeps, or at `max_new_tokens`.
+        """
+
+    def close(self) -> None:
+        """Give back what the engine holds; it cannot be used afterwards."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled completions, a prompt's next to each other: R rows of prompt and completion, padded on the right to T.
+
+    The columns of [R, P] tensors are positions `batch.first_trained` to T - 1, as in `token_logprobs`.
+    """
+
+    batch: TokenBatch  # [R, T] prompts and completions; completion_mask holds the sampled tokens, EOS among them
+    logprobs: Tensor  # [R, P] fp32, of the sampled tokens under the policy that sampled them; 0 elsewhere
+    ended: Tensor  # [R] bool: the completion ends with an EOS, and was not cut
+    sequences: list[TokenSequence]  # the R rows' token ids, without padding
+
+    @property
+    def mask(self) -> Tensor:
+        """[R, P] bool, the sampled tokens."""
+        return self.batch.completion_mask[:, self.batch.first_trained :]
+
+    @property
+    def completions(self) -> list[list[int]]:
+        """The sampled token ids of each row, EOS among them."""
+        return [sequence.ids[sequence.prompt_length :] for sequence in self.sequences]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def select(self, rows: slice | Sequence[int]) -> Rollout:
+        """These rows, trimmed to their own longest, and with columns from their own first sampled token on."""
+        index = range(len(self))[rows] if isinstance(rows, slice) else rows
+        batch = _selected(self.batch, self.sequences, index, rows)
+        sequences = [self.sequences[row] for row in index]
+        return Rollout(batch, self.cut(self.logprobs, rows), self.ended[rows], sequences)
+
+    def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
+        """The part of a [R, P] tensor that belongs to `select(rows)`: advantages by token, values, references."""
+        index = range(len(self))[rows] if isinstance(rows, slice) else rows
+        first, length = _extent(self.sequences, index)
+        return values[rows][:, first - self.batch.first_trained : length - self.batch.first_trained]
+
+    def minibatches(self, size: int) -> Iterator[tuple[slice, Rollout]]:
+        """Consecutive parts of `size` rows, the last one of what is left: (rows, `select(rows)`)."""
+        for start in range(0, len(self), size):
+            rows = slice(start, min(start + size, len(self)))
+            yield rows, self.select(rows)
+
+
+def _extent(sequences: Sequence[TokenSequence], index: Sequence[int]) -> tuple[int, int]:
+    """The first sampled position and the length of these rows' batch."""
+    return min(sequences[row].prompt_length for row in index), max(len(sequences[row].ids) for row in index)
+
+
+def _selected(
+    batch: TokenBatch, sequences: Sequence[TokenSequence], index: Sequence[int], rows: slice | Sequence[int]
+) -> TokenBatch:
+    first, length = _extent(sequences, index)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[rows][:, :length],
+        attention_mask=batch.attention_mask[rows][:, :length],
+        completion_mask=batch.completion_mask[rows][:, :length],
+        first_trained=first,
+        n_tokens=sum(len(sequences[row].ids) for row in index),
+        n_trained=sum(sequences[row].n_trained for row in index),
+    )
+
+
+@torch.no_grad()
+def rollout(
+    engine: Engine,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n_generations: int,
+    sampling: Sampling,
+    pad_id: int,
+    rows_per_pass: int | None = None,
+) -> Rollout:
+    """Sample `n_generations` completions of each prompt, and compute their log-probabilities under the model.
+
+    Log-probabilities come from forward passes of their own, as training runs them, at the sampling temperature: what an
+    engine computes along the way comes from other kernels, a cache, or another dtype, and differs from it. They are
+    those of the whole distribution, also where `top_p` or `top_k` cut the one that was sampled from; so does training.
+
+    Args:
+        engine: samples from the weights that `model` has.
+        model: the policy, a transformers causal language model or peft's wrapper of one.
+        prompts, n_generations, sampling, pad_id: see `sample`.
+        rows_per_pass: completions in one forward pass, consecutive and trimmed to their longest; None takes all. Where
+            training takes the same rows in one pass, its first log-probabilities are these to the bit.
+
+    Raises:
+        ConfigError: no prompts, an empty one, or one too long for the model; rows_per_pass below 1.
+        SparseOptError: the engine failed, or returned other completions than were asked for.
+    """
+    if rows_per_pass is not None and rows_per_pass < 1:
+        raise ConfigError(f"rows_per_pass is {rows_per_pass}, wanted at least 1")
+    device = next(model.parameters()).device
+    batch, ended, sequences = sample(
+        engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device
+    )
+    logprobs = torch.zeros(len(sequences), batch.input_ids.shape[1] - batch.first_trained, device=device)
+    size = rows_per_pass or len(sequences)
+    for start in range(0, len(sequences), size):
+        rows = slice(start, start + size)
+        part = _selected(batch, sequences, range(len(sequences))[rows], rows)
+        columns = slice(part.first_trained - batch.first_trained, part.input_ids.shape[1] - batch.first_trained)
+        logprobs[rows, columns] = token_logprobs(model, part, sampling.logprob_temperature)
+    return Rollout(batch, logprobs, ended, sequences)
+
+
+def sample(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n_generations: int,
+    sampling: Sampling,
+    pad_id: int,
+    device: torch.device,
+) -> tuple[TokenBatch, Tensor, list[TokenSequence]]:
+    """`rollout` without log-probabilities: the fields batch, ended and sequences of a `Rollout`.
+
+    Args:
+        prompts: token ids; none empty.
+        n_generations: completions of each.
+        pad_id: stands after the end of rows; may be an EOS.
+        device: of the tensors.
+
+    Raises:
+        ConfigError: no prompts, an empty one, or one too long for the model.
+        SparseOptError: the engine failed, or returned other completions than were asked for.
+    """
+    if not prompts or not all(map(len, prompts)):
+        raise ConfigError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: wanted none empty")
+    if n_generations < 1:
+        raise ConfigError(f"n_generations is {n_generations}, wanted at least 1")
+    completions = engine.generate(prompts, n_generations, sampling)
+    _check(completions, len(prompts) * n_generations, sampling.max_new_tokens)
+    repeated = [prompt for prompt in prompts for _ in range(n_generations)]
+    sequences = [
+        TokenSequence([*prompt, *completion], len(prompt))
+        for prompt, completion in zip(repeated, completions, strict=True)
+    ]
+    ended = torch.tensor([completion[-1] in engine.eos_ids for completion in completions], device=device)
+    return collate(sequences, pad_id).to(device), ended, sequences
+
+
+def _check(completions: Sequence[Sequence[int]], n: int, longest: int) -> None:
+    if len(completions) != n:
+        raise SparseOptError(f"the rollout engine returned {len(completions)} completions, wanted {n}")
+    for row, completion in enumerate(completions):
+        if not 1 <= len(completion) <= longest:
+            raise SparseOptError(
+                f"the rollout engine's completion {row} has {len(completion)} tokens, wanted 1 to {longest}"
+            )
+
+
+def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's EOS first, then those of the model's generation settings.
+
+    Chat models end a turn with another token than a document, and name both in generation_config.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found += [] if own is None else [own] if isinstance(own, int) else [int(token) for token in own]
+    if not found:
+        raise ConfigError(
+            f"neither the tokenizer nor the generation settings of {type(model).__name__} name an EOS token, "
+            "which a rollout wants"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def cut_at_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
+    """The ids up to the first EOS, which is kept."""
+    for end, token in enumerate(ids):
+        if token in eos_ids:
+            return list(ids[: end + 1])
+    return list(ids)
+
+
+def require_room(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Raise ConfigError where the longest prompt and its completion are longer than the model's positions reach."""
+    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(map(len, prompts))
+    if reach is not None and longest + sampling.max_new_tokens > reach:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and max_new_tokens {sampling.max_new_tokens} make "
+            f"{longest + sampling.max_new_tokens}, more than the model's max_position_embeddings, {reach}"
+        )

@@ -1,0 +1,243 @@
+"""Completions by vLLM, in the trainer's own process and on its GPU (extra `vllm`).
+
+Written against the source of vLLM 0.33 and tested with a stand-in of the same signatures; it has not been run with vLLM
+itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparse_opt.errors import ConfigError, SparseOptError
+
+from .generate import causal_lm
+from .sampling import Sampling, require_room
+
+# vLLM takes no other temperatures but 0: `SamplingParams` raises lower ones in silence and refuses higher ones.
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
+
+
+class VLLMEngine:
+    """vLLM with a copy of the policy's weights, which it is given before each call of `generate`.
+
+    Between calls it sleeps: its weights and its cache give their memory back (sleep level 2), so that the copy does not
+    stand beside gradients and activations. The weights come from the policy alone, none from disk; with LoRA
+    they are merged on the way, a layer at a time, and the policy is only read. Only models whose weights vLLM uses as
+    they stand in a checkpoint can be updated so: no quantised ones, no mixtures of experts.
+
+    vLLM starts torch.distributed in this process, for a world of one.
+
+    Args:
+        model: a transformers causal language model, or peft's wrapper of one with LoRA-like adapters.
+        eos_ids: any of them ends a completion.
+        gpu_memory_utilization: the share of the GPU's memory that vLLM may take while it generates.
+        max_length: tokens of the longest prompt with its completion; None for what the model's positions reach.
+        max_rows: completions in flight at once; None for vLLM's own limit.
+        sleep: give memory back between calls; None does on a GPU.
+
+    Raises:
+        ConfigError: vLLM is not installed, the policy is not on the first GPU that is visible, or is a mixture of
+            experts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_ids: Sequence[int],
+        gpu_memory_utilization: float = 0.3,
+        max_length: int | None = None,
+        max_rows: int | None = None,
+        sleep: bool | None = None,
+    ):
+        self.model = causal_lm(model)
+        self.eos_ids = tuple(eos_ids)
+        config, device = self.model.config, self.model.device
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            n_experts = getattr(config.get_text_config(), name, None)
+            if n_experts:
+                raise ConfigError(
+                    f"rollout_engine vllm cannot update a mixture of experts, and {name} is {n_experts}: use generate "
+                    "or continuous_batching"
+                )
+        if device.type == "cuda" and device.index not in (None, 0):
+            raise ConfigError(
+                f"rollout_engine vllm runs on the first visible GPU, and the policy is on {device}: set "
+                f"CUDA_VISIBLE_DEVICES={device.index} and train on cuda:0"
+            )
+        self._vllm = _import_vllm()
+        self._sleeps = device.type == "cuda" if sleep is None else sleep
+        self._folder = tempfile.TemporaryDirectory(prefix="sparse_opt_vllm_")
+        # The configuration is all that vLLM reads: the weights come from the policy, and prompts are token ids.
+        described = copy.deepcopy(config)
+        described.architectures = [type(self.model).__name__]
+        described.save_pretrained(self._folder.name)
+        with _random_states_kept(device), _in_process():
+            self._llm = self._vllm.LLM(
+                model=self._folder.name,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                generation_config="vllm",
+                seed=0,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enable_sleep_mode=self._sleeps,
+                **({} if max_length is None else {"max_model_len": max_length}),
+                **({} if max_rows is None else {"max_num_seqs": max_rows}),
+            )
+        if self._sleeps:
+            self._llm.sleep(level=2)
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+        """See `Engine.generate`. Each completion has a seed of its own, drawn from torch's global random state.
+
+        Raises:
+            ConfigError: a temperature that vLLM does not take, or a prompt and its completion are longer than the
+                model's positions reach.
+            SparseOptError: some of vLLM's weights are not among the policy's, or it returned no completion.
+        """
+        if not sampling.greedy and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {sampling.temperature}: rollout_engine vllm takes 0, and {_LOWEST_TEMPERATURE} to "
+                f"{_HIGHEST_TEMPERATURE}"
+            )
+        require_room(self.model, prompts, sampling)
+        rows = [list(prompt) for prompt in prompts for _ in range(n)]
+        seeds = torch.randint(2**31, (len(rows),)).tolist()
+        with _random_states_kept(self.model.device):
+            if self._sleeps:
+                torch.cuda.empty_cache()  # what torch holds in reserve is not there for vLLM to wake up in
+            try:
+                self._wake_up("weights")
+                self._send_weights()
+                self._wake_up("kv_cache")
+                outputs = self._llm.generate(
+                    [{"prompt_token_ids": row} for row in rows],
+                    sampling_params=[self._params(sampling, seed) for seed in seeds],
+                    use_tqdm=False,
+                )
+            finally:
+                if self._sleeps:
+                    self._llm.sleep(level=2)
+        completions = [list(output.outputs[0].token_ids) for output in outputs]
+        if len(completions) != len(rows):
+            raise SparseOptError(f"vLLM returned {len(completions)} completions, wanted {len(rows)}")
+        return completions
+
+    def _wake_up(self, tag: str) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=[tag])
+
+    def _params(self, sampling: Sampling, seed: int) -> Any:
+        return self._vllm.SamplingParams(
+            n=1,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
+            stop_token_ids=list(self.eos_ids),
+            ignore_eos=True,  # the ids above are all there are
+            detokenize=False,
+        )
+
+    def _send_weights(self) -> None:
+        (missing,) = self._llm.apply_model(lambda model: _load(model, merged_weights(self.model)))
+        if missing:
+            raise SparseOptError(
+                f"vLLM's {type(self.model).__name__} has {len(missing)} weights that the policy does not give it, "
+                f"among them {min(missing)}"
+            )
+        # Keys and values of prompts that were seen with other weights.
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End vLLM and give its memory back."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        self._folder.cleanup()
+        gc.collect()
+        if self._sleeps:
+            torch.cuda.empty_cache()
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A model's weights under the names they have in its checkpoint, peft's adapters added in, without changing it.
+
+    A sum is rounded to the weight's dtype, as when peft merges. Tied weights come once.
+
+    Args:
+        model: a transformers model, whose layers may be wrapped by peft's.
+    """
+    adapted: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if "base_layer" in dict(module.named_children())
+    }
+    for name, parameter in model.named_parameters():
+        layer, is_base, rest = name.partition(".base_layer.")
+        if is_base and layer in adapted:
+            weight = parameter.detach()
+            if rest == "weight" and not adapted[layer].disable_adapters:
+                for adapter in adapted[layer].active_adapters:
+                    weight = weight + adapted[layer].get_delta_weight(adapter).to(weight.dtype)
+            yield f"{layer}.{rest}", weight
+        elif not any(name.startswith(f"{layer}.") for layer in adapted):
+            yield name, parameter.detach()
+
+
+def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+    """Give vLLM's model the weights; the names of those of its own that it was not given."""
+    loaded = model.load_weights(weights)
+    if loaded is None:
+        raise SparseOptError(f"vLLM's {type(model).__name__} does not say which weights it took")
+    return {name for name, _ in model.named_parameters()} - set(loaded)
+
+
+def _import_vllm() -> Any:
+    try:
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout_engine vllm wants the package vllm ({error}): pip install 'sparse-opt[vllm]', on a machine with "
+            "a CUDA GPU"
+        ) from error
+
+
+@contextmanager
+def _in_process() -> Iterator[None]:
+    """Inside, a new engine of vLLM runs in this process, where it can be handed tensors; it looks once, when made."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Python's, numpy's and torch's random states are afterwards as they were: vLLM seeds all three."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)

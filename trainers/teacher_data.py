@@ -1,0 +1,468 @@
+"""What a teacher and its student are given, as templates: questions with solutions made into prompts and sequences.
+
+A teacher (https://arxiv.org/abs/2506.08388) is given a question with its solution and writes an explanation, up to an
+end tag; a student is given the question, the explanation and then the solution. `Templates` holds the texts of both;
+the default tags are those of https://github.com/SakanaAI/RLT.
+
+A tokenizer with a chat template gets system and user texts as messages and the rest as the beginning of the assistant's
+turn; one without gets the texts one after another, verbatim.
+
+    python -m sparse_opt.trainers.teacher_data --dataset rows.jsonl --tokenizer MODEL --templates rlt.yaml \\
+        --output teacher.jsonl
+
+writes rows (prompt, completion) for the teacher's start by SFT: the prompt that it will be given by the run rlt.yaml,
+and a known explanation with the end tag. Rows of a dataset are told apart by their columns:
+
+| columns | |
+|---|---|
+| question or problem or prompt; solution or answer | text; of two columns the first named is taken |
+| and for SFT: explanation or reasoning_trace or reasoning | text |
+| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; the assistant answers as `student_answer` says |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
+
+from .config import option, parse_config
+from .data import load_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTION_COLUMNS = ("question", "problem", "prompt")
+SOLUTION_COLUMNS = ("solution", "answer")
+EXPLANATION_COLUMNS = ("explanation", "reasoning_trace", "reasoning")
+_FIELD = re.compile(r"\{(question|solution|explanation)\}")
+
+
+@dataclass(kw_only=True)
+class Templates:
+    """Texts with {question}, {solution} and {explanation} in them; an empty system text is left out."""
+
+    teacher_system: str = option(
+        "You are given a question and write its solution first, between <|begin_of_solution|> and "
+        "<|end_of_solution|>. Then you explain, between <|begin_of_explanation|> and <|end_of_explanation|>, how one "
+        "comes to this solution: step by step, with the steps apart by empty lines, so that a reader who has only the "
+        "question could follow and find the solution.",
+        "what a teacher is told before the question",
+    )
+    teacher_user: str = option("{question}", "the teacher's question")
+    teacher_start: str = option(
+        "<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n",
+        "given beginning of the teacher's answer; it goes on with the explanation",
+    )
+    explanation_end: str = option("<|end_of_explanation|>", "the tag that ends the teacher's explanation")
+    student_system: str = option(
+        "You think about a question first, step by step, between <|begin_of_thought|> and <|end_of_thought|>, and then "
+        "write its solution between <|begin_of_solution|> and <|end_of_solution|>.",
+        "what a student is told before the question",
+    )
+    student_user: str = option("{question}", "the student's question")
+    student_answer: str = option(
+        "<|begin_of_thought|>\n\n{explanation}<|end_of_thought|>\n\n<|begin_of_solution|>\n\n{solution}\n\n"
+        "<|end_of_solution|>",
+        "the student's answer",
+    )
+
+    def check_templates(self) -> None:
+        """Raise ConfigError where a template lacks a field or has one that is not its own."""
+        for names, wanted, others in (
+            (("teacher_system", "teacher_user", "teacher_start"), ("question", "solution"), ("explanation",)),
+            (("student_system", "student_user"), ("question",), ("explanation", "solution")),
+            (("student_answer",), ("explanation", "solution"), ("question",)),
+            (("explanation_end",), (), ("question", "solution", "explanation")),
+        ):
+            found = [field for name in names for field in _FIELD.findall(getattr(self, name))]
+            label = ", ".join(f"'{name}'" for name in names)
+            for field in wanted:
+                if field not in found:
+                    raise ConfigError(f"the templates {label} have no {{{field}}}")
+            for field in others:
+                if field in found:
+                    raise ConfigError(f"the templates {label} have {{{field}}}, which does not belong there")
+        if _FIELD.findall(self.student_answer) != ["explanation", "solution"]:
+            raise ConfigError("option 'student_answer': wanted {explanation} and after it {solution}, each once")
+        if not self.explanation_end:
+            raise ConfigError("option 'explanation_end' is empty: wanted a tag, by which explanations are told to end")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A question with its solution, and an explanation where one is known."""
+
+    question: str
+    solution: str
+    explanation: str | None = None
+
+
+@dataclass(frozen=True)
+class StudentSequence:
+    """What a student reads, up to the solution's last token; nothing after it bears on its log-probabilities."""
+
+    ids: list[int]
+    explanation: slice  # positions in ids
+    solution: slice
+
+
+@dataclass(frozen=True)
+class TeacherExample:
+    """A lesson as tokens: the teacher's prompt, and the pieces around the explanation in what the student reads."""
+
+    lesson: Lesson
+    ids: list[int]
+    text: str
+    student_start: list[int]
+    student_middle: list[int]
+    solution: list[int]
+
+    def student_sequence(self, explanation: Sequence[int]) -> StudentSequence:
+        """The student's sequence around the teacher's own tokens: none is tokenized anew, so both score the same."""
+        start = len(self.student_start)
+        end = start + len(explanation)
+        solution = end + len(self.student_middle)
+        ids = [*self.student_start, *explanation, *self.student_middle, *self.solution]
+        return StudentSequence(ids, slice(start, end), slice(solution, solution + len(self.solution)))
+
+
+@dataclass
+class LessonReport:
+    """What became of a dataset's rows."""
+
+    n_rows: int = 0
+    n_examples: int = 0
+    n_dropped_too_long: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.n_examples} examples from {self.n_rows} rows"]
+        if self.n_dropped_too_long:
+            parts.append(f"{self.n_dropped_too_long} dropped for a prompt longer than max_prompt_length")
+        return "; ".join(parts)
+
+
+# Rows
+
+
+def load_lessons(
+    dataset: str, split: str, templates: Templates, *, subset_size: int | None = None, seed: int = 0
+) -> list[Lesson]:
+    """A dataset's rows as lessons; `subset_size` of them, drawn with the seed, or all in order.
+
+    Raises:
+        DataError: see `load_records`; columns or a row of another form than the module's table has.
+    """
+    from .order import permutation
+
+    records = load_records(dataset, split)
+    read = lesson_reader(records.column_names, dataset, templates)
+    rows: Sequence[int] = range(len(records))
+    if subset_size is not None and subset_size < len(records):
+        rows = permutation(len(records), seed, 0)[:subset_size]
+    lessons = []
+    for row in rows:
+        try:
+            lessons.append(read(records[row]))
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
+    return lessons
+
+
+def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Callable[[dict[str, Any]], Lesson]:
+    """The function that reads a row of these columns; `name` is the dataset's, for messages.
+
+    Raises:
+        DataError: the columns hold no lessons.
+    """
+    found = set(columns)
+    question, solution, explanation = (
+        next((column for column in wanted if column in found), None)
+        for wanted in (QUESTION_COLUMNS, SOLUTION_COLUMNS, EXPLANATION_COLUMNS)
+    )
+    if question is not None and solution is not None:
+
+        def read(row: dict[str, Any]) -> Lesson:
+            return Lesson(
+                _text(row, question), _text(row, solution), None if explanation is None else _text(row, explanation)
+            )
+
+        return read
+    if "conversations" in found:
+        answer = _answer_pattern(templates.student_answer)
+        return lambda row: _read_conversation(row["conversations"], answer)
+    raise DataError(
+        f"dataset {name}: found columns ({', '.join(sorted(found))}); wanted one of ({', '.join(QUESTION_COLUMNS)}) "
+        f"with one of ({', '.join(SOLUTION_COLUMNS)}), or (conversations)"
+    )
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"column '{column}' is {str(value)[:80]!r}: wanted text that is not empty")
+    return value
+
+
+def _answer_pattern(student_answer: str) -> re.Pattern[str]:
+    """The template as a pattern of answers, in which any white space stands for any other."""
+    pieces = []
+    for piece in re.split(r"(\{explanation\}|\{solution\}|\s+)", student_answer):
+        if piece in ("{explanation}", "{solution}"):
+            pieces.append(f"(?P<{piece[1:-1]}>.*?)")
+        else:
+            pieces.append(r"\s*" if piece.isspace() else re.escape(piece))
+    return re.compile("".join(pieces) + r"\s*", re.DOTALL)
+
+
+def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
+    said = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
+    if not isinstance(said.get("user"), str) or not isinstance(said.get("assistant"), str):
+        raise DataError("column 'conversations': wanted a list of {from, value} with user and assistant")
+    match = answer.fullmatch(said["assistant"])
+    if match is None:
+        raise DataError(
+            f"the assistant says {said['assistant'][:80]!r}...: wanted an answer as template student_answer"
+        )
+    return Lesson(said["user"], match["solution"].strip(), match["explanation"])
+
+
+# Tokens
+
+
+def load_teacher_examples(
+    dataset: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    templates: Templates,
+    *,
+    student_tokenizer: PreTrainedTokenizerBase | None = None,
+    max_prompt_length: int,
+    subset_size: int | None = None,
+    seed: int = 0,
+) -> tuple[list[TeacherExample], LessonReport]:
+    """A dataset's lessons as tokens; those whose teacher's prompt is longer than `max_prompt_length` are left out.
+
+    Raises:
+        DataError: see `load_lessons` and `encode_lesson`; also when no example is left.
+    """
+    lessons = load_lessons(dataset, split, templates, subset_size=subset_size, seed=seed)
+    examples = [encode_lesson(tokenizer, lesson, templates, student_tokenizer) for lesson in lessons]
+    kept = [example for example in examples if len(example.ids) <= max_prompt_length]
+    report = LessonReport(len(examples), len(kept), len(examples) - len(kept))
+    if not kept:
+        raise DataError(f"dataset {dataset}: no example left; {report}")
+    return kept, report
+
+
+def encode_lesson(
+    tokenizer: PreTrainedTokenizerBase,
+    lesson: Lesson,
+    templates: Templates,
+    student_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> TeacherExample:
+    """The lesson's token ids, those of the student by its own tokenizer, whose chat template may be another.
+
+    Raises:
+        DataError: a piece has no tokens, or the tokenizer writes other text when pieces are tokenized apart.
+    """
+    student_tokenizer = student_tokenizer or tokenizer
+    text = teacher_prompt(tokenizer, lesson, templates)
+    before, middle, _ = _FIELD.split(templates.student_answer)[::2]
+    start_text = _opening(student_tokenizer, templates.student_system, templates.student_user, lesson) + before
+    pieces = [_first_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, lesson.solution])]
+    ids = _first_ids(tokenizer, text)
+    for name, piece in (("teacher's prompt", ids), ("student's prompt", pieces[0]), ("solution", pieces[2])):
+        if not piece:
+            raise DataError(f"the {name} has no tokens")
+    apart = student_tokenizer.decode([id for piece in pieces for id in piece])
+    whole = student_tokenizer.decode(_first_ids(student_tokenizer, start_text + middle + lesson.solution))
+    if apart != whole:
+        raise DataError(
+            f"the tokenizer writes {_around_difference(apart, whole)!r} for pieces tokenized apart, "
+            f"{_around_difference(whole, apart)!r} for the whole; wanted the same"
+        )
+    return TeacherExample(lesson, ids, text, *pieces)
+
+
+def teacher_prompt(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> str:
+    """The text that the teacher goes on from with its explanation."""
+    opening = _opening(tokenizer, templates.teacher_system, templates.teacher_user, lesson)
+    return opening + _filled(templates.teacher_start, lesson)
+
+
+def teacher_demonstration(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> dict[str, str]:
+    """A row (prompt, completion) for SFT: the teacher's prompt; the lesson's explanation and the end tag.
+
+    Raises:
+        DataError: the lesson has no explanation.
+    """
+    if lesson.explanation is None:
+        raise DataError(f"no explanation; wanted a column of ({', '.join(EXPLANATION_COLUMNS)})")
+    prompt = teacher_prompt(tokenizer, lesson, templates)
+    return {"prompt": prompt, "completion": lesson.explanation + templates.explanation_end}
+
+
+def split_explanation(
+    tokenizer: PreTrainedTokenizerBase, completion: Sequence[int], explanation_end: str, eos_ids: Sequence[int]
+) -> tuple[int, bool]:
+    """How many of a completion's tokens are its explanation, and whether the end tag closes it.
+
+    A token that holds the tag's first character counts as the tag's, with what else it holds. Without the tag the
+    explanation is all of the completion but an EOS at its end.
+
+    Args:
+        completion: token ids, EOS among them where it was sampled.
+        eos_ids: ids that end a completion.
+    """
+
+    def has_tag(start: int, end: int) -> bool:
+        return explanation_end in tokenizer.decode(completion[start:end])
+
+    n = len(completion)
+    if not has_tag(0, n):
+        return n - int(n > 0 and completion[-1] in eos_ids), False
+    end = _first(1, n, lambda count: has_tag(0, count))
+    return _first(1, end, lambda start: not has_tag(start, end)) - 1, True
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The smallest of low..high that holds, where all that follow one that holds do too; high if none does."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson: Lesson) -> str:
+    system, user = _filled(system, lesson), _filled(user, lesson)
+    if tokenizer.chat_template is None:
+        return system + user
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": user})
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
+
+
+def _filled(template: str, lesson: Lesson) -> str:
+    """The template with the lesson's texts; braces inside them stay as they are."""
+    return _FIELD.sub(lambda field: str(getattr(lesson, field[1])), template)
+
+
+def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # As in `encoding`: text that was put through a chat template has its BOS already.
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+
+
+def _later_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
+    for text in texts:
+        yield list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _around_difference(text: str, other: str) -> str:
+    """The few characters about the place where a text parts from another."""
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[max(0, same - 20) : same + 20]
+
+
+def tokenizer_named(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model by hub name or folder.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise DataError(f"cannot load a tokenizer from {name}: {first_line}") from error
+    return tokenizer
+
+
+# The command
+
+
+@dataclass(kw_only=True)
+class TeacherDataConfig:
+    """Write rows (prompt, completion) for a teacher's start by SFT."""
+
+    dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file, with explanations")
+    dataset_split: str = option("train", "split of a hub dataset")
+    subset_size: int | None = option(None, "take this many rows, drawn with the seed")
+    seed: int = option(0, "seed of the draw")
+    tokenizer: str = option(help="hub name or local folder of the model that will be the teacher")
+    templates: Path | None = option(None, "YAML file of an rlt run, whose templates are taken; none is the defaults")
+    output: Path = option(help="new .jsonl file")
+
+
+def read_templates(file: Path) -> Templates:
+    """The templates among the options of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, one is no text, or one lacks a field.
+    """
+    try:
+        options = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"option 'templates': cannot read {file}: {' '.join(str(error).split())}") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"option 'templates': {file} has no options")
+    found = {field.name: options[field.name] for field in fields(Templates) if field.name in options}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"option '{name}' in {file} is {value!r}: wanted text")
+    templates = Templates(**found)
+    templates.check_templates()
+    return templates
+
+
+def write_demonstrations(config: TeacherDataConfig) -> int:
+    """Write the rows that `config` asks for, and return how many.
+
+    Raises:
+        ConfigError: the output exists, or the templates' file cannot be read or lacks a field.
+        DataError: the tokenizer or the dataset cannot be read, or a row has no explanation.
+    """
+    if config.output.exists():
+        raise ConfigError(f"option 'output': {config.output} exists; choose another or remove it")
+    tokenizer = tokenizer_named(config.tokenizer)
+    templates = Templates() if config.templates is None else read_templates(config.templates)
+    lessons = load_lessons(
+        config.dataset, config.dataset_split, templates, subset_size=config.subset_size, seed=config.seed
+    )
+    rows = [teacher_demonstration(tokenizer, lesson, templates) for lesson in lessons]
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    with config.output.open("x", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return len(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the rows that the command line asks for; 2 where the call was wrong, 1 where the data is."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        config = parse_config(TeacherDataConfig, words, prog="python -m sparse_opt.trainers.teacher_data")
+        print(f"{write_demonstrations(config)} rows in {config.output}")
+    except SparseOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
