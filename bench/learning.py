@@ -1,7 +1,7 @@
 """Do the loops learn, and how do sparse runs learn beside dense and LoRA ones? On generated arithmetic, over seeds.
 
 A small Llama is trained from scratch by SFT on demonstrations that are right in part (`trainers.arithmetic`), which
-leaves the rest to reinforcement. From that start, GRPO, PPO, RFT and RLT train with a verifier's reward, or a student's:
+leaves the rest to reinforcement. From there GRPO, PPO, RFT and RLT train with the reward of a verifier or a student:
 
 | trained | |
 |---|---|
@@ -11,8 +11,8 @@ leaves the rest to reinforcement. From that start, GRPO, PPO, RFT and RLT train 
 | found:2.5 | the 2.5 % that moved most in a dense run of the same algorithm, with a seed of its own |
 
 The learning rate of each is the best of a few by a seed of its own (`--tune`), as the ones that suit a tenth or a
-fortieth of the weights are higher than those that suit all. Figures are of held-out questions: for GRPO, PPO and RFT the
-share that is answered right, greedily; for RLT the teacher's reward.
+fortieth of the weights are higher than those that suit all. Figures are of held-out questions: for GRPO, PPO and RFT
+the share of sampled answers that are right, for RLT the teacher's reward.
 
 Runs go on side by side, a process each; what is done is kept in the results file, and a second call goes on from there.
 """
@@ -69,9 +69,9 @@ class World:
     settings: dict[str, Any]
     device: str
 
-    @property
-    def data(self) -> Path:
-        return self.folder / "arithmetic" / "data"
+    def data(self, algorithm: str, name: str) -> Path:
+        """A file of the questions that an algorithm trains or is tested on."""
+        return self.folder / _questions(algorithm) / "data" / f"{name}.jsonl"
 
     def start(self, algorithm: str) -> Path:
         """The weights that an algorithm's runs begin with."""
@@ -79,25 +79,39 @@ class World:
 
     def options(self, algorithm: str) -> dict[str, Any]:
         """Of the algorithm's config, but for mode, learning rate, seed and folders."""
-        return {**self.settings["shared"], **self.settings[algorithm]["options"], "device": self.device}
+        options = {**self.settings["shared"], **self.settings[algorithm]["options"], "device": self.device}
+        if algorithm == "rlt":
+            options |= {**self.settings["templates"], "student_model": self.folder / "student" / "final"}
+        return options
 
 
-def make_world(world: World) -> None:
+def _questions(algorithm: str) -> str:
+    return "think" if algorithm == "rlt" else "plain"
+
+
+def make_world(world: World, algorithms: Iterable[str]) -> None:
     """The questions, and the models that reinforcement begins with; what is there stays as it is."""
     from sparse_opt.trainers import sft, teacher_data
     from sparse_opt.trainers.arithmetic import make_arithmetic
 
-    if not world.data.is_dir():
-        make_arithmetic(world.folder / "arithmetic", **world.settings["arithmetic"])
-    shared = {**world.settings["shared"], "device": world.device, "policy_name": world.folder / "arithmetic" / "model"}
-    _finish(
-        sft, "SFTConfig", {**shared, **world.settings["sft"]}, world.data / "demonstrations.jsonl", world.folder / "sft"
-    )
-    rows = world.data / "teacher_demonstrations.jsonl"
-    if not rows.is_file():
-        teacher_data.main(["--dataset", str(world.data / "explanations.jsonl"), "--output", str(rows)])
-    shared["policy_name"] = world.folder / "sft" / "final"
-    _finish(sft, "SFTConfig", {**shared, **world.settings["teacher"]}, rows, world.folder / "teacher")
+    for kind in sorted({_questions(algorithm) for algorithm in algorithms}):
+        if not (world.folder / kind).is_dir():
+            make_arithmetic(world.folder / kind, **world.settings[kind])
+        model = {**world.settings["shared"], "device": world.device, "policy_name": world.folder / kind / "model"}
+        name = "student" if kind == "think" else "sft"
+        demonstrations = world.folder / kind / "data" / "demonstrations.jsonl"
+        _finish(sft, "SFTConfig", {**model, **world.settings[name]}, demonstrations, world.folder / name)
+        if kind == "plain":
+            continue
+        rows, templates = world.folder / "teacher.jsonl", world.folder / "templates.yaml"
+        if not rows.is_file():
+            templates.write_text(yaml.safe_dump(world.settings["templates"]), encoding="utf-8")
+            explanations = world.folder / kind / "data" / "explanations.jsonl"
+            words = {"dataset": explanations, "tokenizer": model["policy_name"], "templates": templates, "output": rows}
+            if teacher_data.main([f"{key}={value}" for key, value in words.items()]):
+                raise RuntimeError(f"{explanations} could not be made into a teacher's demonstrations")
+        model |= {"checkpoint": world.folder / "student" / "final"}
+        _finish(sft, "SFTConfig", {**model, **world.settings["teacher"]}, rows, world.folder / "teacher")
 
 
 def _finish(module: Any, config: str, options: dict[str, Any], dataset: Path, folder: Path) -> dict[str, Any]:
@@ -135,7 +149,7 @@ def do(world: World, run: Run) -> dict[str, Any]:
     else:
         module = importlib.import_module(f"sparse_opt.trainers.{run.algorithm}")
         options["policy_name"] = world.start(run.algorithm)
-        train, test = (world.data / f"{name}.jsonl" for name in world.settings[run.algorithm]["data"])
+        train, test = (world.data(run.algorithm, name) for name in world.settings[run.algorithm]["data"])
         options["eval_dataset"] = test
         summary = _finish(module, f"{run.algorithm.upper()}Config", options, train, folder)
         rows = [json.loads(line) for line in Path(summary["metrics_file"]).read_text(encoding="utf-8").splitlines()]
@@ -188,13 +202,8 @@ def find(world: World, algorithm: str, learning_rate: float) -> None:
         return
     options["policy_name"] = world.start(algorithm)
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
-    _finish(
-        module,
-        f"{algorithm.upper()}Config",
-        options,
-        world.data / f"{world.settings[algorithm]['data'][0]}.jsonl",
-        folder,
-    )
+    train = world.data(algorithm, world.settings[algorithm]["data"][0])
+    _finish(module, f"{algorithm.upper()}Config", options, train, folder)
 
 
 def _rft(world: World, run: Run, options: dict[str, Any], folder: Path) -> tuple[list[float], float]:
@@ -206,7 +215,7 @@ def _rft(world: World, run: Run, options: dict[str, Any], folder: Path) -> tuple
     kept = folder / "datagen"
     if not (kept / "report.json").is_file():
         rft.datagen(
-            _config(rft, "DatagenConfig", {**datagen, "dataset": world.data / "train.jsonl", "output_dir": kept})
+            _config(rft, "DatagenConfig", {**datagen, "dataset": world.data("rft", "train"), "output_dir": kept})
         )
     summary = _finish(rft, "RFTConfig", {**options, "policy_name": start}, kept / "kept.jsonl", folder / "train")
     rows = [json.loads(line) for line in Path(summary["metrics_file"]).read_text(encoding="utf-8").splitlines()]
@@ -214,11 +223,11 @@ def _rft(world: World, run: Run, options: dict[str, Any], folder: Path) -> tuple
 
 
 def accuracy(world: World, model: Path, folder: Path, seed: int) -> float:
-    """The share of held-out questions that a model answers right, greedily."""
+    """The share of a model's sampled answers to held-out questions that are right."""
     from sparse_opt.trainers import rft
 
     if not (folder / "summary.json").is_file():
-        options = {**world.settings["test"], "policy_name": model, "dataset": world.data / "test.jsonl", "seed": seed}
+        options = {**world.settings["test"], "policy_name": model, "dataset": world.data("grpo", "test"), "seed": seed}
         rft.test(_config(rft, "TestConfig", {**options, "output_dir": folder, "device": world.device}))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return float(summary["accuracy"])
@@ -322,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = resolve_device(args.device)
     world = World(args.output_dir.resolve(), settings, str(device))
     results = Results(path, {"environment": environment(device), "size": args.size, "settings": settings})
-    make_world(world)
+    make_world(world, args.algorithms)
     rates = {
         (algorithm, what): float(settings[algorithm]["learning_rates"][what.partition(":")[0]])
         for algorithm in args.algorithms

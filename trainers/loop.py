@@ -374,7 +374,12 @@ def seed_everything(seed: int, step: int) -> None:
 
 
 def _read(metrics: Mapping[str, Tensor | float | None]) -> dict[str, float | None]:
-    """All figures as numbers, the tensors among them in one copy."""
-    tensors = {name: value.detach().float().reshape(()) for name, value in metrics.items() if isinstance(value, Tensor)}
-    read = dict(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True)) if tensors else {}
-    return {name: read.get(name, value) for name, value in metrics.items()}  # type: ignore[misc]  # no tensor is left
+    """All figures as numbers; tensors of a device are read in one copy."""
+    tensors: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor):
+            tensors.setdefault(value.device, {})[name] = value.detach().float().reshape(())
+    read: dict[str, float] = {}
+    for of_device in tensors.values():
+        read.update(zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True))
+    return {name: read[name] if isinstance(value, Tensor) else value for name, value in metrics.items()}

@@ -294,8 +294,10 @@ class Scorer:
             rows_per_pass=config.batch_size,
         )
 
-    def __call__(self, run: TrainingRun, rollout: Rollout, examples: Sequence[PromptExample]) -> Tensor:
-        """[R] fp32 on the run's device.
+    def __call__(
+        self, run: TrainingRun, rollout: Rollout, examples: Sequence[PromptExample]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """[R] fp32 on the run's device; and each reward function's mean, for the log.
 
         Args:
             examples: [R], the one that each completion is of.
@@ -303,18 +305,19 @@ class Scorer:
         decode = run.tokenizer.batch_decode
         if self.model is not None:
             # Decoded together: a tokenizer may drop a completion's first space, and split a letter between the two.
-            return self.model(decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True))
+            return self.model(decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True)), {}
         assert self.functions is not None
         completions = decode(rollout.completions, skip_special_tokens=True)
         columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        scores = self.functions([example.prompt for example in examples], completions, rollout.completions, columns)
-        unscored = scores.isnan().nonzero().flatten().tolist()
+        prompts = [example.prompt for example in examples]
+        found = self.functions.score(prompts, completions, rollout.completions, columns)
+        unscored = found.total.isnan().nonzero().flatten().tolist()
         if unscored:
             raise DataError(
-                f"no reward function applies to {len(unscored)} of {len(scores)} completions, the first of the prompt "
-                f"{examples[unscored[0]].text!r}; PPO wants a score for each"
+                f"no reward function applies to {len(unscored)} of {len(found.total)} completions, the first of the "
+                f"prompt {examples[unscored[0]].text!r}; PPO wants a score for each"
             )
-        return scores.to(run.device)
+        return found.total.to(run.device), {f"rewards/{name}": mean for name, mean in found.means().items()}
 
 
 def sample_rollout(
@@ -417,7 +420,7 @@ def evaluate(
     for start in range(0, len(data), config.completions_per_step):
         examples = data[start : start + config.completions_per_step]
         rollout, _ = sample_rollout(run, engine, head, examples, replace(config, n_generations=1))
-        scores.append(scorer(run, rollout, examples))
+        scores.append(scorer(run, rollout, examples)[0])
         lengths += rollout.batch.n_trained
         ended.append(rollout.ended)
     return {
@@ -507,7 +510,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
             with run.time("rollout"), torch.no_grad():
                 rollout, values = sample_rollout(run, engine, critic.head, run.examples_of(step), config)
             with run.time("reward"):
-                scores = scorer(run, rollout, examples)
+                scores, by_function = scorer(run, rollout, examples)
             with run.time("reference"):
                 ref_logprobs = reference_logprobs(reference, rollout, config)
 
@@ -535,6 +538,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 step,
                 n_tokens=rollout.batch.n_tokens,
                 **figures,
+                **by_function,
                 kl=kl,
                 kl_coefficient=coefficient,
                 entropy=-logprobs.sum() / rollout.batch.n_trained,

@@ -31,6 +31,7 @@ from sparse_opt.errors import ConfigError
 
 from .config import option
 from .grpo import LossType, completion_metrics, group_advantages, rollout_logprobs, update_on_rollout
+from .lessons import Templates
 from .loop import TrainingRun
 from .models import resolve_device
 from .options import RolloutOptions, require_at_least
@@ -38,10 +39,9 @@ from .reference import Reference
 from .rollouts import Engine, Rollout, Sampling, make_engine, rollout
 from .run_data import LoadData
 from .student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
-from .teacher_data import LessonReport, TeacherExample, Templates, load_teacher_examples, split_explanation
+from .teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
 
 Reduction = Literal["mean", "sum", "min", "max"]
-
 
 PARTS_FILE = "reward_parts.jsonl"
 
@@ -257,7 +257,7 @@ class Judged:
             "explanation_length": sum(self.explanation_lengths) / n,
         }
 
-    def rows(self, rollout: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
+    def rows(self, sampled: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
         """One for each completion, with the parts of its reward."""
         reward = self.reward
         columns = {
@@ -278,7 +278,7 @@ class Judged:
                 "completion_length": len(completion),
                 "closed": self.closed[row],
             }
-            for row, (example, completion) in enumerate(zip(examples, rollout.completions, strict=True))
+            for row, (example, completion) in enumerate(zip(examples, sampled.completions, strict=True))
         ]
 
 
@@ -286,19 +286,19 @@ def judge(
     config: RLTConfig,
     run: TrainingRun,
     student: Reference,
-    rollout: Rollout,
+    sampled: Rollout,
     examples: Sequence[TeacherExample],
     eos_ids: Sequence[int],
 ) -> Judged:
     """The rewards of a rollout; `examples` has the example of each of its rows."""
     found = [
         split_explanation(run.tokenizer, completion, config.explanation_end, eos_ids)
-        for completion in rollout.completions
+        for completion in sampled.completions
     ]
     lengths, closed = [length for length, _ in found], [is_closed for _, is_closed in found]
     sequences = [
         example.student_sequence(completion[:length])
-        for example, completion, length in zip(examples, rollout.completions, lengths, strict=True)
+        for example, completion, length in zip(examples, sampled.completions, lengths, strict=True)
     ]
     with student.model() as model:
         scored = student_logprobs(
@@ -309,8 +309,8 @@ def judge(
             rows_per_pass=config.batch_size,
             device=run.device,
         )
-    starts = [sequence.prompt_length for sequence in rollout.sequences]
-    teacher, _ = spans(rollout.logprobs, rollout.batch.first_trained, starts, lengths)
+    starts = [sequence.prompt_length for sequence in sampled.sequences]
+    teacher, _ = spans(sampled.logprobs, sampled.batch.first_trained, starts, lengths)
     reward = teacher_reward(
         scored.solution,
         scored.solution_mask,

@@ -49,9 +49,10 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
         algorithm: the name in folders, trackers and the summary; other loops that end in SFT give theirs.
     """
     load = data_loader("demonstration", config)
-    with TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load) as run:
-        if config.packing:
-            check_packing(run.model)
+    run = TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load)
+    if config.packing:
+        check_packing(run.model)
+    with run:
 
         def batches_of(examples: Sequence[list[TokenSequence]]) -> list[TokenBatch]:
             size = config.batch_size

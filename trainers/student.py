@@ -47,6 +47,7 @@ def student_logprobs(
         batch = collate([TokenSequence(row.ids, row.explanation.start) for row in part], pad_id).to(device)
         columns = slice(batch.first_trained, batch.input_ids.shape[1])
         logprobs[start : start + len(part), columns] = token_logprobs(model, batch, temperature)
+
     def cut(positions: list[slice]) -> tuple[Tensor, Tensor]:
         return spans(logprobs, 0, [span.start for span in positions], [span.stop - span.start for span in positions])
 

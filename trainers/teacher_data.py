@@ -1,109 +1,33 @@
-"""What a teacher and its student are given, as templates: questions with solutions made into prompts and sequences.
+"""What a teacher and its student are given, as tokens; and demonstrations for a teacher's start by SFT.
 
-A teacher (https://arxiv.org/abs/2506.08388) is given a question with its solution and writes an explanation, up to an
-end tag; a student is given the question, the explanation and then the solution. `Templates` holds the texts of both;
-the default tags are those of https://github.com/SakanaAI/RLT.
-
-A tokenizer with a chat template gets system and user texts as messages and the rest as the beginning of the assistant's
-turn; one without gets the texts one after another, verbatim.
+A tokenizer with a chat template gets the system and user texts of `lessons.Templates` as messages and the rest as the
+beginning of the assistant's turn; one without gets the texts one after another, verbatim.
 
     python -m sparse_opt.trainers.teacher_data --dataset rows.jsonl --tokenizer MODEL --templates rlt.yaml \\
         --output teacher.jsonl
 
-writes rows (prompt, completion) for the teacher's start by SFT: the prompt that it will be given by the run rlt.yaml,
-and a known explanation with the end tag. Rows of a dataset are told apart by their columns:
-
-| columns | |
-|---|---|
-| question or problem or prompt; solution or answer | text; of two columns the first named is taken |
-| and for SFT: explanation or reasoning_trace or reasoning | text |
-| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; the assistant answers as `student_answer` says |
+writes rows (prompt, completion): the prompt that a teacher will be given by the run rlt.yaml, and a known explanation
+with the end tag. `lessons` says which columns the dataset may have.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from .config import option, parse_config
-from .data import load_records
+from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-QUESTION_COLUMNS = ("question", "problem", "prompt")
-SOLUTION_COLUMNS = ("solution", "answer")
-EXPLANATION_COLUMNS = ("explanation", "reasoning_trace", "reasoning")
-_FIELD = re.compile(r"\{(question|solution|explanation)\}")
-
-
-@dataclass(kw_only=True)
-class Templates:
-    """Texts with {question}, {solution} and {explanation} in them; an empty system text is left out."""
-
-    teacher_system: str = option(
-        "You are given a question and write its solution first, between <|begin_of_solution|> and "
-        "<|end_of_solution|>. Then you explain, between <|begin_of_explanation|> and <|end_of_explanation|>, how one "
-        "comes to this solution: step by step, with the steps apart by empty lines, so that a reader who has only the "
-        "question could follow and find the solution.",
-        "what a teacher is told before the question",
-    )
-    teacher_user: str = option("{question}", "the teacher's question")
-    teacher_start: str = option(
-        "<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n",
-        "given beginning of the teacher's answer; it goes on with the explanation",
-    )
-    explanation_end: str = option("<|end_of_explanation|>", "the tag that ends the teacher's explanation")
-    student_system: str = option(
-        "You think about a question first, step by step, between <|begin_of_thought|> and <|end_of_thought|>, and then "
-        "write its solution between <|begin_of_solution|> and <|end_of_solution|>.",
-        "what a student is told before the question",
-    )
-    student_user: str = option("{question}", "the student's question")
-    student_answer: str = option(
-        "<|begin_of_thought|>\n\n{explanation}<|end_of_thought|>\n\n<|begin_of_solution|>\n\n{solution}\n\n"
-        "<|end_of_solution|>",
-        "the student's answer",
-    )
-
-    def check_templates(self) -> None:
-        """Raise ConfigError where a template lacks a field or has one that is not its own."""
-        for names, wanted, others in (
-            (("teacher_system", "teacher_user", "teacher_start"), ("question", "solution"), ("explanation",)),
-            (("student_system", "student_user"), ("question",), ("explanation", "solution")),
-            (("student_answer",), ("explanation", "solution"), ("question",)),
-            (("explanation_end",), (), ("question", "solution", "explanation")),
-        ):
-            found = [field for name in names for field in _FIELD.findall(getattr(self, name))]
-            label = ", ".join(f"'{name}'" for name in names)
-            for field in wanted:
-                if field not in found:
-                    raise ConfigError(f"the templates {label} have no {{{field}}}")
-            for field in others:
-                if field in found:
-                    raise ConfigError(f"the templates {label} have {{{field}}}, which does not belong there")
-        if _FIELD.findall(self.student_answer) != ["explanation", "solution"]:
-            raise ConfigError("option 'student_answer': wanted {explanation} and after it {solution}, each once")
-        if not self.explanation_end:
-            raise ConfigError("option 'explanation_end' is empty: wanted a tag, by which explanations are told to end")
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """A question with its solution, and an explanation where one is known."""
-
-    question: str
-    solution: str
-    explanation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,94 +74,6 @@ class LessonReport:
         return "; ".join(parts)
 
 
-# Rows
-
-
-def load_lessons(
-    dataset: str, split: str, templates: Templates, *, subset_size: int | None = None, seed: int = 0
-) -> list[Lesson]:
-    """A dataset's rows as lessons; `subset_size` of them, drawn with the seed, or all in order.
-
-    Raises:
-        DataError: see `load_records`; columns or a row of another form than the module's table has.
-    """
-    from .order import permutation
-
-    records = load_records(dataset, split)
-    read = lesson_reader(records.column_names, dataset, templates)
-    rows: Sequence[int] = range(len(records))
-    if subset_size is not None and subset_size < len(records):
-        rows = permutation(len(records), seed, 0)[:subset_size]
-    lessons = []
-    for row in rows:
-        try:
-            lessons.append(read(records[row]))
-        except DataError as error:
-            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
-    return lessons
-
-
-def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Callable[[dict[str, Any]], Lesson]:
-    """The function that reads a row of these columns; `name` is the dataset's, for messages.
-
-    Raises:
-        DataError: the columns hold no lessons.
-    """
-    found = set(columns)
-    question, solution, explanation = (
-        next((column for column in wanted if column in found), None)
-        for wanted in (QUESTION_COLUMNS, SOLUTION_COLUMNS, EXPLANATION_COLUMNS)
-    )
-    if question is not None and solution is not None:
-
-        def read(row: dict[str, Any]) -> Lesson:
-            return Lesson(
-                _text(row, question), _text(row, solution), None if explanation is None else _text(row, explanation)
-            )
-
-        return read
-    if "conversations" in found:
-        answer = _answer_pattern(templates.student_answer)
-        return lambda row: _read_conversation(row["conversations"], answer)
-    raise DataError(
-        f"dataset {name}: found columns ({', '.join(sorted(found))}); wanted one of ({', '.join(QUESTION_COLUMNS)}) "
-        f"with one of ({', '.join(SOLUTION_COLUMNS)}), or (conversations)"
-    )
-
-
-def _text(row: dict[str, Any], column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"column '{column}' is {str(value)[:80]!r}: wanted text that is not empty")
-    return value
-
-
-def _answer_pattern(student_answer: str) -> re.Pattern[str]:
-    """The template as a pattern of answers, in which any white space stands for any other."""
-    pieces = []
-    for piece in re.split(r"(\{explanation\}|\{solution\}|\s+)", student_answer):
-        if piece in ("{explanation}", "{solution}"):
-            pieces.append(f"(?P<{piece[1:-1]}>.*?)")
-        else:
-            pieces.append(r"\s*" if piece.isspace() else re.escape(piece))
-    return re.compile("".join(pieces) + r"\s*", re.DOTALL)
-
-
-def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
-    said = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
-    if not isinstance(said.get("user"), str) or not isinstance(said.get("assistant"), str):
-        raise DataError("column 'conversations': wanted a list of {from, value} with user and assistant")
-    match = answer.fullmatch(said["assistant"])
-    if match is None:
-        raise DataError(
-            f"the assistant says {said['assistant'][:80]!r}...: wanted an answer as template student_answer"
-        )
-    return Lesson(said["user"], match["solution"].strip(), match["explanation"])
-
-
-# Tokens
-
-
 def load_teacher_examples(
     dataset: str,
     split: str,
@@ -255,7 +91,12 @@ def load_teacher_examples(
         DataError: see `load_lessons` and `encode_lesson`; also when no example is left.
     """
     lessons = load_lessons(dataset, split, templates, subset_size=subset_size, seed=seed)
-    examples = [encode_lesson(tokenizer, lesson, templates, student_tokenizer) for lesson in lessons]
+    examples = []
+    for lesson in lessons:
+        try:
+            examples.append(encode_lesson(tokenizer, lesson, templates, student_tokenizer))
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, question {lesson.question[:80]!r}: {error}") from error
     kept = [example for example in examples if len(example.ids) <= max_prompt_length]
     report = LessonReport(len(examples), len(kept), len(examples) - len(kept))
     if not kept:
@@ -276,7 +117,7 @@ def encode_lesson(
     """
     student_tokenizer = student_tokenizer or tokenizer
     text = teacher_prompt(tokenizer, lesson, templates)
-    before, middle, _ = _FIELD.split(templates.student_answer)[::2]
+    before, middle, _ = FIELD.split(templates.student_answer)[::2]
     start_text = _opening(student_tokenizer, templates.student_system, templates.student_user, lesson) + before
     pieces = [_first_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, lesson.solution])]
     ids = _first_ids(tokenizer, text)
@@ -296,7 +137,7 @@ def encode_lesson(
 def teacher_prompt(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> str:
     """The text that the teacher goes on from with its explanation."""
     opening = _opening(tokenizer, templates.teacher_system, templates.teacher_user, lesson)
-    return opening + _filled(templates.teacher_start, lesson)
+    return opening + filled(templates.teacher_start, lesson)
 
 
 def teacher_demonstration(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> dict[str, str]:
@@ -343,7 +184,7 @@ def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson: Lesson) -> str:
-    system, user = _filled(system, lesson), _filled(user, lesson)
+    system, user = filled(system, lesson), filled(user, lesson)
     if tokenizer.chat_template is None:
         return system + user
     messages = [{"role": "system", "content": system}] if system else []
@@ -354,11 +195,6 @@ def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
-
-
-def _filled(template: str, lesson: Lesson) -> str:
-    """The template with the lesson's texts; braces inside them stay as they are."""
-    return _FIELD.sub(lambda field: str(getattr(lesson, field[1])), template)
 
 
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

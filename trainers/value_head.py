@@ -87,8 +87,11 @@ class ValueHeadTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        parts = {"head": self.head, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {name: part.state_dict() for name, part in parts.items()}
+        return {
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`, bit for bit."""

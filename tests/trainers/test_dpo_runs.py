@@ -24,12 +24,6 @@ def in_mode(mode, mask_file):
     return {"mode": mode, "mask": mask_file if mode == "sparse" else None}
 
 
-@pytest.fixture
-def options(dpo_options):
-    """`dpo_options` without samples, which take longer than the small runs themselves."""
-    return lambda **changes: dpo_options(**{"sample_steps": None, **changes})
-
-
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory, model_folder):
     """A reference that is not where the policy starts."""
@@ -44,9 +38,9 @@ def other_folder(tmp_path_factory, model_folder):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_precomputed_reference_gives_the_same_bits_in_the_first_epoch(options, mask_file, mode):
+def test_precomputed_reference_gives_the_same_bits_in_the_first_epoch(dpo_options, mask_file, mode):
     # 6 steps of 4 pairs are the 24 pairs; gradients go in two passes, so that a step has two batches.
-    config = options(n_steps=6, batch_size=2, gradient_accumulation_steps=2, **in_mode(mode, mask_file))
+    config = dpo_options(n_steps=6, batch_size=2, gradient_accumulation_steps=2, **in_mode(mode, mask_file))
     runs = [
         dpo.train(dataclasses.replace(config, reference=kind, output_dir=config.output_dir / kind))
         for kind in ("weights", "precomputed")
@@ -55,8 +49,8 @@ def test_precomputed_reference_gives_the_same_bits_in_the_first_epoch(options, m
     assert runs[0]["last"]["loss"] < 0.69
 
 
-def test_precomputed_reference_in_later_epochs(options, read_metrics):
-    config = options(n_steps=5, batch_size=12)  # two epochs and a half
+def test_precomputed_reference_in_later_epochs(dpo_options, read_metrics):
+    config = dpo_options(n_steps=5, batch_size=12)  # two epochs and a half
     weights, precomputed = (
         read_metrics(dpo.train(dataclasses.replace(config, reference=kind, output_dir=config.output_dir / kind)))
         for kind in ("weights", "precomputed")
@@ -69,8 +63,8 @@ def test_precomputed_reference_in_later_epochs(options, read_metrics):
 
 
 @pytest.mark.parametrize("kind", ["weights", "precomputed"])
-def test_another_model_as_the_reference(options, other_folder, model_folder, pairs_file, tokenizer, kind):
-    summary = dpo.train(options(n_steps=1, batch_size=24, ref_name=str(other_folder), reference=kind))
+def test_another_model_as_the_reference(dpo_options, other_folder, model_folder, pairs_file, tokenizer, kind):
+    summary = dpo.train(dpo_options(n_steps=1, batch_size=24, ref_name=str(other_folder), reference=kind))
     examples, _ = load_examples("preference", str(pairs_file), "train", tokenizer, max_length=64)
     batch = collate([sequence for column in zip(*examples, strict=True) for sequence in column], 0)
     with torch.no_grad():
@@ -92,10 +86,10 @@ def test_another_model_as_the_reference(options, other_folder, model_folder, pai
         ("lora", {"ref_name": "other", "reference": "precomputed"}),
     ],
 )
-def test_a_resumed_run_is_the_run(options, mask_file, other_folder, monkeypatch, mode, changes):
+def test_a_resumed_run_is_the_run(dpo_options, mask_file, other_folder, monkeypatch, mode, changes):
     if "ref_name" in changes:
         changes = {**changes, "ref_name": str(other_folder)}
-    config = options(
+    config = dpo_options(
         n_steps=3, save_steps=1, log_margins=True, loss_type="robust", label_smoothing=0.1, **in_mode(mode, mask_file),
         **changes,
     )  # fmt: skip
@@ -112,8 +106,8 @@ def margin_rows(output_dir):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_evaluation_is_that_of_the_whole_dataset(options, pairs_file, model_folder, tokenizer):
-    config = options(eval_dataset=str(pairs_file), eval_steps=2, batch_size=5, loss_type="hinge")
+def test_evaluation_is_that_of_the_whole_dataset(dpo_options, pairs_file, model_folder, tokenizer):
+    config = dpo_options(eval_dataset=str(pairs_file), eval_steps=2, batch_size=5, loss_type="hinge")
     for kind in ("weights", "precomputed"):
         summary = dpo.train(dataclasses.replace(config, reference=kind, output_dir=config.output_dir / kind))
         file = Path(summary["metrics_file"]).with_name("evaluations.jsonl")
@@ -136,8 +130,8 @@ def test_evaluation_is_that_of_the_whole_dataset(options, pairs_file, model_fold
         assert rows[-1]["eval_margin"] > 0.01
 
 
-def test_margins_are_those_of_the_steps(options, read_metrics):
-    summary = dpo.train(options(log_margins=True, n_steps=5, batch_size=4, gradient_accumulation_steps=2))
+def test_margins_are_those_of_the_steps(dpo_options, read_metrics):
+    summary = dpo.train(dpo_options(log_margins=True, n_steps=5, batch_size=4, gradient_accumulation_steps=2))
     folder = Path(summary["metrics_file"]).parent / "logs" / "margins"
     rows = margin_rows(folder.parent.parent)
     assert [(row["step"], row["epoch"], row["n"]) for row in rows] == [

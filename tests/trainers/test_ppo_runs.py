@@ -430,3 +430,9 @@ def test_final_value_head_is_not_the_first(ppo_options):
     )
     still = load_file(Path(trained["checkpoint"]) / "value_head.safetensors")
     assert torch.equal(still["v_head.summary.weight"], start["summary.weight"])
+
+
+def test_the_arithmetic_config_can_be_read():
+    config = parse_config(PPOConfig, ["--config", str(SENTIMENT.with_name("ppo.yaml"))])
+    assert config.examples_per_step == config.completions_per_step == 256
+    assert config.reward_functions == ["exact_match"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ from transformers import AutoModelForCausalLM
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.masks import MaskSet
 from sparse_opt.trainers import reference, rlt, student
+from sparse_opt.trainers.config import parse_config
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.rlt import InParts, RLTConfig
 from sparse_opt.trainers.rollouts import Sampling
 from sparse_opt.trainers.student import load_student_tokenizer
+from sparse_opt.trainers.teacher_data import read_templates
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 TEMPLATES = {
     "teacher_system": "",
     "teacher_user": "{question}",
@@ -294,3 +298,22 @@ def test_what_cannot_be_used_leaves_nothing(rlt_options, tmp_path, model_folder,
         with pytest.raises(error, match=part):
             rlt.train(rlt_options(**changes))
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["rlt", "rlt_single_gpu"])
+def test_example_configs_are_options_of_the_loop(name):
+    config = parse_config(RLTConfig, ["--config", str(EXAMPLES / f"{name}.yaml")])
+    assert config.temperature == 0.7 and config.format_penalty == 1.0
+    assert (config.solution_coefficients, config.kl_coefficients) == ([1.0, 0.01], [3.0, 0.03])
+    assert read_templates(EXAMPLES / f"{name}.yaml").explanation_end == config.explanation_end
+    if name == "rlt_single_gpu":
+        assert (config.completions_per_step, config.n_generations, config.max_completion_length) == (32, 8, 4096)
+        assert config.vllm_gpu_memory_utilization == 0.7 and config.offload_untrained_models
+        assert config.student_model is None
+
+
+def test_original_names_of_options_are_understood():
+    words = ["--policy_name", "p", "--dataset", "d", "answer_log_prob_coeff=5,0.05", "kl_penalty_reward_coeff=1"]
+    config = parse_config(RLTConfig, [*words, "reduction_kl_fn=sum", "unbias_student_log_probs_temp=1.0"])
+    assert (config.solution_coefficients, config.kl_coefficients, config.kl_reductions) == ([5, 0.05], [1], ["sum"])
+    assert config.student_temperature == 1.0

@@ -100,6 +100,7 @@ def test_a_model_that_mixes_packed_sequences_is_refused(options, tokenizer, tmp_
     packed = dataclasses.replace(plain, packing=True, output_dir=tmp_path / "packed")
     with pytest.raises(ConfigError, match="'packing': in BloomForCausalLM a packed sequence sees the one before it"):
         sft.train(packed)
+    assert not (tmp_path / "packed").exists()
 
 
 def test_other_loops_that_end_in_sft_have_their_own_name(options, model_folder, tmp_path, monkeypatch):

@@ -10,12 +10,9 @@ import pytest
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.trainers.data import load_records
 from sparse_opt.trainers.encoding import load_examples
+from sparse_opt.trainers.lessons import Lesson, Templates, lesson_reader, load_lessons
 from sparse_opt.trainers.teacher_data import (
-    Lesson,
-    Templates,
     encode_lesson,
-    lesson_reader,
-    load_lessons,
     load_teacher_examples,
     main,
     read_templates,

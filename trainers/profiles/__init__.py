@@ -29,8 +29,8 @@ NAMES = ("conservative", "balanced", "aggressive")
 STAGES = ("datagen", "train", "test")
 
 _FOLDER = Path(__file__).parent
-_PROFILE_KEYS = {"summary": str, "settings": dict}
-_SETTING_KEYS = {"value": object, "stages": list, "does": str, "costs": str, "needs": list}
+_PROFILE_KEYS: dict[str, type] = {"summary": str, "settings": dict}
+_SETTING_KEYS: dict[str, type] = {"value": object, "stages": list, "does": str, "costs": str, "needs": list}
 _REQUIRED = ("value", "stages", "does", "costs")
 
 

@@ -109,6 +109,9 @@ class ContinuousBatchingEngine:
             finally:
                 manager.stop(hard_stop=True)
                 manager.destroy()
+                if device.type == "cuda":
+                    # The manager's stream goes; torch would keep cuBLAS's workspace of it, 32 MiB a call on an H200.
+                    torch._C._cuda_clearCublasWorkspaces()
         completions = []
         for row, name in enumerate(names):
             result = results.get(name)
