@@ -23,11 +23,27 @@ help: ## list the targets
 quickstart: $(VENV)/.train ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
 	$(BIN)/sparse-opt quickstart
 
-# tests/ops takes every backend that can run; Triton's run under the interpreter, in a process that has it on.
-test: $(VENV)/.test ## the whole suite, then the optimizers on the backends that are not the default, and Triton's ops
-	$(PYTEST) tests
+# The suite in parts, for `make --jobs` to run side by side: these folders each, and all others in one. tests/ops takes
+# every backend that can run; Triton's run under the interpreter, in a process that has it on.
+FOLDERS := integrations trainers packaging
+BACKENDS := reference triton triton-ops
+.PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
+
+test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default, and Triton's ops
+
+test-others: $(VENV)/.test
+	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%)
+
+$(FOLDERS:%=test-%): test-%: $(VENV)/.test
+	$(PYTEST) tests/$*
+
+test-reference: $(VENV)/.test
 	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim
+
+test-triton: $(VENV)/.test
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "not test_runs or many_steps"
+
+test-triton-ops: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
 
 # mypy looks a package up by its folder: lay the import map out as it is installed. Its cache goes with the layout: kept

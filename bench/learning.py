@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     do_all(
         world, [Run(*key, rate, seed) for key, rate in rates.items() for seed in args.seeds], results, args.n_processes
     )
-    results.data["before"] = before(world, args.algorithms)
+    results.data["before"] |= before(world, args.algorithms)
     write_json(path, results.data)
     print(text(results, args.algorithms, args.trained, args.seeds))
     if args.plot is not None:

@@ -5,7 +5,8 @@ once for each configuration and repeat, each in a process of its own, the config
 
 - plain: dense training and transformers' generate in --baseline_dtype, without any of the optimisations;
 - each profile, whole;
-- each setting of a profile that differs from plain, alone (with what it has no effect without): off is the plain row.
+- each setting of a profile that differs from plain, alone (with what it has no effect without), and those of --also:
+  off is the plain row.
 
 A step reads 32 examples in every configuration: with packing, as many rows as hold that many on average.
 
@@ -37,14 +38,14 @@ from .profiles_report import failures, summarized, text
 from .profiles_run import Job, StartJob
 from .report import why_unwritable, write_json
 
-# A world that a CPU learns in a minute, with as many questions to test on as to train on.
-ARITHMETIC: dict[str, Any] = {"max_operand": 29, "n_train": 450, "p_right": 0.5}
+# A world that a CPU learns in a minute: sampled answers are right about a third of the time after the start.
+ARITHMETIC: dict[str, Any] = {"max_operand": 29, "n_train": 600, "p_right": 0.5}
 
 _EPILOG = """examples:
   sparse-opt bench profiles                                    # arithmetic, on the machine at hand
   sparse-opt bench profiles --profiles balanced --no_settings --repeats 1
   sparse-opt bench profiles --model_name M --dataset train.jsonl --test_dataset test.jsonl --reward_functions math \\
-      --max_completion_length 1024 --train_steps 200 --learning_rate 1e-5 --baseline_dtype bf16
+      --max_completion_length 1024 --max_length 2048 --train_steps 200 --learning_rate 1e-5
 """
 
 
@@ -68,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := _problem(args):
         parser.error(problem)
     configurations = make_configurations(
-        [load_profile(name) for name in args.profiles], args.baseline_dtype, settings=not args.no_settings
+        [load_profile(name) for name in args.profiles],
+        args.baseline_dtype,
+        settings=not args.no_settings,
+        also=[] if args.no_settings else args.also,
     )
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:
         folder = Path(name)
@@ -101,8 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def make_configurations(profiles: Sequence[Profile], baseline_dtype: str, *, settings: bool) -> list[Configuration]:
-    """Plain, each profile whole, and with `settings` each setting alone that differs from plain, once."""
+def make_configurations(
+    profiles: Sequence[Profile], baseline_dtype: str, *, settings: bool, also: Sequence[tuple[str, str]] = ()
+) -> list[Configuration]:
+    """Plain, each profile whole, and with `settings` each setting alone that differs from plain, once.
+
+    Args:
+        also: further settings to take alone, (option, value), in every stage that has the option.
+    """
     plain = plain_values(baseline_dtype)
     found = [Configuration("plain", "plain", plain)]
     for profile in profiles:
@@ -122,6 +132,11 @@ def make_configurations(profiles: Sequence[Profile], baseline_dtype: str, *, set
                 seen.append(values)
                 name = ", ".join(f"{part.key}={_shown(part.value)}" for part in parts)
                 found.append(Configuration(name, "setting", values))
+    for key, value in also:
+        values = {stage: {**plain[stage], **({key: value} if key in plain[stage] else {})} for stage in STAGES}
+        if values not in seen:
+            seen.append(values)
+            found.append(Configuration(f"{key}={value}", "setting", values))
     return found
 
 
@@ -132,7 +147,7 @@ def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
     train = {
         **common,
         "mode": "dense",
-        "master_weights": None,
+        "master_weights": True,
         "gradient_checkpointing": False,
         "packing": False,
         "batch_size": 32,
@@ -151,12 +166,19 @@ def _parser() -> CommandParser:
     what.add_argument("--profiles", default=",".join(NAMES), help="names or .yaml files, with commas (%(default)s)")
     what.add_argument("--baseline_dtype", choices=("fp32", "bf16"), default="fp32", help="of plain (%(default)s)")
     what.add_argument("--no_settings", action="store_true", help="leave out the settings alone")
+    what.add_argument(
+        "--also",
+        nargs="*",
+        default=["rollout_engine=continuous_batching"],
+        metavar="KEY=VALUE",
+        help="settings of no profile to measure alone (%(default)s)",
+    )
     data = parser.add_argument_group("on what")
     data.add_argument("--model_name", help="hub name or local folder; default: a small model for arithmetic")
     data.add_argument("--dataset", help="prompts with answers to train on; wanted with --model_name")
     data.add_argument("--test_dataset", help="prompts with answers to test on; wanted with --model_name")
     data.add_argument("--reward_functions", help="what verifies (exact_match for arithmetic, else math)")
-    data.add_argument("--start_steps", type=int, default=400, help="arithmetic: steps of SFT before (%(default)s)")
+    data.add_argument("--start_steps", type=int, default=600, help="arithmetic: steps of SFT before (%(default)s)")
     work = parser.add_argument_group("how much")
     work.add_argument("--n_prompts", type=int, default=256, help="prompts to sample for (%(default)s)")
     work.add_argument("--n_generations", type=int, default=8, help="completions of each (%(default)s)")
@@ -164,9 +186,11 @@ def _parser() -> CommandParser:
     work.add_argument("--max_completion_length", type=int, default=8, help="tokens (%(default)s)")
     work.add_argument("--train_steps", type=int, default=100, help="of 32 examples (%(default)s)")
     work.add_argument("--learning_rate", type=float, default=1e-3, help="peak, in every configuration (%(default)s)")
-    work.add_argument("--max_length", type=int, default=1024, help="longest training example in tokens (%(default)s)")
-    work.add_argument("--n_test", type=int, default=512, help="prompts to test on (%(default)s)")
-    work.add_argument("--test_generations", type=int, default=1, help="1: greedy; more: at temperature 1 (%(default)s)")
+    work.add_argument(
+        "--max_length", type=int, default=64, help="of a training example, and of packed rows (%(default)s)"
+    )
+    work.add_argument("--n_test", type=int, default=300, help="prompts to test on (%(default)s)")
+    work.add_argument("--test_generations", type=int, default=4, help="1: greedy; more: at temperature 1 (%(default)s)")
     work.add_argument("--repeats", type=int, default=3, help="of every configuration, each with its seed (%(default)s)")
     how = parser.add_argument_group("how")
     how.add_argument("--sigmas", type=float, default=3.0, help="standard errors that accuracy may fall (%(default)s)")
@@ -194,6 +218,11 @@ def _problem(args: argparse.Namespace) -> str:
     for name in ("dataset", "test_dataset"):
         if (getattr(args, name) is None) != (args.model_name is None):
             return "--model_name, --dataset and --test_dataset go together: wanted all three, or none for arithmetic"
+    args.also = [tuple(word.partition("=")[::2]) for word in args.also]
+    known = {key for values in plain_values(args.baseline_dtype).values() for key in values}
+    for key, value in args.also:
+        if key not in known or not value:
+            return f"--also {key}={value}: wanted KEY=VALUE with a key of {', '.join(sorted(known))}"
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         return f"--device {args.device}: torch {torch.__version__} finds no CUDA device here"
@@ -253,8 +282,9 @@ def _start_job(folder: Path, args: argparse.Namespace, shared: dict[str, dict[st
             "dtype": "fp32",
             "n_steps": args.start_steps,
             "batch_size": 64,
-            "learning_rate": 3e-3,
+            "learning_rate": 1e-3,
             "lr_schedule": "cosine",
+            "warmup_steps": 20,
             "sample_steps": None,
             "seed": args.seed,
         }

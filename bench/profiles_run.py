@@ -115,6 +115,8 @@ def _figures(stage: str, output: dict[str, Any]) -> dict[str, Any]:
             "peak_memory_bytes": output["peak_memory_bytes"],
             "optimizer_bytes": output["optimizer_bytes"],
             "loss": [rows[0]["loss"], rows[-1]["loss"]],
+            "padding": sum(row["padding"] for row in rows) / len(rows),
+            "epochs": rows[-1]["epoch"],
         }
     shares = {name: output[name] for name in ("accuracy", "answer_rate", "n_prompts", "n_completions")}
     return {

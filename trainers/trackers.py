@@ -6,7 +6,7 @@ import importlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 
-STEPS = 300
+# Under Triton's interpreter a step takes a thirtieth of a second.
+STEPS = 60 if os.environ.get("TRITON_INTERPRET") == "1" else 300
 EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -64,7 +67,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_300_steps_equal_torch_in_fp32(pair, grads, device):
+def test_many_steps_equal_torch_in_fp32(pair, grads, device):
     dense, sparse = make_model(device), make_model(device)
     mask = MaskSet.random(sparse, density=0.3, seed=1)
     active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
