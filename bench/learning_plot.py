@@ -9,6 +9,8 @@ from typing import Any
 
 from sparse_opt.atomic_files import written_aside
 
+from .learning import ALGORITHMS, TRAINED
+
 _COLOURS = ("#000000", "#CC79A7", "#E69F00", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#F0E442")
 
 
@@ -20,8 +22,10 @@ def plot(data: dict[str, Any], seeds: Sequence[int], path: Path) -> None:
     from matplotlib.figure import Figure
 
     runs = [run for run in data["runs"].values() if run["seed"] in seeds]
-    algorithms = list(dict.fromkeys(run["algorithm"] for run in runs))
-    trained = list(dict.fromkeys(run["trained"] for run in runs))
+    algorithms = [name for name in ALGORITHMS if any(run["algorithm"] == name for run in runs)]
+    trained = sorted(
+        {run["trained"] for run in runs}, key=lambda what: (what not in TRAINED, [*TRAINED, what].index(what))
+    )
     figure = Figure(figsize=(4.6 * len(algorithms), 4.4), layout="constrained")
     panels = figure.subplots(1, len(algorithms), squeeze=False)[0]
     for axes, algorithm in zip(panels, algorithms, strict=True):

@@ -1,5 +1,6 @@
-"""Minimal training loops, one file per algorithm: `dpo` and `sft`. They drive and measure the optimizer.
+"""Minimal training loops, one file per algorithm: `sft`, `dpo`, `grpo`, `ppo`, `rft` and `rlt`.
 
-Of `grpo` there are the loss, the advantages and the rollout, which `sparse-opt bench baseline grpo`
-measures; no loop yet.
+Each has its options, its losses as pure functions of tensors, and `train(config)`, read from top to bottom; what they
+share is in `loop`, `options`, `rollouts` and `rewards`. They drive and measure the optimizer. docs/trainers.md is the
+users' page.
 """

@@ -103,7 +103,7 @@ def _restore_weights(model: Any, folder: Path) -> None:
         if hasattr(model, "peft_config"):
             from peft import load_peft_weights, set_peft_model_state_dict
 
-            result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+            result: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
             if result.unexpected_keys:
                 raise DataError(f"checkpoint {folder}: has unknown adapter weights {result.unexpected_keys[0]}")
             return

@@ -65,6 +65,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
     for key, raw, source in [*yaml_settings, *settings]:
         name = fields.resolve(key, source)
         values[name] = _convert(raw, fields.types[name], name, source)
+    presets: Callable[[dict[str, Any]], list[tuple[str, Any, str]]]
     presets = getattr(config_class, "presets", lambda given: [])
     for key, raw, source in presets(dict(values)):
         name = fields.resolve(key, source)

@@ -45,6 +45,7 @@ def make_trackers(config: TrainingOptions, algorithm: str, output_dir: Path, fir
     Raises:
         ConfigError: one that is asked for refuses to begin.
     """
+    makers: dict[str, type[WandbTracker] | type[TensorBoardTracker]]
     makers = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
     return [makers[name](config, algorithm, output_dir, first_step) for name in config.report_to]
 

@@ -21,7 +21,7 @@ from ..errors import ConfigError, SparseOptError
 
 COMMANDS = {
     "quickstart": "dense DPO, a mask from it, sparse DPO under the mask: the whole path on a tiny model, in minutes",
-    "train": "train a model: dpo, sft",
+    "train": "train a model: sft, dpo, grpo, ppo, rft, rlt",
     "mask": "find masks, draw one at random, describe, compare, combine and convert them",
     "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
     "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, SparseOptError
@@ -86,14 +86,18 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
 
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
     prog = f"sparse-opt train {algorithm}"
-    config_class, work = getattr(module, ALGORITHMS[algorithm]), getattr(module, "train", None)
-    if isinstance(config_class, dict):
+    if algorithm == "rft":
+        stages = getattr(module, ALGORITHMS[algorithm])
         stage = words[0] if words else None
-        if stage not in config_class:
+        if stage in ("-h", "--help"):
+            _stages_parser(prog, stages).parse_words([stage])
+        if stage not in stages:
             given = "no stage" if stage is None else f"'{stage}'"
-            raise ConfigError(f"{prog}: found {given}, wanted {' or '.join(config_class)}")
+            raise ConfigError(f"{prog}: found {given}, wanted {' or '.join(stages)}")
         prog, words = f"{prog} {stage}", words[1:]
-        config_class, work = config_class[stage]
+        config_class, work = stages[stage]
+    else:
+        config_class, work = getattr(module, ALGORITHMS[algorithm]), module.train
     config = parse_config(config_class, words, prog=prog)
     hide_progress_bars()
     try:
@@ -105,6 +109,19 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
             f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, add --gradient_checkpointing, or train --mode sparse "
             f"or lora: {' '.join(str(error).split())}"
         ) from error
+
+
+def _stages_parser(prog: str, stages: Mapping[str, tuple[type, Any]]) -> CommandParser:
+    """For its help: what each stage does, in its options' first line."""
+    parser = CommandParser(
+        prog=prog,
+        usage=f"{prog} STAGE [--json] [--config FILE] [--key value ...] [key=value ...]",
+        epilog=f"'{prog} STAGE --help' lists a stage's options.",
+    )
+    subparsers = parser.add_subparsers(title="stages", metavar="STAGE")
+    for stage, (config_class, _) in stages.items():
+        subparsers.add_parser(stage, help=(config_class.__doc__ or "").partition("\n")[0])
+    return parser
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

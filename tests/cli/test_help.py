@@ -51,13 +51,50 @@ def test_examples_are_calls_that_are_understood(sparse_opt, words):
 
 def understood_by_train(algorithm, *words):
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
+    if algorithm == "rft":
+        stage, *words = words
+        config_class, _ = module.STAGES[stage]
+    else:
+        config_class = getattr(module, ALGORITHMS[algorithm])
     if "--config" not in words:  # whose file is not there to be read
-        parse_config(getattr(module, ALGORITHMS[algorithm]), words)
+        parse_config(config_class, words)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_algorithm_lists_its_options(sparse_opt, algorithm):
-    text = sparse_opt("train", algorithm, "--help").done()
-    assert text.startswith(f"usage: sparse-opt train {algorithm} ")
-    assert "--delta_log_steps" in text
-    assert ("--beta" in text) == (algorithm == "dpo")
+# An algorithm, or a stage of one, and an option that it has and some others have not.
+OWN_OPTIONS = {
+    ("sft",): "packing",
+    ("dpo",): "label_smoothing",
+    ("grpo",): "scale_rewards",
+    ("ppo",): "gae_lambda",
+    ("rft", "datagen"): "deduplicate",
+    ("rft", "train"): "mask_density",
+    ("rft", "test"): "reward_threshold",
+    ("rlt",): "student_model",
+}
+
+
+@pytest.mark.parametrize("words", OWN_OPTIONS, ids=" ".join)
+def test_an_algorithm_lists_its_options(sparse_opt, words):
+    text = sparse_opt("train", *words, "--help").done()
+    assert text.startswith(f"usage: sparse-opt train {' '.join(words)} ")
+    options = set(re.findall(r"^  --(\w+)", text.replace("[no-]", ""), re.MULTILINE))
+    assert OWN_OPTIONS[words] in options
+    assert ("delta_log_steps" in options) == (words[-1] not in ("datagen", "test"))
+    assert ("label_smoothing" in options) == (words == ("dpo",))
+
+
+def test_every_algorithm_is_asked_for_its_options():
+    assert {words[0] for words in OWN_OPTIONS} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_rft_lists_its_stages(sparse_opt, flag):
+    text = sparse_opt("train", "rft", flag).done()
+    assert text.startswith("usage: sparse-opt train rft STAGE ")
+    stages = re.findall(r"^    (\w+) +[A-Z]", text, re.MULTILINE)
+    assert stages == list(importlib.import_module("sparse_opt.trainers.rft").STAGES) == ["datagen", "train", "test"]
+
+
+def test_rft_without_a_stage_says_which_there_are(sparse_opt):
+    assert "found no stage, wanted datagen or train or test" in sparse_opt("train", "rft").failed_in_one_line(2)
+    assert "found 'sample', wanted datagen" in sparse_opt("train", "rft", "sample").failed_in_one_line(2)

@@ -140,7 +140,11 @@ def test_a_failed_last_write_leaves_no_checkpoint(dpo, tmp_path, monkeypatch):
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", refuse)
     assert "No space left on device" in dpo().failed_in_one_line(1)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.jsonl", "options.yaml"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "metrics.jsonl",
+        "options.yaml",
+        "samples.jsonl",
+    ]
 
 
 def test_out_of_gpu_memory_says_what_to_lower(dpo, monkeypatch):
