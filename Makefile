@@ -15,7 +15,7 @@ PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 BASELINE ?= $(lastword $(sort $(wildcard bench/results/pytest/*/*_cpu.json)))
 BENCH_THRESHOLD ?= min:20%
 
-.PHONY: help quickstart test test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help quickstart test test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,12 +46,15 @@ test-triton: $(VENV)/.test
 test-triton-ops: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
 
-# mypy looks a package up by its folder: lay the import map out as it is installed. Its cache goes with the layout: kept
-# across two layouts, it lost modules.
+test-learning: $(VENV)/.test ## every loop learns, three seeds each: minutes of training
+	SPARSE_OPT_LEARNING=1 OMP_NUM_THREADS=1 $(PYTEST) tests/trainers/test_learning.py
+
 test-browser: $(VENV)/.test ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
 	$(INSTALL) --quiet PySide6-WebEngine
 	$(PYTEST) tests/analysis -k browser
 
+# mypy looks a package up by its folder: lay the import map out as it is installed. Its cache goes with the layout: kept
+# across two layouts, it lost modules.
 lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -59,6 +59,12 @@ def test_wheel_holds_every_module_of_the_package_and_its_type_marker(wheel_files
     assert wanted <= wheel_files
 
 
+def test_wheel_holds_the_settings_that_modules_read(wheel_files, checkout):
+    profiles = {f"sparse_opt/trainers/profiles/{path.name}" for path in (checkout / "trainers/profiles").glob("*.yaml")}
+    assert profiles, "trainers/profiles has no settings"
+    assert profiles | {"sparse_opt/bench/learning.yaml"} <= wheel_files
+
+
 def test_wheel_holds_no_sources_tests_or_results(wheel_files):
     native_or_results = (".cpp", ".cu", ".cuh", ".h", ".json")
     strangers = [name for name in wheel_files if name.endswith(native_or_results) or "tests" in name.split("/")]

