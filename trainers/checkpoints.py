@@ -21,6 +21,7 @@ from torch import nn
 from sparse_opt.errors import DataError
 from sparse_opt.new_folders import new_folder
 
+from .models import first_line
 from .outputs import save_into
 
 FOLDER = "checkpoints"
@@ -84,7 +85,7 @@ class Checkpoints:
         try:
             saved = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise DataError(f"checkpoint {folder}: cannot read {STATE_FILE}: {_first_line(error)}") from error
+            raise DataError(f"checkpoint {folder}: cannot read {STATE_FILE}: {first_line(error)}") from error
         if saved["step"] != step or saved["states"].keys() != kept.keys():
             raise DataError(
                 f"checkpoint {folder}: holds step {saved['step']} with {', '.join(sorted(saved['states']))}; wanted "
@@ -95,7 +96,7 @@ class Checkpoints:
             try:
                 thing.load_state_dict(saved["states"][name])
             except (ValueError, KeyError, RuntimeError) as error:
-                raise DataError(f"checkpoint {folder}: {name}: {_first_line(error)}") from error
+                raise DataError(f"checkpoint {folder}: {name}: {first_line(error)}") from error
 
 
 def _restore_weights(model: Any, folder: Path) -> None:
@@ -110,8 +111,4 @@ def _restore_weights(model: Any, folder: Path) -> None:
         loaded = type(model).from_pretrained(folder, dtype=next(model.parameters()).dtype)
         model.load_state_dict(loaded.state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"checkpoint {folder}: cannot read its weights: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(f"checkpoint {folder}: cannot read its weights: {first_line(error)}") from error

@@ -26,7 +26,7 @@ from .logprobs import token_logprobs
 from .loop import TrainingRun
 from .options import RolloutOptions, require_at_least
 from .prompts import PromptExample
-from .reference import Reference
+from .reference import rollout_logprobs
 from .rewards import Rewards, Scores, load_rewards
 from .rollouts import Engine, Rollout, Sampling, make_engine, rollout, sample
 
@@ -297,15 +297,6 @@ def update_on_rollout(
         "clip_high": clip_high,
         "kl": None if ref_logprobs is None else kl,
     }
-
-
-def rollout_logprobs(reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int) -> Tensor:
-    """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere."""
-    logprobs = torch.zeros_like(sampled.logprobs)
-    with reference.model() as model:
-        for rows, part in sampled.minibatches(rows_per_pass):
-            sampled.cut(logprobs, rows).copy_(token_logprobs(model, part.batch, temperature))
-    return logprobs
 
 
 def score_completions(

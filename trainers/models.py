@@ -46,7 +46,7 @@ def load_tokenizer(config: TrainingOptions) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot load a tokenizer from {source}: {_first_line(error)}") from error
+        raise DataError(f"cannot load a tokenizer from {source}: {first_line(error)}") from error
 
 
 def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
@@ -87,7 +87,7 @@ def load_model(source: str, dtype: str) -> Any:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"cannot load a causal language model from {source}: {_first_line(error)}") from error
+        raise DataError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
     if info["missing_keys"]:
         raise DataError(
             f"{source}: no weights for {len(info['missing_keys'])} tensors, among them {min(info['missing_keys'])}"
@@ -113,7 +113,7 @@ def _sizes(source: str) -> dict[str, int | None]:
     try:
         config = AutoConfig.from_pretrained(source).get_text_config()
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
+        raise DataError(f"cannot read the configuration of {source}: {first_line(error)}") from error
     return {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
 
 
@@ -196,5 +196,6 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """A library's message without what follows its first line; its type where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

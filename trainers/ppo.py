@@ -24,13 +24,12 @@ from sparse_opt.errors import ConfigError, DataError
 
 from .config import option
 from .data import load_records
-from .logprobs import token_logprobs
 from .loop import TrainingRun
 from .models import resolve_device
 from .options import RolloutOptions, require_at_least
 from .prompts import PromptExample
 from .query_prompts import is_text_data, load_queries
-from .reference import Reference
+from .reference import rollout_logprobs
 from .reward_model import RewardModel
 from .rewards import Rewards, load_rewards
 from .rollouts import Engine, Rollout, Sampling, make_engine, sample
@@ -342,15 +341,6 @@ def sample_rollout(
     return rollout, values
 
 
-def reference_logprobs(reference: Reference, rollout: Rollout, config: PPOConfig) -> Tensor:
-    """[R, P] under the reference."""
-    logprobs = torch.zeros_like(rollout.logprobs)
-    with reference.model() as model:
-        for rows, part in rollout.minibatches(config.batch_size):
-            rollout.cut(logprobs, rows).copy_(token_logprobs(model, part.batch, config.temperature))
-    return logprobs
-
-
 def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, config: PPOConfig) -> dict[str, Tensor]:
     """`num_iterations` passes over a rollout in a new order each, of `n_minibatches` optimizer steps.
 
@@ -512,7 +502,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
             with run.time("reward"):
                 scores, by_function = scorer(run, rollout, examples)
             with run.time("reference"):
-                ref_logprobs = reference_logprobs(reference, rollout, config)
+                ref_logprobs = rollout_logprobs(reference, rollout, config.temperature, config.batch_size)
 
             logprobs, mask = rollout.logprobs, rollout.mask
             rewards = token_rewards(scores, logprobs, ref_logprobs, mask, controller.coefficient)

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparse_opt.optim import SparseAdamW
 
+from .logprobs import token_logprobs
 from .models import disable_dropout, frozen_copy, load_model, make_masks_skippable
 from .options import ReferenceOptions, TrainingOptions
+from .rollouts import Rollout
 
 
 class Reference:
@@ -67,3 +69,12 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         model.to("cpu")
+
+
+def rollout_logprobs(reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int) -> Tensor:
+    """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere."""
+    logprobs = torch.zeros_like(sampled.logprobs)
+    with reference.model() as model:
+        for rows, part in sampled.minibatches(rows_per_pass):
+            sampled.cut(logprobs, rows).copy_(token_logprobs(model, part.batch, temperature))
+    return logprobs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError, DataError
 
-from .models import DTYPES
+from .models import DTYPES, first_line
 
 # Some tokenizers state no limit by stating one that no text reaches.
 _NO_LIMIT = 10**9
@@ -45,7 +45,7 @@ class RewardModel:
                 name, dtype=DTYPES[dtype], output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise DataError(f"cannot load a reward model from {name}: {_first_line(error)}") from error
+            raise DataError(f"cannot load a reward model from {name}: {first_line(error)}") from error
         if info["missing_keys"]:
             raise DataError(
                 f"reward model {name}: no weights for {len(info['missing_keys'])} tensors of a classifier, among them "
@@ -102,7 +102,3 @@ def label_index(config: Any, label: str, name: str) -> int:
         listed = ", ".join(f"{index} {text}" for index, text in sorted(names.items()))
         raise ConfigError(f"option 'reward_label' is '{label}': the reward model {name} has the labels {listed}")
     return matches[0]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

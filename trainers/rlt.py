@@ -30,12 +30,12 @@ from torch import Tensor
 from sparse_opt.errors import ConfigError
 
 from .config import option
-from .grpo import LossType, completion_metrics, group_advantages, rollout_logprobs, update_on_rollout
+from .grpo import LossType, completion_metrics, group_advantages, update_on_rollout
 from .lessons import Templates
 from .loop import TrainingRun
 from .models import resolve_device
 from .options import RolloutOptions, require_at_least
-from .reference import Reference
+from .reference import Reference, rollout_logprobs
 from .rollouts import Engine, Rollout, Sampling, make_engine, rollout
 from .run_data import LoadData
 from .student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs

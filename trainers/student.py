@@ -14,7 +14,7 @@ from sparse_opt.errors import ConfigError, DataError
 
 from .encoding import TokenSequence, collate
 from .logprobs import token_logprobs
-from .models import disable_dropout, load_model, make_masks_skippable
+from .models import disable_dropout, first_line, load_model, make_masks_skippable
 from .reference import Reference, on_device
 from .teacher_data import StudentSequence, TeacherExample, tokenizer_named
 
@@ -113,7 +113,7 @@ def require_student_room(name: str, examples: Sequence[TeacherExample], max_comp
     try:
         config = AutoConfig.from_pretrained(name).get_text_config()
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the configuration of {name}: {_first_line(error)}") from error
+        raise DataError(f"cannot read the configuration of {name}: {first_line(error)}") from error
     reach = getattr(config, "max_position_embeddings", None)
     longest = max(len(example.student_sequence([]).ids) for example in examples)
     if reach is not None and longest + max_completion_length > reach:
@@ -122,7 +122,3 @@ def require_student_room(name: str, examples: Sequence[TeacherExample], max_comp
             f"{max_completion_length} makes {longest + max_completion_length}, more than the max_position_embeddings "
             f"of {name}, {reach}"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
