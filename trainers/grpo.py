@@ -28,7 +28,7 @@ from .options import RolloutOptions, require_at_least
 from .prompts import PromptExample
 from .reference import rollout_logprobs
 from .rewards import Rewards, Scores, load_rewards
-from .rollouts import Engine, Rollout, Sampling, make_engine, rollout, sample
+from .rollouts import Engine, Rollout, Sampling, configured_engine, rollout, sample
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
 Scale = Literal["group", "batch", "none"]
@@ -365,13 +365,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
     with ExitStack() as stack, TrainingRun(config, "grpo", "prompt") as run:
         reference = run.reference() if config.beta > 0 else None
-        engine = make_engine(
-            config.rollout_engine,
-            run.model,
-            run.tokenizer,
-            max_length=config.max_prompt_length + config.max_completion_length,
-            vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-        )
+        engine = configured_engine(config, run.model, run.tokenizer)
         stack.callback(engine.close)
 
         for step in run.steps(lambda: evaluate(run, engine, rewards, config)):

@@ -32,7 +32,7 @@ from .query_prompts import is_text_data, load_queries
 from .reference import rollout_logprobs
 from .reward_model import RewardModel
 from .rewards import Rewards, load_rewards
-from .rollouts import Engine, Rollout, Sampling, make_engine, sample
+from .rollouts import Engine, Rollout, Sampling, configured_engine, sample
 from .run_data import LoadData, data_loader
 from .update_statistics import FILE as STATISTICS_FILE
 from .update_statistics import UpdateStatistics
@@ -486,13 +486,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         if config.statistics_steps is not None:
             statistics = UpdateStatistics(run.model, include=config.statistics_include, method=config.statistics_method)
             statistics_file = run.row_file(STATISTICS_FILE)
-        engine = make_engine(
-            config.rollout_engine,
-            run.model,
-            run.tokenizer,
-            max_length=config.max_prompt_length + config.max_completion_length,
-            vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-        )
+        engine = configured_engine(config, run.model, run.tokenizer)
         stack.callback(engine.close)
 
         for step in run.steps(lambda: evaluate(run, engine, critic.head, scorer, config)):

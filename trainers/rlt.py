@@ -36,7 +36,7 @@ from .loop import TrainingRun
 from .models import resolve_device
 from .options import RolloutOptions, require_at_least
 from .reference import Reference, rollout_logprobs
-from .rollouts import Engine, Rollout, Sampling, make_engine, rollout
+from .rollouts import Engine, Rollout, Sampling, configured_engine, rollout
 from .run_data import LoadData
 from .student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
 from .teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
@@ -344,13 +344,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
         student = student or reference
         assert student is not None
         parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
-        engine = make_engine(
-            config.rollout_engine,
-            run.model,
-            run.tokenizer,
-            max_length=config.max_prompt_length + config.max_completion_length,
-            vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-        )
+        engine = configured_engine(config, run.model, run.tokenizer)
         if config.generation_aggregation_steps is not None:
             engine = InParts(engine, config.batch_size * config.generation_aggregation_steps)
         stack.callback(engine.close)

@@ -15,6 +15,7 @@ from typing import Any
 
 from sparse_opt.errors import ConfigError
 
+from ..options import RolloutOptions
 from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
 from .sampling import Engine, Rollout, Sampling, rollout, sample, stop_ids
@@ -27,6 +28,7 @@ __all__ = [
     "Rollout",
     "Sampling",
     "VLLMEngine",
+    "configured_engine",
     "make_engine",
     "rollout",
     "sample",
@@ -71,3 +73,14 @@ def make_engine(
             max_rows=max_rows,
         )
     raise ConfigError(f"rollout_engine is {name!r}, wanted generate, continuous_batching or vllm")
+
+
+def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any) -> Engine:
+    """The engine that a loop's options ask for, with room for its longest prompt and completion; see `make_engine`."""
+    return make_engine(
+        config.rollout_engine,
+        model,
+        tokenizer,
+        max_length=config.max_prompt_length + config.max_completion_length,
+        vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+    )
