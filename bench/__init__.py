@@ -10,6 +10,7 @@
 | `report_tables` | the tables of docs/performance.md, from the JSON of measured runs |
 | `spread` | how far runs of one state lie apart, from files of `pytest bench` |
 | `baseline` | training end to end, sparse beside dense and LoRA: the time of each part of a step, and peak memory |
+| `learning` | what the loops learn on generated arithmetic: dense, LoRA and sparse, by learning rate and mask pattern |
 | `profiles` | RFT's profiles and each of their settings, beside plain training: time, memory and accuracy |
 | `test_bench_ops` | every op on every backend, for `pytest bench` (pytest-benchmark) |
 """

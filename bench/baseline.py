@@ -2,7 +2,8 @@
 
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
 and seed, and write JSON, tables and, with --plot, a picture. Mode dense is full fine-tuning; lora and shira are peft's
-adapters. Without a model one of Llama-3.2-3B's shape is made with random weights; without a mask a random one.
+adapters; tiles is mode sparse under a random mask of whole tiles. Without a model one of Llama-3.2-3B's shape is made
+with random weights; without a mask a random one.
 
 What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
 elements); a run prints what it measured beside it:
@@ -39,13 +40,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
 from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import ConfigError
+from sparse_opt.mask_patterns import PATTERNS
 from sparse_opt.trainers.adapters import require_shira_rank, shira_rank
 
 from .baseline_inputs import (
     SMALL,
+    SMALL_FOR_TILES,
     make_checkpoint,
     preference_pairs,
     read_config,
@@ -61,6 +66,8 @@ from .report import why_unwritable, write_json
 from .shapes import LLAMA_3_2_3B_SIZES
 
 MODES: tuple[str, ...] = get_args(Mode)
+DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
+TILE_PATTERNS = tuple(name for name in PATTERNS if name.startswith("tile"))
 N_PAIRS = 64
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
 
@@ -68,6 +75,7 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
   sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse --plot dpo.png
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
+  sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
   sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
@@ -108,12 +116,20 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="sparse-opt bench baseline", description=description, epilog=_EPILOG)
     parser.add_argument("algorithm", choices=("dpo", "grpo"), help="whose step")
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--modes", default=",".join(MODES), help="of these, in this order (%(default)s)")
+    what.add_argument(
+        "--modes", default=",".join(DEFAULT_MODES), help=f"of {','.join(MODES)}, in this order (%(default)s)"
+    )
     what.add_argument("--model_name", help="hub name or local folder; default: Llama-3.2-3B's shape, random weights")
     what.add_argument("--checkpoint", type=Path, help="local folder with the weights to start from")
     what.add_argument("--mask", type=Path, help="mask file of mode sparse; default: a random one")
     what.add_argument(
-        "--density", type=float, default=0.025, help="of the random mask, and of mode shira (%(default)s)"
+        "--density", type=float, default=0.025, help="of the random masks, and of mode shira (%(default)s)"
+    )
+    what.add_argument(
+        "--pattern", choices=tuple(PATTERNS), help="of mode sparse's random mask (default: element, one by one)"
+    )
+    what.add_argument(
+        "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
     )
     what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
     what.add_argument(
@@ -171,6 +187,8 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"--checkpoint {args.checkpoint}: wanted a folder with config.json and weights"
     if args.mask is not None and not args.mask.is_file():
         return f"--mask {args.mask}: no such file"
+    if args.mask is not None and args.pattern is not None:
+        return f"--pattern {args.pattern} is of a random mask, and --mask {args.mask} has its own: leave one out"
     if args.work_dir is not None and not args.work_dir.is_dir():
         return f"--work_dir {args.work_dir}: no such folder"
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -189,15 +207,20 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
     """Make in the folder what was not given; the report without its rows, and a job for each mode."""
     given = args.checkpoint or args.model_name
     model_name = str(args.model_name or args.checkpoint or folder / "model")
-    sizes = SMALL if args.small else LLAMA_3_2_3B_SIZES
+    small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
+    sizes = small if args.small else LLAMA_3_2_3B_SIZES
     config = read_config(str(given)) if given else words_config(sizes, args.sequence_length)
     model = without_weights(config)
     mask_file, mask = args.mask, None
     if "sparse" in args.modes and mask_file is None:
         mask_file = folder / "mask.safetensors"
-        MaskSet.random(model, density=args.density, seed=args.seed).save(mask_file)
+        _random_mask(model, args, args.pattern or "element").save(mask_file)
     if mask_file is not None and not {"sparse", "shira"}.isdisjoint(args.modes):
         mask = MaskSet.load(mask_file, model)
+    tile_mask, tile_mask_file = None, folder / "tile_mask.safetensors"
+    if "tiles" in args.modes:
+        tile_mask = _random_mask(model, args, args.tile_pattern)
+        tile_mask.save(tile_mask_file)
     if "shira" in args.modes:
         if args.shira_rank is None:
             density = args.density if args.mask is None or mask is None else mask.density_of(model)
@@ -226,6 +249,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
                 "seed",
                 "dataset",
             ),
+            *("density", "pattern", "tile_pattern"),
         )
     }
     report = {
@@ -239,6 +263,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
         "mask": None
         if mask is None
         else {"file": None if args.mask is None else str(args.mask), "nnz": mask.nnz, "pattern": mask.pattern},
+        "tile_mask": None if tile_mask is None else {"nnz": tile_mask.nnz, "pattern": tile_mask.pattern},
         "settings": settings,
     }
     jobs = [
@@ -249,7 +274,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
             checkpoint=None if args.checkpoint is None else str(args.checkpoint),
             dataset=dataset,
             subset_size=args.subset_size if args.dataset is not None else None,
-            mask=str(mask_file),
+            mask=str(tile_mask_file if mode == "tiles" else mask_file),
             sequence_length=args.sequence_length,
             n_generations=args.n_generations,
             max_new_tokens=args.max_new_tokens,
@@ -266,6 +291,13 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
         for mode in args.modes
     ]
     return report, jobs
+
+
+def _random_mask(model: nn.Module, args: argparse.Namespace, pattern: str) -> MaskSet:
+    mask = MaskSet.random(model, density=args.density, pattern=pattern, seed=args.seed)
+    if not mask.nnz:
+        raise ConfigError(f"--density {args.density:g} of matrices this small is no {pattern} unit")
+    return mask
 
 
 def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:

@@ -78,6 +78,8 @@ def wrong_results(algorithm: str, rows: list[dict[str, Any]]) -> list[str]:
             wrong.append(f"mode {mode} begins with ratios off by {first['ratio_error']}, wanted 1: policy = sampler")
         if algorithm == "grpo" and not first["k3"] <= FIRST_RATIO_ATOL:
             wrong.append(f"mode {mode} begins at a divergence of {first['k3']}, wanted 0: policy = reference")
+        if mode == "tiles" and not row["n_tiled"]:
+            wrong.append("mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty")
         still = [i + 1 for i, step in enumerate(row["steps"]) if not step["grad_norm"] > 0]
         if algorithm == "dpo" and still:
             wrong.append(f"mode {mode} has a gradient norm of 0 in step {still[0]}, wanted one that trains")
@@ -172,15 +174,21 @@ def heading(report: dict[str, Any]) -> str:
         )
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     mask = report["mask"]
-    share = (
-        ""
-        if mask is None or "sparse" not in settings["modes"]
-        else f", {mask['nnz'] / report['numel']:.2%} active in mode sparse"
-    )
+    share = "" if mask is None or "sparse" not in settings["modes"] else _share(report, mask, "sparse")
+    if "tiles" in settings["modes"]:
+        share += _share(report, report["tile_mask"], "tiles")
     rank = f", LoRA of rank {settings['lora_rank']}" if "lora" in settings["modes"] else ""
     rank += f", SHiRA of rank {settings['shira_rank']}" if "shira" in settings["modes"] else ""
     name = machine.get("gpu", {}).get("name", machine["cpu"])
     return f"{_count(report['numel'])} bf16 weights{share}{rank}; {work}{notes}; {name}"
+
+
+def _share(report: dict[str, Any], mask: dict[str, Any], mode: str) -> str:
+    pattern = mask.get("pattern", "element")
+    units = "" if pattern == "element" else f" in {pattern}"
+    n_tiled = sum(row.get("n_tiled", 0) for row in report["rows"] if row["mode"] == mode)
+    tiled = f" ({n_tiled} weight gradients by tiles)" if n_tiled else ""
+    return f", {mask['nnz'] / report['numel']:.2%} active{units} in mode {mode}{tiled}"
 
 
 def _count(n: int) -> str:

@@ -7,7 +7,7 @@ The step is written out here and not taken from the trainers, so that what is ti
 | rollout | GRPO: completions by `model.generate`, and their log-probabilities by a forward pass |
 | reference | log-probabilities under the weights the run started from, without gradient |
 | forward | log-probabilities under the policy, and the loss |
-| backward | gradients; in mode sparse each is gathered and freed as it appears |
+| backward | gradients; in mode sparse each is gathered and freed as it appears, in tiles only active ones are made |
 | clip | the gradients' global norm, and the clipping by it |
 | step | the optimizer's update, and the gradients dropped |
 
@@ -47,7 +47,7 @@ from sparse_opt.trainers.timing import StepTimer
 
 from .report import write_json
 
-Mode = Literal["dense", "sparse", "lora", "shira"]
+Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
 MAX_GRAD_NORM = 1.0
 DPO_BETA, GRPO_BETA = 0.1, 0.04
 
@@ -95,6 +95,7 @@ class Trained:
     reference_weights: Callable[[], AbstractContextManager[Any]]  # the reference's weights are in `reference` inside
     clip: Callable[[], Tensor]  # returns the norm
     optimizer: torch.optim.Optimizer
+    n_tiled: int  # parameters whose weight gradients are computed by tiles
     parts: Callable[[], dict[str, int]]  # bytes held between steps, by what they are for
 
     @property
@@ -111,20 +112,22 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model.
     - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
+    - tiles: the same under a mask of whole tiles, of which the optimizer computes the active ones alone.
     - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
     - shira: the same with peft's SHiRA, whose bf16 values stand at random positions of the weights.
 
     No mode has fp32 master weights.
     """
-    if job.mode == "sparse":
+    if job.mode in ("sparse", "tiles"):
         mask = MaskSet.load(job.mask, policy)
-        sparse = SparseAdamW(policy.named_parameters(), mask, lr=job.learning_rate, grad_dtype=torch.bfloat16)
+        sparse = SparseAdamW(policy, mask, lr=job.learning_rate, grad_dtype=torch.bfloat16)
         return Trained(
             policy,
             policy,
             sparse.base_weights,
             lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM),
             sparse,
+            len(sparse.tiled_parameters),
             lambda: {"weights": _nbytes(policy.parameters()), **sparse.nbytes()},
         )
     reference, reference_weights = policy, None
@@ -155,6 +158,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
         reference_weights or nullcontext,
         lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
         adamw,
+        0,
         parts,
     )
 
@@ -312,6 +316,7 @@ def run(job: Job) -> dict[str, Any]:
     return {
         "mode": job.mode,
         "n_trained": trained.n_trained,
+        "n_tiled": trained.n_tiled,
         "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,

@@ -262,6 +262,62 @@ class GatherCase(Case):
 
 
 @dataclass
+class TileWeightGradCase(Case):
+    """With the sum of squares and the non-finite flag, as clipping asks for them.
+
+    Operands are to be small integers: sums of their products are exact, so that the order of additions does not show
+    and the results can be compared bit by bit.
+    """
+
+    op = "tile_weight_grad_"
+    written = ("out", "found_inf")
+    summed = ("sum_sq",)
+    out: Tensor
+    grad_outputs: list[Tensor]
+    inputs: list[Tensor]
+    tiles: Tensor  # [k, 4] int64
+    starts: list[int]
+    ends: list[int]
+    slots: list[int]  # of each matrix, how many
+    tile_size: int
+    sum_sq: Tensor
+    found_inf: Tensor
+
+    def run(self, backend: str | None) -> None:
+        ops.tile_weight_grad_(
+            self.out,
+            self.grad_outputs,
+            self.inputs,
+            self.tiles,
+            self.starts,
+            self.ends,
+            tile_size=self.tile_size,
+            sum_sq=self.sum_sq,
+            found_inf=self.found_inf,
+            backend=backend,
+        )
+
+    def poison(self) -> None:
+        self.out.fill_(float("nan"))
+        self.sum_sq.fill_(float("nan"))
+
+    @property
+    def floor_bytes(self) -> float:
+        return sum(
+            floors.tile_weight_grad_bytes(
+                x.shape[0],
+                grad_output.shape[1],
+                x.shape[1],
+                nnz,
+                tile_size=self.tile_size,
+                itemsize=x.element_size(),
+                out_itemsize=self.out.element_size(),
+            )
+            for grad_output, x, nnz in zip(self.grad_outputs, self.inputs, self.slots, strict=True)
+        )
+
+
+@dataclass
 class SwapCase(Case):
     op = "indexed_swap_"
     written = ("dense", "compact")

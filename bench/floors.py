@@ -106,6 +106,23 @@ def gather_bytes(
     return gradient + index_bytes(nnz, index_itemsize, pattern) + nnz * out_itemsize
 
 
+def tile_weight_grad_bytes(
+    tokens: int, rows: int, columns: int, nnz: int, *, tile_size: int, itemsize: int, out_itemsize: int = 4
+) -> float:
+    """tile_weight_grad_ of one [rows, columns] matrix: ``tokens * (rows hit + columns hit) * itemsize + nnz * out``.
+
+    Each operand is read once, where one of the tiles needs it: with k tiles across and density d, the rows of a tile
+    are with probability ``1 - (1 - d)^k``, the columns likewise. What lists the tiles, 32 bytes each, is left out. With
+    more than a few tokens the ``tokens * nnz`` products take longer than these bytes do.
+    """
+    if nnz == 0:
+        return 0.0
+    inactive = 1.0 - nnz / (rows * columns)
+    rows_hit = rows * (1.0 - inactive ** math.ceil(columns / tile_size))
+    columns_hit = columns * (1.0 - inactive ** math.ceil(rows / tile_size))
+    return tokens * (rows_hit + columns_hit) * itemsize + nnz * out_itemsize
+
+
 def swap_bytes(
     numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4, pattern: str = "element", changed: float = 1.0
 ) -> float:

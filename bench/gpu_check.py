@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts; 0 if every check held, else 1."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if problem := kernels.why_wrong(args):
+        parser.error(problem)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")

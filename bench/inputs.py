@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_opt.ops import narrow_indices
+from sparse_opt.mask_patterns import expand_units, unit_grid
+from sparse_opt.ops import narrow_indices, tile_table
 from sparse_opt.ops.reference import as_bits
 
 from .cases import (
@@ -21,10 +23,12 @@ from .cases import (
     GatherCase,
     SGDCase,
     SwapCase,
+    TileWeightGradCase,
 )
 
 # So large that nearly every active weight's bits change in a step, as the floors count it.
 LR = 1.0
+TOKENS = 512  # of a batch whose weight gradients are taken
 
 
 def random_tensors(
@@ -103,6 +107,47 @@ def gather_case(grads: list[Tensor], active: Active) -> GatherCase:
     )
 
 
+def tile_weight_grad_case(
+    shapes: Iterable[tuple[int, ...]],
+    dtype: torch.dtype,
+    density: float,
+    generator: torch.Generator,
+    *,
+    tokens: int = TOKENS,
+    tile_size: int = 64,
+) -> TileWeightGradCase:
+    """Those of ``shapes`` that are matrices, round(density * tiles) random tiles of each, at least one unless 0."""
+    device = generator.device
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    pattern = f"tile{tile_size}"
+    tables: list[Tensor] = []
+    slots: list[int] = []
+    for shape in matrices:
+        n_tiles = math.prod(unit_grid(shape, pattern))
+        n_active = max(round(density * n_tiles), 1 if density > 0 else 0)
+        chosen = torch.randperm(n_tiles, device=device, generator=generator)[:n_active].sort().values.cpu()
+        positions = expand_units(chosen, shape, pattern)
+        tables.append(tile_table(positions, shape, tile_size, first_slot=sum(slots)))
+        slots.append(positions.numel())
+
+    def integers(width: int) -> Tensor:
+        return torch.randint(-8, 9, (tokens, width), device=device, generator=generator).to(dtype)
+
+    ends = list(itertools.accumulate(len(table) for table in tables))
+    return TileWeightGradCase(
+        out=torch.empty(sum(slots), device=device),
+        grad_outputs=[integers(rows) for rows, _ in matrices],
+        inputs=[integers(columns) for _, columns in matrices],
+        tiles=torch.cat(tables).to(device),
+        starts=[0, *ends[:-1]],
+        ends=ends,
+        slots=slots,
+        tile_size=tile_size,
+        sum_sq=torch.empty(len(matrices), device=device),
+        found_inf=torch.zeros(1, device=device),
+    )
+
+
 def swap_case(params: list[Tensor], active: Active, generator: torch.Generator) -> SwapCase:
     compact = torch.randn(active.nnz, dtype=params[0].dtype, device=params[0].device, generator=generator)
     return SwapCase(dense=params, compact=compact, active=active)
@@ -134,6 +179,8 @@ def random_case(
     dense_grads: bool = True,
 ) -> Case:
     """A case of the op named ``op`` on random tensors of these shapes; ``dense_grads`` is for the optimizer steps."""
+    if op == "tile_weight_grad_":
+        return tile_weight_grad_case(shapes.values(), dtype, density, generator)
     dense = random_tensors(shapes, dtype, generator)
     if op == "delta_encode":
         return delta_encode_case(dense, density, generator)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from sparse_opt import MaskSet, backends
 from sparse_opt.ops.reference import as_bits
 
-from . import backward, floors, inputs, peers, targets
+from . import backward, floors, inputs, peers, targets, tile_gradients
 from .cases import Active, Case, DeltaApplyCase, WrongResult, check
 from .optimizers import (
     LR,
@@ -43,6 +43,8 @@ from .timing import Prepared, measure
 
 # So large that the coefficient is 1: a timed clip does all its work and leaves the gradients as they are.
 NO_CLIP = 1e30
+# What can be timed alone.
+PARTS = ("weights", "backward", "tiles", "deltas")
 STEP_NAMES: dict[Gradients, str] = {"dense": targets.STEP_DENSE, "compact": targets.STEP_COMPACT}
 
 
@@ -61,6 +63,8 @@ class KernelBench:
         n_rounds: timed calls of each row.
         with_peers: time other packages' optimizers too.
         backward_sizes: of the model whose backward pass is timed (see `backward.llama`); None leaves it out.
+        tile_tokens: token counts of the weight gradients by tiles, the largest first; none leaves them out.
+        parts: of `PARTS`, what is timed beside the copy.
         on_row: called with each row as it comes.
         on_failure: called with each failed check; what failed is not timed.
     """
@@ -77,6 +81,8 @@ class KernelBench:
     seed: int = 0
     with_peers: bool = True
     backward_sizes: Mapping[str, int] | None = field(default_factory=lambda: LLAMA_3_2_3B_SIZES)
+    tile_tokens: Sequence[int] = (8192, 1024)
+    parts: Collection[str] = PARTS
     on_row: Callable[[Row], None] = lambda row: None
     on_failure: Callable[[str], None] = lambda failure: None
     rows: list[Row] = field(default_factory=list)
@@ -92,10 +98,15 @@ class KernelBench:
     def run(self) -> None:
         """Time everything. What a check refuses is in `failures`; other errors pass through, peers' excepted."""
         self._copy()
-        self._weights()
-        self._backward()
-        for density in self.delta_densities:
-            self._delta(density)
+        if "weights" in self.parts:
+            self._weights()
+        if "backward" in self.parts:
+            self._backward()
+        if "tiles" in self.parts:
+            self._tile_gradients()
+        if "deltas" in self.parts:
+            for density in self.delta_densities:
+                self._delta(density)
 
     def as_dict(self) -> dict[str, Any]:
         rows = [row.as_dict() for row in self.rows]
@@ -103,6 +114,7 @@ class KernelBench:
             "n_matrices": len(self.shapes),
             "numel": total_numel(self.shapes),
             "delta_numel": self.delta_numel,
+            "parts": list(self.parts),
             "copy_gb_per_s": self.copy_rate / 1e9,
             "floor_counting": floors.COUNTING,
             "rows": rows,
@@ -318,6 +330,20 @@ class KernelBench:
         if self._sound(targets.BACKWARD_HOOKS, make):
             self._time(works)
 
+    def _tile_gradients(self) -> None:
+        if not self.tile_tokens:
+            return
+        self.start.clear()  # of the weights, which are done with
+        shapes = tile_gradients.linear_layers(self.shapes)
+        if why := tile_gradients.why_absent(shapes, self.tile_tokens[0], self.device):
+            self.left_out[f"weight gradients, {self.tile_tokens[0]} tokens"] = why
+            return
+        for works, n_rounds in tile_gradients.Comparisons(
+            shapes, self.tile_tokens, self.backends, self.generator, self._sound
+        ):
+            self._time(works, min(n_rounds, self.n_rounds))
+            works.clear()  # their tensors, before the next are made
+
     def _delta(self, density: float) -> None:
         old = inputs.random_tensors({"weight": (self.delta_numel,)}, torch.bfloat16, self.generator)
         case = inputs.delta_encode_case(old, density, self.generator)
@@ -383,9 +409,9 @@ class KernelBench:
             return False
         return True
 
-    def _time(self, works: Sequence[Work]) -> None:
+    def _time(self, works: Sequence[Work], n_rounds: int | None = None) -> None:
         calls = {str(i): work.call for i, work in enumerate(works)}
-        timings = measure(calls, device=self.device, n_rounds=self.n_rounds)
+        timings = measure(calls, device=self.device, n_rounds=n_rounds or self.n_rounds)
         for work, timing in zip(works, timings.values(), strict=True):
             self._add(row_of(work, timing, self.copy_rate))
 

@@ -19,7 +19,7 @@ from sparse_opt import backends
 
 from . import targets
 from .environment import environment
-from .kernel_bench import KernelBench
+from .kernel_bench import PARTS, KernelBench
 from .report import table, why_unwritable, write_json
 from .rows import Row
 from .shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, scaled
@@ -29,6 +29,7 @@ QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
 # On a CPU, where the table is for trying it out: seconds, and past most caches.
 CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
 FULL_DELTA_NUMEL, FULL_ROUNDS = 2**30, 20
+TILE_TOKENS, CPU_TILE_TOKENS = (8192, 1024), (48,)
 
 HEADERS = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms", "x floor", "verdict", "target")
 
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     add_options(parser)
     args = parser.parse_args(argv)
+    if problem := why_wrong(args):
+        parser.error(problem)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")
@@ -67,7 +70,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no_peers", action="store_true", help="leave out the optimizers of other packages")
     parser.add_argument("--no_backward", action="store_true", help="leave out the backward pass (always so on a CPU)")
+    parser.add_argument("--no_tiles", action="store_true", help="leave out the weight gradients by tiles")
+    parser.add_argument("--only", metavar="PARTS", help=f"time these alone, of {','.join(PARTS)}")
     parser.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
+
+
+def why_wrong(args: argparse.Namespace) -> str:
+    """What is wrong with these options; empty if nothing is."""
+    unknown = sorted(set(_parts(args)) - set(PARTS))
+    return f"--only {args.only}: no part {unknown[0]!r}, wanted some of {','.join(PARTS)}" if unknown else ""
+
+
+def _parts(args: argparse.Namespace) -> tuple[str, ...]:
+    return PARTS if args.only is None else tuple(args.only.split(","))
 
 
 def run_table(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
@@ -85,6 +100,8 @@ def run_table(report: dict[str, Any], args: argparse.Namespace, device: torch.de
         seed=args.seed,
         with_peers=not args.no_peers,
         backward_sizes=None if args.no_backward or cpu else LLAMA_3_2_3B_SIZES,
+        tile_tokens=() if args.no_tiles else CPU_TILE_TOKENS if cpu else TILE_TOKENS,
+        parts=_parts(args),
         on_row=_print_row,
         on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
     )

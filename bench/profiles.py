@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         also=[] if args.no_settings else args.also,
     )
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:
-        folder = Path(name)
+        folder = Path(name).resolve()
         shared = _shared_options(folder, args)
         start = _run(_start_job(folder, args, shared))
         results: list[dict[str, Any] | None] = []
@@ -92,10 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = {
         "benchmark": "profiles",
         "environment": environment("cuda" if args.device.startswith("cuda") else "cpu"),
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "json"},
+        # Where the files were says nothing of what was measured.
+        "settings": {k: v for k, v in vars(args).items() if k not in ("json", "output", "work_dir")},
         "profiles": {name: asdict(load_profile(name)) for name in args.profiles},
-        "start": start,
-        **summarized(configurations, [result for result in results if result is not None], args.sigmas),
+        "start": relative_to(folder, start),
+        **summarized(configurations, [relative_to(folder, one) for one in results if one is not None], args.sigmas),
     }
     write_json(args.output, report)
     print(json.dumps(report, indent=2) if args.json else f"\n{text(report)}\n\nresults: {args.output}")
@@ -147,6 +148,7 @@ def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
     train = {
         **common,
         "mode": "dense",
+        "learning_rate_scale": 1.0,
         "master_weights": True,
         "gradient_checkpointing": False,
         "packing": False,
@@ -154,6 +156,17 @@ def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
         "gradient_accumulation_steps": 1,
     }
     return {"datagen": sampling, "train": train, "test": dict(sampling)}
+
+
+def relative_to(folder: Path, found: Any) -> Any:
+    """What a job has written, with paths in the work folder as names relative to it, its own as a dot."""
+    if isinstance(found, dict):
+        return {key: relative_to(folder, value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [relative_to(folder, value) for value in found]
+    if isinstance(found, str) and Path(found).is_relative_to(folder):
+        return str(Path(found).relative_to(folder))
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), 
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
+TILE_HEADERS = (
+    *("work", "backend", "density", "ms", "p20 - p80", "x torch.mm"),
+    *("floor ms", "x floor", "verdict", "target"),
+)
+# Runs of `sparse-opt bench baseline` with mode tiles.
+TILE_BASELINES = "baseline_*_tiles*.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +88,7 @@ def kernel_table(results: Path) -> str:
     """The kernels' table of the last full run on a GPU, its verdicts where its floors were counted as they are now."""
     report = _load(results / "gpu_check.json")
     found = report["kernels"]
+    found["rows"] = [row for row in found["rows"] if not targets.is_weight_gradient(row)]  # see tile_table
     judged = found.get("floor_counting") == floors.COUNTING
     verdicts = targets.judge(found["rows"]) if judged else []
     missing = [verdict for verdict in verdicts if not verdict.met]
@@ -104,6 +111,24 @@ def kernel_table(results: Path) -> str:
     lines += [f"- missed: {verdict.text}" for verdict in missing]
     lines += [f"- not timed: {work}: {why}" for work, why in found["left_out"].items()]
     return "\n".join(lines)
+
+
+def tile_table(results: Path) -> str:
+    """The weight gradients of the last full run on a GPU: by tiles, and torch's of whole matrices."""
+    report = _load(results / "gpu_check.json")
+    rows = [row for row in report["kernels"]["rows"] if targets.is_weight_gradient(row)]
+    verdicts = targets.judge(rows)
+    missed = [verdict.text for verdict in verdicts if not verdict.met]
+    table = markdown_table(TILE_HEADERS, [_tile_cells(row, rows, verdicts) for row in rows], n_words=2)
+    where = [f"{machine_line(report['environment'])}.", ""] if rows else []
+    return "\n".join([*where, table, *([""] if missed else []), *(f"- missed: {text}" for text in missed)])
+
+
+def _tile_cells(row: targets.Row, rows: Sequence[targets.Row], verdicts: Sequence[targets.Verdict]) -> list[str]:
+    cells = dict(zip(kernels.HEADERS, kernels.cells(row, verdicts), strict=True))
+    whole = [other["ms"] for other in rows if other["work"] == targets.dense_gradient(targets.tokens_of(row))]
+    cells["x torch.mm"] = f"{row['ms'] / whole[0]:.3f}" if whole else ""
+    return [cells[header] for header in TILE_HEADERS]
 
 
 def dram_table(results: Path) -> str:
@@ -153,14 +178,26 @@ def spread_table(results: Path) -> str:
 
 
 def baseline_table(results: Path) -> str:
-    """Every kept run of training end to end."""
+    """Every kept run of training end to end but those of mode tiles."""
+    found = _baselines(
+        path for path in results.glob("baseline_*.json") if path not in set(results.glob(TILE_BASELINES))
+    )
+    return found or "No run is kept yet: `sparse-opt bench baseline dpo`."
+
+
+def tile_baseline_table(results: Path) -> str:
+    """Every kept run of training end to end with mode tiles in it."""
+    return _baselines(results.glob(TILE_BASELINES))
+
+
+def _baselines(paths: Iterable[Path]) -> str:
     parts = []
-    for path in sorted(results.glob("baseline_*.json")):
+    for path in sorted(paths):
         report = _load(path)
         headers, rows = baseline_report.cells(report)
         parts += [f"{machine_line(report['environment'])}. {baseline_report.heading(report)}.", ""]
         parts += [markdown_table(headers, rows), "", *(f"- {line}" for line in baseline_report.ratio_lines(report)), ""]
-    return "\n".join(parts[:-1]) if parts else "No run is kept yet: `sparse-opt bench baseline dpo`."
+    return "\n".join(parts[:-1])
 
 
 def modes_table(results: Path) -> str:
@@ -223,6 +260,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "delta_gpu": functools.partial(delta_table, device="gpu"),
     "delta_cpu": functools.partial(delta_table, device="cpu"),
     "delta_logging": delta_logging_table,
+    "tiles": tile_table,
+    "tile_baselines": tile_baseline_table,
 }
 
 

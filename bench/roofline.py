@@ -1,7 +1,7 @@
 """A roofline of measured rows: the rate at which each moved the bytes it has to, under the copy rate as the roof.
 
 AdamW does a handful of operations a byte at most, far below what would make any of this bound by arithmetic: memory is
-the only roof, and bytes are the axis that tells the rows apart.
+the only roof, and bytes are the axis that tells the rows apart. Weight gradients, products of matrices, are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import targets
 from .report import why_unwritable
 
 MARKERS = {"cuda": "o", "triton": "s", "cpu": "D", "torch": "x"}
@@ -58,7 +59,7 @@ def points_of(rows: Sequence[Mapping[str, Any]], density: float) -> list[dict[st
             "gb_per_s": row["bytes"] / (1e6 * row["ms"]),
         }
         for row in rows
-        if row["bytes"] and row["density"] in (None, density)
+        if row["bytes"] and row["density"] in (None, density) and not targets.is_weight_gradient(row)
     ]
     return sorted(points, key=lambda point: -point["gb_per_s"])
 

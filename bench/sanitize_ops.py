@@ -19,7 +19,7 @@ from sparse_opt.state_digest import StateDigest
 from sparse_opt.tensor_state import as_bits
 
 from .cases import Case, StepCase, WrongResult, check
-from .inputs import random_case
+from .inputs import random_case, tile_weight_grad_case
 
 # Below, at and past the widths of a vector load, a warp and a block, one of them a multiple; one tensor empty.
 SHAPES = {
@@ -86,6 +86,12 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
 def _case(op: str, dtype: torch.dtype, density: float) -> Case:
     """The sparse cases step from dense gradients, the full ones from compact ones, rounding at random."""
     sparse = density < 1
+    if op == "tile_weight_grad_":
+        generator = torch.Generator().manual_seed(0)
+        # Past the tokens of a block, and no multiple of anything.
+        return tile_weight_grad_case(
+            SHAPES.values(), dtype, density, generator, tokens=301, tile_size=64 if sparse else 128
+        )
     case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
     if isinstance(case, StepCase) and not sparse:
         case.options = {"stochastic_rounding": True, "seed": 1}

@@ -5,6 +5,7 @@ Works on rows as they stand in the results' JSON, so that files can be judged ag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, o
 GATHER, SWAP, OP_COMPACT = "masked_grad_gather_", "indexed_swap_", "indexed_adamw_, compact gradients"
 BACKWARD_HOOKS, BACKWARD_PLAIN = "backward, gathering in its hooks", "backward, dense gradients kept"
 ENCODE, APPLY, TORCH_ENCODE = "delta_encode", "delta_apply_", "ne, nonzero, index"
+TILE_GRADIENT, DENSE_GRADIENT = "tile_weight_grad_, ", "torch.mm, "
+A_CALL_AN_INPUT, A_CALL_A_MATRIX = ", a call an input", ", a call a matrix"  # beside a call a layer
 # The slower of two backends may take this much longer than the faster.
 BACKENDS_APART = 1.15
 # A measured ratio of times may be this much above the ratio of bytes.
@@ -54,6 +57,33 @@ class Verdict(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "met": self.met}
+
+
+def tile_gradient(pattern: str, tokens: int) -> str:
+    """The name of the rows of `bench/tile_gradients.py` by tiles, a call for each layer."""
+    return f"{TILE_GRADIENT}{pattern}, {tokens} tokens"
+
+
+def dense_gradient(tokens: int) -> str:
+    """Their peer: torch's products, whole."""
+    return f"{DENSE_GRADIENT}{tokens} tokens"
+
+
+def gathered_gradient(tokens: int) -> str:
+    """The same with a gather after each."""
+    return f"{DENSE_GRADIENT}{GATHER}, {tokens} tokens"
+
+
+def is_weight_gradient(row: Row) -> bool:
+    """Whether the row is one of these."""
+    return bool(row["work"].startswith((TILE_GRADIENT, DENSE_GRADIENT)))
+
+
+def tokens_of(row: Row) -> int:
+    """The token count in the name of one of these rows."""
+    found = re.search(r", (\d+) tokens", row["work"])
+    assert found is not None, row["work"]
+    return int(found[1])
 
 
 Measure = Callable[[Row, Sequence[Row]], float | None]
@@ -210,4 +240,13 @@ TARGETS: tuple[Target, ...] = (
         )
     ),
     Target(APPLY, "x floor", _x_floor, 1.15),
+    *(
+        Target(tile_gradient(pattern, tokens), "ms", _value("ms"), ms, density=0.025)
+        for pattern, tokens, ms in (
+            ("tile64", 8192, 8.0),
+            ("tile128", 8192, 5.0),
+            ("tile64", 1024, 1.6),
+            ("tile128", 1024, 1.2),
+        )
+    ),
 )

@@ -1,6 +1,10 @@
 #include "bound_params.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 
@@ -22,7 +26,25 @@ using Gather = decltype(masked_grad_gather_<AnyDevice>);
 using GatherPartly = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool,
                           const at::Tensor&, int64_t, const OptionalTensor&, int64_t, const OptionalTensor&);
 using CountSteps = decltype(count_steps_<AnyDevice>);
+using TileWeightGrad = decltype(tile_weight_grad_<AnyDevice>);
+using TileWeightGradPartly = void(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, at::IntArrayRef,
+                                  at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef, const at::Tensor&,
+                                  const OptionalTensor&);
 using AddPartialSums = void(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef);
+
+// About four tiles of 64 or one of 128 for each multiprocessor of an H200.
+int64_t enough_tiles(int64_t tile_size) {
+  return tile_size == 64 ? 528 : 132;
+}
+constexpr int64_t kMostBytes = int64_t{512} << 20;
+
+c10::Stream stream_of(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
 
 }  // namespace
 
@@ -35,20 +57,42 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       run_length_(run_length),
       index_bases_(std::move(index_bases)),
       own_bases_(params_.size()),
-      received_(params_.size()) {
+      last_pass_(params_.size(), Pass::kNone),
+      received_(params_.size()),
+      came_by_tiles_(params_.size()),
+      pending_stream_(stream_of(indices_.device())) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
   if (index_bases_.has_value()) {
     const int64_t frames = indices_.numel() / kIndexFrame + 1;
     for (size_t i = 0; i < params_.size(); ++i)
       own_bases_[i] = index_bases_->narrow(0, static_cast<int64_t>(i), frames);
   }
+  lay_out_partial_sums();
+}
+
+void BoundParams::lay_out_partial_sums() {
   if (!indices_.is_cuda()) return;
+  first_partial_.clear();
+  partials_end_.clear();
   int64_t partials = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
+    const int64_t tiles = tiles_.defined() ? tile_ends_[i] - tile_starts_[i] : 0;
+    const int64_t room = std::max(gather_blocks(starts_[i], ends_[i]), tiles);
     first_partial_.push_back(partials);
-    partials += gather_blocks(starts_[i], ends_[i]);
+    partials_end_.push_back(room * kGatherBlock);
+    partials += room;
   }
+  partials_begin_.assign(params_.size(), 0);
   partial_sums_ = at::zeros({partials}, indices_.options().dtype(at::kFloat));
+  std::fill(last_pass_.begin(), last_pass_.end(), Pass::kNone);
+}
+
+// To be called before a pass leaves its partial sums: those of another kind's would stand behind them.
+void BoundParams::begin_pass(size_t i, Pass pass) {
+  if (!partial_sums_.defined()) return;
+  if (last_pass_[i] != Pass::kNone && last_pass_[i] != pass)
+    partial_sums_.narrow(0, first_partial_[i], partials_end_[i] / kGatherBlock).zero_();
+  last_pass_[i] = pass;
 }
 
 bool BoundParams::has_grads() const {
@@ -79,9 +123,14 @@ bool BoundParams::take_grads() {
 }
 
 void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
-                          const at::Tensor& sum_sq, const OptionalTensor& found_inf) const {
+                          const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   SPARSE_OPT_CHECK(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
                    " elements, wanted ", numels_[i]);
+  if (tiles_.defined()) {
+    const std::lock_guard lock(pending_mutex_);
+    if (waits(i)) flush_locked();
+  }
+  begin_pass(i, Pass::kGather);
   if (partial_sums_.defined()) {
     static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
     op.call(out, grad.contiguous(), indices_, starts_[i], ends_[i], accumulate, partial_sums_, first_partial_[i],
@@ -100,6 +149,7 @@ void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) 
 
 bool BoundParams::receive(size_t i) {
   at::Tensor& grad = params_[i].mutable_grad();
+  if (came_by_tiles(i) && !grad.defined()) return true;
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   gather_(static_cast<int64_t>(i), std::exchange(grad, at::Tensor()), out_, received_[i], sum_sq_, std::nullopt);
@@ -107,10 +157,166 @@ bool BoundParams::receive(size_t i) {
   return true;
 }
 
-void BoundParams::sum_squares_(const at::Tensor& sum_sq) const {
+void BoundParams::sum_squares_(const at::Tensor& sum_sq) {
+  flush();
   if (!partial_sums_.defined()) return;
   static const auto op = native_op<AddPartialSums>("sparse_opt_native::add_partial_sums_");
-  op.call(sum_sq, partial_sums_, starts_, ends_);
+  op.call(sum_sq, partial_sums_, partials_begin_, partials_end_);
+}
+
+void BoundParams::set_tiles(at::Tensor tiles, std::vector<int64_t> starts, std::vector<int64_t> ends,
+                            int64_t tile_size) {
+  SPARSE_OPT_CHECK(starts.size() == params_.size() && ends.size() == params_.size(), "there are ", starts.size(),
+                   " starts and ", ends.size(), " ends of tiles, wanted ", params_.size(), " of each");
+  for (size_t i = 0; i < params_.size(); ++i) {
+    SPARSE_OPT_CHECK(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= tiles.size(0), "params[", i,
+                     "] has the tiles [", starts[i], ", ", ends[i], "), wanted within [0, ", tiles.size(0), ")");
+    SPARSE_OPT_CHECK(starts[i] == ends[i] || params_[i].dim() == 2, "params[", i, "] has ", params_[i].dim(),
+                     " dimensions and tiles, wanted a matrix");
+    matrices_.emplace_back(starts[i] < ends[i] ? params_[i].size(0) : 0, starts[i] < ends[i] ? params_[i].size(1) : 0);
+  }
+  tiles_ = std::move(tiles);
+  tile_starts_ = std::move(starts);
+  tile_ends_ = std::move(ends);
+  tile_size_ = tile_size;
+  set_waiting(enough_tiles(tile_size), kMostBytes);
+  lay_out_partial_sums();
+  if (tiles_.is_cuda()) counters_ = at::zeros({tiles_.size(0)}, tiles_.options().dtype(at::kInt));
+}
+
+void BoundParams::set_waiting(int64_t tiles, int64_t bytes) {
+  most_tiles_ = tiles;
+  most_bytes_ = bytes;
+}
+
+void BoundParams::check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const {
+  SPARSE_OPT_CHECK(tiles_.defined() && tile_starts_.at(i) < tile_ends_[i], "params[", i, "] has no tiles");
+  const auto& [rows, columns] = matrices_[i];
+  SPARSE_OPT_CHECK(left.size(-1) == rows && right.size(-1) == columns, "params[", i, "] has sizes [", left.size(-1),
+                   ", ", right.size(-1), "], but had [", rows, ", ", columns, "] when its mask was bound");
+}
+
+void BoundParams::tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out,
+                             bool accumulate, const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+  check_tile_operands(i, left, right);
+  flush();
+  tile_grads_({{static_cast<size_t>(i), left, right, version_of(left), version_of(right)}}, out, accumulate, sum_sq,
+              found_inf);
+  came_by_tiles_[i] = 1;
+}
+
+void BoundParams::tile_grads_(const std::vector<Pending>& list, const at::Tensor& out, bool accumulate,
+                              const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  std::vector<at::Tensor> lefts, rights;
+  std::vector<int64_t> starts, ends, first_partials;
+  for (const Pending& p : list) {
+    SPARSE_OPT_CHECK(version_of(p.left) == p.left_version && version_of(p.right) == p.right_version,
+                     "the input or the output gradient of the linear layer with params[", p.i,
+                     "] was changed in place before its weight gradient was made; build the optimizer with "
+                     "tile_backward=False");
+    lefts.push_back(p.left.contiguous());
+    rights.push_back(p.right.contiguous());
+    starts.push_back(tile_starts_[p.i]);
+    ends.push_back(tile_ends_[p.i]);
+    begin_pass(p.i, Pass::kTiles);
+    if (partial_sums_.defined()) first_partials.push_back(first_partial_[p.i]);
+  }
+  if (partial_sums_.defined()) {
+    static const auto op = native_op<TileWeightGradPartly>("sparse_opt_native::tile_weight_grad_partly_");
+    op.call(out, lefts, rights, tiles_, starts, ends, tile_size_, accumulate, partial_sums_, first_partials, counters_,
+            found_inf);
+    return;
+  }
+  static const auto op = native_op<TileWeightGrad>("sparse_opt_native::tile_weight_grad_");
+  // Sums of squares go where they belong only if the list is one stretch of the parameters'.
+  const at::Tensor sums = list.size() == 1 ? sum_sq.narrow(0, static_cast<int64_t>(list[0].i), 1)
+                                           : at::empty({static_cast<int64_t>(list.size())}, sum_sq.options());
+  op.call(out, lefts, rights, tiles_, starts, ends, tile_size_, std::nullopt, accumulate, sums, found_inf);
+  if (list.size() == 1) return;
+  for (size_t k = 0; k < list.size(); ++k)
+    sum_sq.mutable_data_ptr<float>()[list[k].i] = sums.const_data_ptr<float>()[k];
+}
+
+bool BoundParams::waits(size_t i) const {
+  return std::any_of(pending_.begin(), pending_.end(), [i](const Pending& p) { return p.i == i; });
+}
+
+bool BoundParams::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
+  if (!receiving_) return take_tiles_ && take_tiles_(i, left, right);
+  check_tile_operands(static_cast<int64_t>(i), left, right);
+  const std::lock_guard lock(pending_mutex_);
+  const c10::Stream stream = stream_of(tiles_.device());
+  if (!pending_.empty()) {
+    const bool alike = pending_accumulates_ == received_[i] && pending_stream_ == stream &&
+                       pending_[0].left.scalar_type() == left.scalar_type();
+    if (!alike || waits(i)) flush_locked();
+  }
+  const auto held = [&](const at::Tensor& tensor) {
+    const auto same = [&](const at::Tensor& other) { return other.is_alias_of(tensor); };
+    const bool counted =
+        std::any_of(pending_.begin(), pending_.end(), [&](const Pending& p) { return same(p.left) || same(p.right); });
+    return counted ? 0 : static_cast<int64_t>(tensor.storage().nbytes());
+  };
+  const int64_t bytes = held(left) + held(right);
+  pending_accumulates_ = received_[i];
+  pending_stream_ = stream;
+  pending_.push_back({i, left, right, version_of(left), version_of(right)});
+  pending_tiles_ += tile_ends_[i] - tile_starts_[i];
+  pending_bytes_ += bytes;
+  received_[i] = true;
+  came_by_tiles_[i] = 1;
+  if (pending_tiles_ >= most_tiles_ || pending_bytes_ > most_bytes_) {
+    flush_locked();
+  } else {
+    flush_at_the_end();
+  }
+  return true;
+}
+
+// Of this backward pass. One that raised never ended, so the next one must ask again.
+void BoundParams::flush_at_the_end() {
+  const int graph = torch::autograd::get_current_graph_task_id();
+  if (graph == -1 || graph == ending_graph_) return;
+  ending_graph_ = graph;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const std::shared_ptr<BoundParams> bound = weak.lock()) bound->flush();
+  });
+}
+
+void BoundParams::flush() {
+  if (!tiles_.defined()) return;
+  const std::lock_guard lock(pending_mutex_);
+  flush_locked();
+}
+
+void BoundParams::flush_locked() {
+  if (pending_.empty()) return;
+  const std::vector<Pending> list = std::move(pending_);
+  forget_pending();
+  const c10::Stream current = stream_of(tiles_.device());
+  if (pending_stream_ == current) {
+    tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
+    return;
+  }
+  // The tensors are the other stream's, and so is their memory.
+  c10::Event done(tiles_.device().type());
+  {
+    const c10::StreamGuard guard(pending_stream_);
+    tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
+    done.record(pending_stream_);
+  }
+  done.block(current);
+}
+
+void BoundParams::drop_pending() {
+  const std::lock_guard lock(pending_mutex_);
+  forget_pending();
+}
+
+void BoundParams::forget_pending() {
+  pending_.clear();
+  pending_tiles_ = pending_bytes_ = 0;
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {

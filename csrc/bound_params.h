@@ -4,13 +4,18 @@
 
 #include <ATen/ATen.h>
 
+#include <c10/core/Stream.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace sparse_opt {
 
-class BoundParams {
+class BoundParams : public std::enable_shared_from_this<BoundParams> {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
               std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases);
@@ -24,8 +29,8 @@ class BoundParams {
   // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz]. The elements of `sum_sq`, [n], of the
   // parameters gathered stand when sum_squares_ was called: a GPU adds up those of all parameters in one launch.
   void gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
-               const std::optional<at::Tensor>& found_inf) const;
-  void sum_squares_(const at::Tensor& sum_sq) const;
+               const std::optional<at::Tensor>& found_inf);
+  void sum_squares_(const at::Tensor& sum_sq);
 
   // What the hooks of gradient_hook.h do while they are told to: gather_ the gradient that parameter i has into the
   // buffers named here, and let it go. False, and nothing done, if they are told not to, or it has none or one that is
@@ -33,6 +38,29 @@ class BoundParams {
   void receive_into(const at::Tensor& out, const at::Tensor& sum_sq);
   void set_receiving(bool receiving) { receiving_ = receiving; }
   bool receive(size_t i);
+
+  // The active tiles of those parameters that have any: tile_weight_grad_'s table, and each parameter's rows of it. The
+  // parameters are matrices as they are now.
+  void set_tiles(at::Tensor tiles, std::vector<int64_t> starts, std::vector<int64_t> ends, int64_t tile_size);
+
+  // tile_weight_grad_ of parameter i, whose gradient is left^T @ right ([tokens, rows] and [tokens, columns]), into its
+  // slots of `out`; `sum_sq` stands when it does after gather_.
+  void tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out, bool accumulate,
+                  const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
+
+  // What a linear layer's backward function calls: tile_grad_ into the buffers of receive_into, but not at once. Few
+  // tiles leave a GPU idle, so gradients wait for each other: until there are enough, until they hold too much memory,
+  // until one of them cannot go with the others, until the backward pass ends, or until flush(). While told not to
+  // receive, whatever take_tiles_with named is asked. False, and nothing done, if that does not take it either.
+  using TakeTiles = std::function<bool(size_t i, const at::Tensor& left, const at::Tensor& right)>;
+  bool receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
+  void take_tiles_with(TakeTiles take) { take_tiles_ = std::move(take); }
+  void flush();
+  void drop_pending();
+  // Autograd calls hooks also where it was given no gradient. True once for each gradient that came by tiles.
+  bool came_by_tiles(size_t i) { return std::exchange(came_by_tiles_.at(i), char{0}) != 0; }
+  // When gradients stop waiting. The numbers that hold unless they are set: see bound_params.cpp.
+  void set_waiting(int64_t tiles, int64_t bytes);
 
   // Of each parameter: whether a gradient is in the buffer, for the next one to be added to.
   const std::vector<bool>& received() const { return received_; }
@@ -61,17 +89,52 @@ class BoundParams {
   void bump_versions() const;
   void before_step(const at::Tensor& steps, const std::optional<at::Tensor>& found_inf) const;
 
+  // A gradient that waits. The tensors are held as they were when it came.
+  struct Pending {
+    size_t i;
+    at::Tensor left, right;
+    uint32_t left_version, right_version;
+  };
+  enum class Pass : uint8_t { kNone, kGather, kTiles };
+  void lay_out_partial_sums();
+  void begin_pass(size_t i, Pass pass);
+  void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;
+  void tile_grads_(const std::vector<Pending>& list, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
+                   const std::optional<at::Tensor>& found_inf);
+  bool waits(size_t i) const;
+  void flush_locked();
+  void forget_pending();
+  void flush_at_the_end();
+
   std::vector<at::Tensor> params_, grads_;
   at::Tensor indices_;  // [nnz / run_length]
   std::vector<int64_t> starts_, ends_, numels_;
   int64_t run_length_;
   std::optional<at::Tensor> index_bases_;
   std::vector<std::optional<at::Tensor>> own_bases_;  // of each parameter, for a call with it alone
-  at::Tensor partial_sums_;                           // on a GPU: fp32, what the gathers left for sum_squares_
-  std::vector<int64_t> first_partial_;                // of each parameter
-  at::Tensor out_, sum_sq_;                           // of receive
+  // On a GPU: fp32, what the passes over each parameter left for sum_squares_. A parameter's range holds those of the
+  // pass that leaves the most; what the last pass did not write is 0.
+  at::Tensor partial_sums_;
+  std::vector<int64_t> first_partial_, partials_begin_, partials_end_;  // the last two as sum_partials takes segments
+  std::vector<Pass> last_pass_;
+  at::Tensor out_, sum_sq_;  // of receive
   std::vector<bool> received_;
   bool receiving_ = false;
+
+  at::Tensor tiles_;  // [tiles, 4]
+  std::vector<int64_t> tile_starts_, tile_ends_;
+  std::vector<std::pair<int64_t, int64_t>> matrices_;  // rows and columns of the parameters that have tiles
+  int64_t tile_size_ = 0;
+  at::Tensor counters_;  // on a GPU: int, 0 between calls
+  TakeTiles take_tiles_;
+  std::vector<char> came_by_tiles_;
+  // Backward passes of several threads may meet here.
+  std::mutex pending_mutex_;
+  std::vector<Pending> pending_;
+  bool pending_accumulates_ = false;
+  c10::Stream pending_stream_;
+  int64_t pending_tiles_ = 0, pending_bytes_ = 0, most_tiles_ = 0, most_bytes_ = 0;
+  int ending_graph_ = -1;  // the backward pass at whose end flush() will be called
 };
 
 }  // namespace sparse_opt

@@ -2,9 +2,12 @@
 // registers torch.ops.sparse_opt_native.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
+#include <utility>
 
 #ifdef SPARSE_OPT_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -12,6 +15,7 @@
 
 #include "bound_params.h"
 #include "gradient_hook.h"
+#include "tile_linear.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -45,12 +49,35 @@ py::dict build_info() {
   return info;
 }
 
+// A Python function for a thread that may not hold the interpreter's lock; its errors as autograd carries Python's.
+sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
+  const auto release = [](py::function* held) {
+    const py::gil_scoped_acquire lock;
+    delete held;
+  };
+  const std::shared_ptr<py::function> held(new py::function(std::move(function)), release);
+  return [held](size_t i, const at::Tensor& left, const at::Tensor& right) {
+    const py::gil_scoped_acquire lock;
+    try {
+      return (*held)(i, left, right).cast<bool>();
+    } catch (py::error_already_set& raised) {
+      raised.restore();
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  };
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "How the extension was built: a dict of strings and bools.");
 
   using sparse_opt::BoundParams;
+  using sparse_opt::TileRoute;
+  // Where others may wait for the lock: on a mutex, or for what these run.
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<BoundParams, std::shared_ptr<BoundParams>>(
       m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
       .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
@@ -58,7 +85,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads)
-      .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a)
+      .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a,
+           Unlocked())
+      .def("set_tiles", &BoundParams::set_tiles, "tiles"_a, "starts"_a, "ends"_a, "tile_size"_a)
+      .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a)
+      .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "accumulate"_a, "sum_sq"_a,
+           "found_inf"_a, Unlocked())
+      .def(
+          "take_tiles_with",
+          [](BoundParams& bound, py::function take) { bound.take_tiles_with(without_lock(std::move(take))); }, "take"_a)
+      .def(
+          "receive_tiles",
+          [](BoundParams& bound, size_t i, const at::Tensor& left, const at::Tensor& right) {
+            return bound.receive_tiles(i, left, right);
+          },
+          "i"_a, "left"_a, "right"_a, Unlocked())
+      .def("came_by_tiles", &BoundParams::came_by_tiles, "i"_a)
+      .def("flush", &BoundParams::flush, Unlocked())
+      .def("drop_pending", &BoundParams::drop_pending, Unlocked())
+      .def(
+          "route",
+          [](const std::shared_ptr<BoundParams>& bound, size_t i, bool transposed) {
+            return c10::make_intrusive<TileRoute>(bound, i, transposed);
+          },
+          "i"_a, "transposed"_a)
       .def("receive_into", &BoundParams::receive_into, "out"_a, "sum_sq"_a)
       .def("set_receiving", &BoundParams::set_receiving, "receiving"_a)
       .def_property("received", &BoundParams::received, &BoundParams::set_received)
@@ -69,11 +119,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             sparse_opt::GradientHook::install(bound, i, functions.ptr());
           },
           "i"_a, "functions"_a)
-      .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a)
+      .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a, Unlocked())
       .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
            py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,
            "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a)
       .def("indexed_sgd_", &BoundParams::indexed_sgd_, "momentum_buffer"_a, "lr"_a, "steps"_a, py::kw_only(), "grad"_a,
            "master"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
            "found_inf"_a, "stochastic_rounding"_a, "seed"_a);
+
+  py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
+      .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked());
 }

@@ -122,6 +122,72 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
   Device::run(args);
 }
 
+// The checked arguments of tile_weight_grad_, and the lists that they point to.
+struct TileCall {
+  std::vector<void*> grad_outputs, inputs;
+  std::vector<int64_t> tokens, rows, columns;
+  TileArguments args;
+
+  TileCall(const at::Tensor& out, at::TensorList grad_output_list, at::TensorList input_list, const at::Tensor& tiles,
+           at::IntArrayRef starts, at::IntArrayRef ends, int64_t tile_size, bool accumulate,
+           const OptionalTensor& found_inf) {
+    const at::Device device = tiles.device();
+    const size_t n = grad_output_list.size();
+    check_dtype("tiles", tiles, at::kLong);
+    SPARSE_OPT_CHECK(tiles.dim() == 2 && tiles.size(1) == 4 && tiles.is_contiguous(), "tiles has sizes ", tiles.sizes(),
+                     ", wanted contiguous [tiles, 4]");
+    SPARSE_OPT_CHECK(tile_size == 64 || tile_size == 128, "tile_size is ", tile_size, ", wanted 64 or 128");
+    SPARSE_OPT_CHECK(input_list.size() == n && starts.size() == n && ends.size() == n, "grad_outputs holds ", n,
+                     " tensors, inputs ", input_list.size(), ", and there are ", starts.size(), " starts and ",
+                     ends.size(), " ends");
+    grad_outputs = list_data("grad_outputs", grad_output_list, device);
+    inputs = list_data("inputs", input_list, device);
+    if (n > 0) {
+      args.dtype = dtype_of("grad_outputs[0]", grad_output_list[0]);
+      check_dtype("inputs[0]", input_list[0], grad_output_list[0].scalar_type());
+    }
+    for (size_t i = 0; i < n; ++i) {
+      const at::Tensor &g = grad_output_list[i], &x = input_list[i];
+      SPARSE_OPT_CHECK(
+          g.dim() >= 2 && x.dim() >= 2 && g.sizes().slice(0, g.dim() - 1) == x.sizes().slice(0, x.dim() - 1),
+          "grad_outputs[", i, "] has sizes ", g.sizes(), " and inputs[", i, "] ", x.sizes(),
+          ", wanted the same but for the last");
+      tokens.push_back(g.size(-1) > 0 ? g.numel() / g.size(-1) : 0);
+      rows.push_back(g.size(-1));
+      columns.push_back(x.size(-1));
+      SPARSE_OPT_CHECK(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= tiles.size(0), "matrix ", i,
+                       " has the tiles [", starts[i], ", ", ends[i], "), wanted within [0, ", tiles.size(0), ")");
+    }
+    args.count = static_cast<int64_t>(n);
+    args.grad_outputs = grad_outputs.data();
+    args.inputs = inputs.data();
+    args.tokens = tokens.data();
+    args.rows = rows.data();
+    args.columns = columns.data();
+    args.starts = starts.data();
+    args.ends = ends.data();
+    args.tiles = tiles.const_data_ptr<int64_t>();
+    args.tile_size = static_cast<int>(tile_size);
+    check_flat("out", out, out.numel(), device);
+    args.out_dtype = dtype_of("out", out);
+    args.out = out.data_ptr();
+    args.accumulate = accumulate;
+    args.found_inf = optional_float_data("found_inf", found_inf, 1, device);
+  }
+};
+
+template <typename Device>
+void tile_weight_grad_(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
+                       const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends, int64_t tile_size,
+                       const OptionalTensor& scale, bool accumulate, const OptionalTensor& sum_sq,
+                       const OptionalTensor& found_inf) {
+  TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
+  call.args.scale = optional_float_data("scale", scale, 1, tiles.device());
+  call.args.sum_sq = optional_float_data("sum_sq", sum_sq, call.args.count, tiles.device());
+  const typename Device::Guard guard(tiles.device());
+  Device::run(call.args);
+}
+
 // The optimizers' own counts, before their step: one more for each tensor, unless found_inf says that nothing changes.
 template <typename Device>
 void count_steps_(const at::Tensor& steps, const OptionalTensor& found_inf) {
@@ -229,6 +295,7 @@ void implement_ops(Library& m) {
   m.impl("indexed_adamw_", &indexed_adamw_<Device>);
   m.impl("indexed_sgd_", &indexed_sgd_<Device>);
   m.impl("masked_grad_gather_", &masked_grad_gather_<Device>);
+  m.impl("tile_weight_grad_", &tile_weight_grad_<Device>);
   m.impl("indexed_swap_", &indexed_swap_<Device>);
   m.impl("indexed_take_", &indexed_take_<Device>);
   m.impl("count_steps_", &count_steps_<Device>);

@@ -25,6 +25,10 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None, "
       "int run_length=1, Tensor? index_bases=None) -> ()");
   m.def(
+      "tile_weight_grad_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
+      "int[] ends, *, int tile_size, Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, "
+      "Tensor(c!)? found_inf=None) -> ()");
+  m.def(
       "indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends, *, "
       "int run_length=1, Tensor? index_bases=None) -> ()");
   // Of delta logs.
@@ -35,6 +39,10 @@ TORCH_LIBRARY(sparse_opt_native, m) {
   m.def(
       "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
       "Tensor(b!) partial_sums, int first_partial, Tensor(c!)? found_inf, int run_length, Tensor? index_bases) -> ()");
+  m.def(
+      "tile_weight_grad_partly_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
+      "int[] ends, int tile_size, bool accumulate, Tensor(b!) partial_sums, int[] first_partials, "
+      "Tensor(c!) counters, Tensor(d!)? found_inf) -> ()");
   m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
   m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
   m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");
@@ -55,6 +63,7 @@ struct Cpu {
   static void run(const AdamWArguments& args) { cpu::indexed_adamw(args, parallel_for); }
   static void run(const SgdArguments& args) { cpu::indexed_sgd(args, parallel_for); }
   static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
+  static void run(const TileArguments& args) { cpu::tile_weight_grad(args, parallel_for); }
   static void count_steps(float* steps, int64_t count, const float* found_inf) {
     if (found_inf != nullptr && *found_inf != 0.0f) return;
     for (int64_t i = 0; i < count; ++i) steps[i] += 1.0f;

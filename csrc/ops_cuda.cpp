@@ -27,10 +27,31 @@ struct Cuda {
     for (int64_t i = 0; i < args.segments.count; ++i) {
       blocks += gather_blocks(args.segments.starts[i], args.segments.ends[i]);
     }
-    // Freed on return; the allocator keeps the order of the stream.
-    const at::Tensor partial_sums = at::empty({blocks}, at::TensorOptions().device(at::kCUDA).dtype(at::kFloat));
+    const at::Tensor partial_sums = float_scratch(blocks);
     cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>(), stream());
     cuda::sum_partials(args.segments, partial_sums.const_data_ptr<float>(), args.sum_sq, stream());
+  }
+  static void run(const TileArguments& args) {
+    const int64_t tiles = args.active();
+    cuda::TileScratch scratch = cuda::tile_scratch(args);
+    at::Tensor counters, partial_sums;
+    if (scratch.sums_size > 0) counters = at::zeros({tiles}, at::TensorOptions().device(at::kCUDA).dtype(at::kInt));
+    if (args.sum_sq != nullptr) partial_sums = float_scratch(tiles);
+    run(args, scratch, counters, args.sum_sq != nullptr ? partial_sums.mutable_data_ptr<float>() : nullptr, nullptr);
+  }
+  static void run(const TileArguments& args, cuda::TileScratch& scratch, const at::Tensor& counters,
+                  float* partial_sums, const int64_t* first_partials) {
+    at::Tensor sums;
+    if (scratch.sums_size > 0) {
+      sums = float_scratch(scratch.sums_size);
+      scratch.sums = sums.mutable_data_ptr<float>();
+      scratch.counters = counters.mutable_data_ptr<int>();
+    }
+    cuda::tile_weight_grad(args, scratch, partial_sums, first_partials, stream());
+  }
+  // Freed on return; the allocator keeps the order of the stream.
+  static at::Tensor float_scratch(int64_t n) {
+    return at::empty({n}, at::TensorOptions().device(at::kCUDA).dtype(at::kFloat));
   }
   static void count_steps(float* steps, int64_t count, const float* found_inf) {
     cuda::count_steps(steps, count, found_inf, stream());
@@ -39,28 +60,20 @@ struct Cuda {
   static void run_take(const MoveArguments& args) { cuda::indexed_take(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 
-  // Memory for the changes is needed before their number is known, or the device would wait for the host: as much as
-  // there can be if that is little, else what a sample lets expect, which arrives while delta_find runs.
+  // Memory for the changes is needed before their number is known: as much as there can be if that is little, else
+  // what a sample lets expect.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
     const int64_t change_bytes = args.element_size + (args.wide_indices ? 8 : 4);
-    const at::Tensor block_counts = at::empty({call.blocks()}, call.options(at::kLong));
-    at::Tensor running_sums = at::empty({call.blocks()}, call.options(at::kLong));
-    const at::Tensor found_positions = at::empty({call.blocks() * kDeltaBlockRoom}, call.options(at::kShort));
-    const at::Tensor found_values = at::empty({call.blocks() * kDeltaBlockRoom}, call.values_options);
-    const at::Tensor bounds = host_memory(args.count, at::kLong);
-    args.block_counts = block_counts.mutable_data_ptr<int64_t>();
-    args.running_sums = running_sums.const_data_ptr<int64_t>();
-    args.found_positions = static_cast<uint16_t*>(found_positions.data_ptr());
-    args.found_values = found_values.data_ptr();
-    args.bounds = bounds.mutable_data_ptr<int64_t>();
-
     const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
-    cuda::delta_find(args, stream());
+    const at::Tensor progress = at::empty({cuda::delta_progress_bytes(args)}, call.options(at::kByte));
+    const at::Tensor bounds = host_memory(args.count, at::kLong);
+    args.progress = progress.data_ptr();
+    args.bounds = bounds.mutable_data_ptr<int64_t>();
+    cuda::delta_prepare(args, /*fetch=*/sample.has_value(), stream());
     auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
-    at::cumsum_out(running_sums, block_counts, 0);
-    cuda::delta_pack(args, stream());
+    cuda::delta_encode(args, stream());
     c10::cuda::getCurrentCUDAStream().synchronize();
     at::Tensor counts = at::zeros({args.count}, at::kLong);
     int64_t total = 0;
@@ -71,7 +84,8 @@ struct Cuda {
     }
     if (total > args.room) {
       std::tie(indices, values) = call.allocate(total);
-      cuda::delta_pack(args, stream());
+      cuda::delta_prepare(args, /*fetch=*/false, stream());
+      cuda::delta_encode(args, stream());
       c10::cuda::getCurrentCUDAStream().synchronize();  // it writes `bounds` again
     }
     const bool spacious = total < args.room - args.room / 4;  // what is kept should not hold much other memory
@@ -136,6 +150,30 @@ void gather_partly_(const at::Tensor& out, const at::Tensor& dense, const at::Te
   cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>() + first_partial, Cuda::stream());
 }
 
+// tile_weight_grad_ of some weights of a list that is done piece by piece, as gather_partly_: the partial sums of
+// weight i go to those of the whole list from first_partials[i] on. `counters` are int, 0, one for each tile of the
+// call or more.
+void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
+                              const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends, int64_t tile_size,
+                              bool accumulate, const at::Tensor& partial_sums, at::IntArrayRef first_partials,
+                              const at::Tensor& counters, const OptionalTensor& found_inf) {
+  const TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
+  check_dtype("partial_sums", partial_sums, at::kFloat);
+  check_dtype("counters", counters, at::kInt);
+  SPARSE_OPT_CHECK(first_partials.size() == starts.size(), "there are ", first_partials.size(),
+                   " first_partials, wanted ", starts.size());
+  for (size_t i = 0; i < starts.size(); ++i) {
+    SPARSE_OPT_CHECK(0 <= first_partials[i] && first_partials[i] + (ends[i] - starts[i]) <= partial_sums.numel(),
+                     "partial_sums has ", partial_sums.numel(), " elements, wanted ", ends[i] - starts[i], " from ",
+                     first_partials[i], " on");
+  }
+  SPARSE_OPT_CHECK(call.args.active() <= counters.numel(), "counters has ", counters.numel(), " elements, wanted ",
+                   call.args.active());
+  const Cuda::Guard guard(tiles.device());
+  cuda::TileScratch scratch = cuda::tile_scratch(call.args);
+  Cuda::run(call.args, scratch, counters, partial_sums.mutable_data_ptr<float>(), first_partials.data());
+}
+
 void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,
                        at::IntArrayRef ends) {
   const std::vector<void*> no_tensors(starts.size(), nullptr);
@@ -155,5 +193,6 @@ void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums,
 TORCH_LIBRARY_IMPL(sparse_opt_native, CUDA, m) {
   sparse_opt::implement_ops<sparse_opt::Cuda>(m);
   m.impl("gather_partly_", &sparse_opt::gather_partly_);
+  m.impl("tile_weight_grad_partly_", &sparse_opt::tile_weight_grad_partly_);
   m.impl("add_partial_sums_", &sparse_opt::add_partial_sums_);
 }

@@ -24,6 +24,7 @@ OPS = (
     "indexed_adamw_",
     "indexed_sgd_",
     "masked_grad_gather_",
+    "tile_weight_grad_",
     "indexed_swap_",
     "delta_encode",
     "delta_apply_",

@@ -55,6 +55,7 @@ def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | D
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             master_weights=master_weights,
+            model=model,
             backend=None if config.backend == "auto" else config.backend,
         )
     if config.mlp_only:

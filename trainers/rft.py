@@ -13,8 +13,9 @@ The middle stage, here, is `sft.train` with the paper's learning rate; the other
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,9 @@ class RFTConfig(sft.SFTConfig):
     """Supervised fine-tuning on completions that were sampled and found right."""
 
     learning_rate: float = option(2e-5, "peak learning rate")
+    learning_rate_scale: float = option(
+        1.0, "multiplies the learning rate: for profiles, whose masks may want another rate than dense training"
+    )
     mask_density: float | None = option(
         None, "in mode sparse without a mask file: make a random mask of this share, drawn with the seed, in masks/"
     )
@@ -52,10 +56,16 @@ class RFTConfig(sft.SFTConfig):
 
     @classmethod
     def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
-        """The values of `profile` for options that were not given."""
-        return preset_values(values.get("profile"), "train")
+        """The values of `profile` for options that were not given; its scale of the learning rate is for its mode."""
+        presets = preset_values(values.get("profile"), "train")
+        mode = {key: value for key, value, _ in presets}.get("mode")
+        if mode is not None and values.get("mode", mode) != mode:
+            presets = [preset for preset in presets if preset[0] != "learning_rate_scale"]
+        return presets
 
     def __post_init__(self) -> None:
+        if not 0 < self.learning_rate_scale < math.inf:
+            raise ConfigError(f"option 'learning_rate_scale' is {self.learning_rate_scale}: wanted more than 0, finite")
         if self.mask_density is not None and not 0 < self.mask_density <= 1:
             raise ConfigError(f"option 'mask_density' is {self.mask_density}: wanted more than 0, at most 1")
         if self.mode == "sparse" and self.mask is None and self.mask_density is not None:
@@ -78,10 +88,14 @@ class RFTConfig(sft.SFTConfig):
 def train(config: RFTConfig) -> dict[str, Any]:
     """Fine-tune on the kept rows and return the summary; outputs and errors as in `sft.train`.
 
+    The options file of the run has the learning rate as scaled, and a scale of 1: given again, it is the same run.
+
     Raises:
         ConfigError: as there; or the file of the random mask is there with another mask in it.
         DataError: as there.
     """
+    scaled = config.learning_rate * config.learning_rate_scale
+    config = replace(config, learning_rate=scaled, learning_rate_scale=1.0)
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.makes_mask:
         _make_mask(config)

@@ -14,6 +14,7 @@ from .indexed_sgd import indexed_sgd_
 from .indexed_swap import indexed_swap_
 from .launch import interpreted
 from .masked_grad_gather import masked_grad_gather_
+from .tile_weight_grad import tile_weight_grad_
 
 __all__ = [
     "delta_apply_",
@@ -23,4 +24,5 @@ __all__ = [
     "indexed_swap_",
     "interpreted",
     "masked_grad_gather_",
+    "tile_weight_grad_",
 ]

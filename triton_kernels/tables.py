@@ -164,6 +164,41 @@ def pointer_table(name: str, tensors: Sequence[Tensor], device: torch.device) ->
     return table
 
 
+class Operands(NamedTuple):
+    """A row of `operand_table`: addresses and sizes of grad_output [..., rows] and x [..., columns]."""
+
+    grad_output: int
+    x: int
+    tokens: int
+    rows: int
+    columns: int
+
+
+def operand_rows(grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Operands, ...]:
+    rows = []
+    for g, x in zip(grad_outputs, inputs, strict=True):
+        width = g.shape[-1]
+        rows.append(Operands(g.data_ptr(), x.data_ptr(), g.numel() // width if width else 0, width, x.shape[-1]))
+    return tuple(rows)
+
+
+def operand_table(
+    grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: tuple[Operands, ...], device: torch.device
+) -> Tensor:
+    """[n, 5] int64 of the `operand_rows` of n >= 1 pairs, which are checked when one of them has moved.
+
+    Call with the tensors' device current, for the upload goes to the current stream.
+    """
+
+    def build() -> Tensor:
+        check_list("grad_outputs", grad_outputs, device)
+        check_list("inputs", inputs, device)
+        return torch.tensor(rows, dtype=torch.int64).view(-1)
+
+    table: Tensor = POINTER_TABLES.get((device, grad_outputs[0].dtype, inputs[0].dtype, rows), device, build)
+    return table
+
+
 class Blocks(NamedTuple):
     """A block is at most `block` slots of one tensor, cut where compact slots are multiples of `block`."""
 

@@ -78,6 +78,35 @@ struct GatherArguments {
   float* found_inf = nullptr;  // [1], may be null
 };
 
+// Tiles of the gradients of matrices [rows[i], columns[i]]: grad_outputs[i]^T [rows, tokens] times inputs[i] [tokens,
+// columns], both contiguous. A row of `tiles` holds a tile's first row, first column, first slot, and the slots from
+// one of its rows to the next; matrix i has those from starts[i] to ends[i]. Lists are in host memory.
+struct TileArguments {
+  int64_t count = 0;
+  void* const* grad_outputs = nullptr;  // [count], [tokens, rows] each
+  void* const* inputs = nullptr;        // [count], [tokens, columns] each
+  const int64_t* tokens = nullptr;      // [count]
+  const int64_t* rows = nullptr;        // [count]
+  const int64_t* columns = nullptr;     // [count]
+  const int64_t* starts = nullptr;      // [count]
+  const int64_t* ends = nullptr;        // [count]
+  const int64_t* tiles = nullptr;       // [tiles, 4], on the device
+  int tile_size = 0;                    // 64 or 128
+  DType dtype = DType::kFloat32;        // of grad_outputs and inputs
+  DType out_dtype = DType::kFloat32;
+  void* out = nullptr;           // [nnz]
+  const float* scale = nullptr;  // [1], may be null
+  bool accumulate = false;
+  float* sum_sq = nullptr;     // [count], may be null
+  float* found_inf = nullptr;  // [1], may be null
+
+  int64_t active() const {
+    int64_t n = 0;
+    for (int64_t i = 0; i < count; ++i) n += ends[i] - starts[i];
+    return n;
+  }
+};
+
 // Bits moved between dense[indices] and a compact buffer.
 struct MoveArguments {
   Segments segments;
@@ -85,11 +114,11 @@ struct MoveArguments {
   int element_size = 0;     // 1, 2, 4 or 8
 };
 
-// delta_encode works in blocks of this many elements, none of which spans two tensors. First the changes of each block
-// are found and counted, then they are moved to the running sums of the counts.
+// Blocks of this many elements, none of which spans two tensors. A CPU finds and counts the changes of each, then moves
+// them to the running sums of the counts; a GPU takes samples of them.
 constexpr int64_t kDeltaBlock = 8192;
 constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
-constexpr int kDeltaBlockRoom = kDeltaBlock / 8;  // changes that a GPU keeps of a block
+constexpr int kDeltaBlockRoom = kDeltaBlock / 8;  // changes of a block that a patch lists one by one
 
 struct DeltaArguments {
   int64_t count = 0;
@@ -99,19 +128,18 @@ struct DeltaArguments {
   const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
   int element_size = 0;                  // 1, 2, 4 or 8
   bool wide_indices = false;
-  int64_t* block_counts = nullptr;        // [blocks]
-  const int64_t* running_sums = nullptr;  // [blocks], of block_counts, inclusive
-  int64_t room = 0;                       // changes that indices and values have room for
-  void* indices = nullptr;                // [room] int32, or int64 if wide_indices
-  void* values = nullptr;                 // [room]
+  int64_t room = 0;         // changes that indices and values have room for
+  void* indices = nullptr;  // [room] int32, or int64 if wide_indices
+  void* values = nullptr;   // [room]
 
   // What a CPU keeps: one bit for each element, element k of a block at bit k % 8 of byte k / 8. Elements past a
   // tensor's end are unchanged.
-  uint8_t* changed = nullptr;  // [blocks * kDeltaBlockBytes]
+  uint8_t* changed = nullptr;             // [blocks * kDeltaBlockBytes]
+  int64_t* block_counts = nullptr;        // [blocks]
+  const int64_t* running_sums = nullptr;  // [blocks], of block_counts, inclusive
 
-  // What a GPU keeps: the changes of each block that has no more than kDeltaBlockRoom, in order.
-  uint16_t* found_positions = nullptr;  // [blocks * kDeltaBlockRoom], within the block
-  void* found_values = nullptr;         // [blocks * kDeltaBlockRoom]
+  // What a GPU keeps, of delta_progress_bytes.
+  void* progress = nullptr;
   // In memory of the host that the GPU writes to, so that no copy stands between kernels.
   int64_t* bounds = nullptr;  // [count], the running sum at each tensor's end
   int64_t sample_stride = 1;

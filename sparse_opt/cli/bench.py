@@ -15,6 +15,7 @@ BENCHMARKS = {
     "delta_logging": "a training loop that logs every step, beside one that does not: time a step, and memory",
     "gpu_check": "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
     "kernels": "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",
+    "learning": "what the loops learn on generated arithmetic: dense, LoRA, sparse, by learning rate and mask pattern",
     "profiles": "RFT's profiles beside plain training: time, memory, accuracy, and each optimisation on and off",
 }
 

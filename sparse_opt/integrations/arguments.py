@@ -27,7 +27,7 @@ class SparseArguments:
 
     Args:
         grads, state_dtype, grad_dtype, master_weights, stochastic_rounding, freeze_inactive, keep_base_weights,
-            amp_scaling, backend: as `SparseAdamW` takes them. fp16 mixed precision wants `amp_scaling=True` or
+            amp_scaling, tile_backward, backend: as `SparseAdamW` takes them. fp16 mixed precision wants `amp_scaling=True` or
             grads='dense'; DistributedDataParallel wants grads='dense'.
         seed: of the stochastic rounding; None takes the trainer's seed.
         delta_log_dir: where to keep a `DeltaLog` of the weights; None keeps none. A folder without a log gets one whose
@@ -51,6 +51,7 @@ class SparseArguments:
     freeze_inactive: bool = True
     keep_base_weights: bool = True
     amp_scaling: bool = False
+    tile_backward: bool | None = None
     backend: str | None = None
     delta_log_dir: str | PathLike[str] | None = None
     delta_log_steps: str = "every:1,last"

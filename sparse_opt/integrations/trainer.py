@@ -107,6 +107,8 @@ class SparseTrainer(_Trainer):
             freeze_inactive=options.freeze_inactive,
             keep_base_weights=options.keep_base_weights,
             amp_scaling=options.amp_scaling,
+            model=model,
+            tile_backward=options.tile_backward,
             backend=options.backend,
         )
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import registry as registry
 from .narrow import can_narrow, narrow_indices
+from .tiles import tile_table
 
 __all__ = [
     "can_narrow",
@@ -41,6 +42,8 @@ __all__ = [
     "indexed_swap_",
     "masked_grad_gather_",
     "narrow_indices",
+    "tile_table",
+    "tile_weight_grad_",
 ]
 
 
@@ -234,6 +237,60 @@ def masked_grad_gather_(
         found_inf=found_inf,
         run_length=run_length,
         index_bases=index_bases,
+        backend=backend,
+    )
+
+
+@torch.no_grad()
+def tile_weight_grad_(
+    out: Tensor,
+    grad_outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    tiles: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    tile_size: int,
+    scale: Tensor | None = None,
+    accumulate: bool = False,
+    sum_sq: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """The active tiles of linear layers' weight gradients, and nothing else of them: no dense gradient is made.
+
+    Weight i, [rows, columns] as `torch.nn.Linear` has it, has the gradient grad_outputs[i]^T @ inputs[i], summed over
+    all leading dimensions. Of each active tile, out (+)= scale * its part of that. Products and sums are fp32 (no
+    TF32), in the same order on every run on the same device; different backends add in different orders.
+
+    Args:
+        out: [nnz] bf16, fp16 or fp32, the compact gradient that the other ops take; written at the tiles' slots.
+        grad_outputs: n tensors [..., rows], gradients of the layers' outputs; bf16, fp16 or fp32.
+        inputs: n tensors [..., columns] of the same dtype and leading sizes, the layers' inputs. Layers that share
+            theirs name it several times. A weight that is stored [in, out] (transformers' `Conv1D`) takes the two lists
+            the other way round.
+        tiles: [k, 4] int64 from `tile_table`.
+        starts, ends: n host integers each: weight i has the tiles [starts[i], ends[i]), maybe none.
+        tile_size: 64 or 128, the one that `tiles` was made with.
+        scale, accumulate, found_inf: as in `masked_grad_gather_`.
+        sum_sq: [n] fp32, set to the sum of squares of each weight's part of `out`, as stored; the same bits on every
+            run of one backend, and equal to rounding between backends.
+
+    Raises:
+        ValueError, BackendUnavailable: as in `indexed_adamw_`.
+    """
+    torch.ops.sparse_opt.tile_weight_grad_(
+        out,
+        grad_outputs,
+        inputs,
+        tiles,
+        starts,
+        ends,
+        tile_size=tile_size,
+        scale=scale,
+        accumulate=accumulate,
+        sum_sq=sum_sq,
+        found_inf=found_inf,
         backend=backend,
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .narrow import FRAME
+from .tiles import TILE_SIZES
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -200,6 +201,44 @@ def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  
     _scalar(op, "found_inf", kw["found_inf"], device)
     if kw["sum_sq"] is not None:
         _flat(op, "sum_sq", kw["sum_sq"], device, (torch.float32,), len(dense))
+
+
+def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
+    op, device = "tile_weight_grad_", tiles.device
+    if kw["tile_size"] not in TILE_SIZES:
+        _fail(op, f"tile_size is {kw['tile_size']}, wanted 64 or 128")
+    if tiles.dtype != torch.int64 or tiles.dim() != 2 or tiles.shape[1] != 4 or not tiles.is_contiguous():
+        _fail(op, f"tiles is {tiles.dtype} of shape {list(tiles.shape)}, wanted contiguous int64 [tiles, 4]")
+    n = len(grad_outputs)
+    if not n == len(inputs) == len(starts) == len(ends):
+        _fail(
+            op,
+            f"grad_outputs holds {n} and inputs {len(inputs)} tensors, starts {len(starts)} and ends {len(ends)} "
+            "numbers, wanted as many of each",
+        )
+    _dense(op, "grad_outputs", grad_outputs, device, FLOAT_DTYPES)
+    _dense(op, "inputs", inputs, device, FLOAT_DTYPES)
+    for i, (g, x) in enumerate(zip(grad_outputs, inputs, strict=True)):
+        if g.dtype != x.dtype:
+            _fail(op, f"inputs[{i}] is {x.dtype}, but grad_outputs[{i}] is {g.dtype}; one call takes one dtype")
+        if g.dim() < 2 or x.dim() < 2 or g.shape[:-1] != x.shape[:-1]:
+            _fail(
+                op,
+                f"grad_outputs[{i}] has shape {list(g.shape)} and inputs[{i}] {list(x.shape)}, "
+                "wanted [..., rows] and [..., columns] of the same leading sizes",
+            )
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if not 0 <= start <= end <= tiles.shape[0]:
+            _fail(op, f"matrix {i} has the tiles [{start}, {end}), wanted within [0, {tiles.shape[0]})")
+    order = sorted((s, e) for s, e in zip(starts, ends, strict=True) if e > s)
+    for (_, end), (start, _) in itertools.pairwise(order):
+        if start < end:
+            _fail(op, f"two matrices share tile {start}; wanted ranges of tiles that do not overlap")
+    _flat(op, "out", out, device, FLOAT_DTYPES)
+    _scalar(op, "scale", kw["scale"], device)
+    _scalar(op, "found_inf", kw["found_inf"], device)
+    if kw["sum_sq"] is not None:
+        _flat(op, "sum_sq", kw["sum_sq"], device, (torch.float32,), n)
 
 
 def _movable(op: str, name: str, tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -198,6 +198,40 @@ def masked_grad_gather_(
             found_inf.fill_(math.inf)
 
 
+def tile_weight_grad_(
+    out: Tensor,
+    grad_outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    tiles: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    tile_size: int,
+    scale: Tensor | None = None,
+    accumulate: bool = False,
+    sum_sq: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    if sum_sq is not None:
+        sum_sq.zero_()
+    table = tiles.tolist()
+    for i, (grad_output, x) in enumerate(zip(grad_outputs, inputs, strict=True)):
+        grad_output, x = grad_output.flatten(0, -2).float(), x.flatten(0, -2).float()
+        for row, column, slot, stride in table[starts[i] : ends[i]]:
+            g = grad_output[:, row : row + tile_size].T @ x[:, column : column + tile_size]
+            where = out.as_strided(g.shape, (stride, 1), out.storage_offset() + slot)
+            if scale is not None:
+                g = g * scale
+            if accumulate:
+                g = where.float() + g
+            where.copy_(g)
+            stored = where.float()
+            if sum_sq is not None:
+                sum_sq[i] += (stored * stored).sum()
+            if found_inf is not None and not stored.isfinite().all():
+                found_inf.fill_(math.inf)
+
+
 def indexed_swap_(
     dense: Sequence[Tensor],
     compact: Tensor,

@@ -39,6 +39,11 @@ SCHEMAS = {
         f"Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None, {_RUNS}",
         "()",
     ),
+    "tile_weight_grad_": (
+        "(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, SymInt[] starts, SymInt[] ends, *, "
+        "int tile_size, Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None",
+        "()",
+    ),
     "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *, {_RUNS}", "()"),
     "delta_encode": ("(Tensor[] old, Tensor[] new, *", "(Tensor indices, Tensor values, Tensor counts)"),
     "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, SymInt[] starts, SymInt[] ends, *", "()"),
@@ -50,6 +55,8 @@ _library = torch.library.Library("sparse_opt", "DEF")
 def _device(name: str, args: tuple[Any, ...]) -> torch.device:
     if name == "delta_encode":
         return args[1][0].device
+    if name == "tile_weight_grad_":
+        return args[3].device
     return args[2].device if name in ("masked_grad_gather_", "indexed_swap_") else args[1].device
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..masks import MaskSet
 from .buckets import Bucket
@@ -42,11 +42,23 @@ class SparseAdamW(SparseOptimizer):
         keep_base_weights: remember the weights as they are now, for `base_weights()`.
         amp_scaling: let `torch.amp.GradScaler` see compact gradients, through a parameter of one element that is
             appended to the first group. grads='dense' does not need it.
+        model: the module whose parameters `params` names, where `params` is not the module itself. Needed for
+            `tile_backward`.
+        tile_backward: with a mask of pattern tile64 or tile128 and grads='compact', the linear layers of the model
+            (`torch.nn.Linear`, transformers' `Conv1D`) compute only the active tiles of their weights' gradients, and
+            no dense gradient of these is ever made. Forward pass and input gradients are the same to the bit. The
+            layers get a `forward` of their own, which `detach` and `close` take back. None: where it pays, by the
+            weight's density; True: wherever it can; False: nowhere. `tiled_parameters` names who takes it. Not:
+            embeddings and the output embedding, weights of two modules, parametrized layers, subclasses, layers that
+            have another forward or weights with hooks of others'. They keep the dense gradient, and so does a use of
+            a weight outside of its layer; both add up. Differentiating twice (create_graph=True) raises. Under
+            `torch.compile`, and on the backends reference and triton, a backward pass through such a layer adds to the
+            compact gradient also where `torch.autograd.grad` asks for other gradients only.
         backend: reference, cpu, triton, cuda; default by `sparse_opt.backends`.
 
     Raises:
         ValueError: the mask names no active element, or one of a parameter that does not require grad; a parameter
-            stands in two groups; an option is out of its range.
+            stands in two groups; an option is out of its range; tile_backward=True and no parameter can take it.
         MaskError: the mask belongs to another model; every mismatch is named.
         BackendUnavailable: the named backend cannot run on the parameters' device.
     """
@@ -72,6 +84,8 @@ class SparseAdamW(SparseOptimizer):
         freeze_inactive: bool = True,
         keep_base_weights: bool = True,
         amp_scaling: bool = False,
+        model: nn.Module | None = None,
+        tile_backward: bool | None = None,
         backend: str | None = None,
     ) -> None:
         if not 0 <= seed < 2**62:
@@ -97,6 +111,8 @@ class SparseAdamW(SparseOptimizer):
             freeze_inactive=freeze_inactive,
             keep_base_weights=keep_base_weights,
             amp_scaling=amp_scaling,
+            model=model,
+            tile_backward=tile_backward,
             backend=backend,
         )
 

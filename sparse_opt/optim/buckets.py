@@ -15,6 +15,16 @@ from .segments import Segments, index_dtype, laid_out, run_length_of, takes_two_
 
 
 @dataclass(eq=False)
+class Tiles:
+    """The active tiles of those parameters of a bucket whose gradients are made tile by tile."""
+
+    table: Tensor  # [tiles, 4], `ops.tile_table`'s, one parameter after the other
+    starts: list[int]  # of each parameter; equal to its end for one that has none here
+    ends: list[int]
+    tile_size: int
+
+
+@dataclass(eq=False)
 class Bucket(Segments):
     """The active parameters of one group, device, dtype and layout of indices, and their compact buffers."""
 
@@ -29,9 +39,11 @@ class Bucket(Segments):
     grad: Tensor | None = None  # [nnz]
     state: dict[str, Tensor] = field(default_factory=dict)  # name -> [nnz]
     filled_lr: float | None = None
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         self._received = [False] * len(self.params)  # where no native object keeps it
+        self._came_by_tiles: set[int] = set()  # likewise
 
     @property
     def received(self) -> list[bool]:
@@ -50,6 +62,29 @@ class Bucket(Segments):
             self._received[i] = True
         else:
             self.native.mark_received(i)
+
+    def mark_tiles(self, i: int) -> None:
+        """Parameter i's gradient has come by tiles; its hook will be called without one. A native object knows."""
+        self._came_by_tiles.add(i)
+
+    def came_by_tiles(self, i: int) -> bool:
+        """True once for each `mark_tiles`."""
+        if self.native is not None:
+            return bool(self.native.came_by_tiles(i))
+        came = i in self._came_by_tiles
+        self._came_by_tiles.discard(i)
+        return came
+
+    def drop_gradients(self) -> None:
+        """Forget what is in the compact gradient and what waits to be added to it. Nothing is written."""
+        if self.native is not None:
+            self.native.drop_pending()
+        self.received = [False] * len(self.params)
+
+    def finish_gradients(self) -> None:
+        """Before the compact gradient is read: add what waits to be added to it."""
+        if self.native is not None:
+            self.native.flush()
 
     @property
     def device(self) -> torch.device:

@@ -77,6 +77,41 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
     bucket.mark_received(i)
 
 
+def take_tiles(
+    optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket]
+) -> Callable[[int, Tensor, Tensor], bool]:
+    """For a native bucket, which calls it with what it does not take by itself. Keeps neither alive."""
+
+    def take(i: int, left: Tensor, right: Tensor) -> bool:
+        owner, target = optimizer(), bucket()
+        return owner is not None and target is not None and owner._receive_tiles(target, i, left, right)
+
+    return take
+
+
+def tiles_(bucket: Bucket, i: int, left: Tensor, right: Tensor, found_inf: Tensor | None) -> None:
+    """Add the active tiles of left^T @ right, the gradient of parameter i, to the compact gradient, or begin it."""
+    assert bucket.grad is not None and bucket.tiles is not None
+    if bucket.native is not None:
+        bucket.native.tile_grad_(i, left, right, bucket.grad, bucket.received[i], bucket.sum_sq, found_inf)
+    else:
+        bucket.ops.tile_weight_grad_(
+            bucket.grad,
+            [left.contiguous()],
+            [right.contiguous()],
+            bucket.tiles.table,
+            bucket.tiles.starts[i : i + 1],
+            bucket.tiles.ends[i : i + 1],
+            tile_size=bucket.tiles.tile_size,
+            scale=None,
+            accumulate=bucket.received[i],
+            sum_sq=bucket.sum_sq[i : i + 1],
+            found_inf=found_inf,
+        )
+        bucket.mark_tiles(i)
+    bucket.mark_received(i)
+
+
 def gather_all_(bucket: Bucket) -> None:
     """Gather every dense gradient of the bucket in one call; parameters without one count as not received."""
     assert bucket.grad is not None

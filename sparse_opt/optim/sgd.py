@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..masks import MaskSet
 from .buckets import Bucket
@@ -49,6 +49,8 @@ class SparseSGD(SparseOptimizer):
         freeze_inactive: bool = True,
         keep_base_weights: bool = True,
         amp_scaling: bool = False,
+        model: nn.Module | None = None,
+        tile_backward: bool | None = None,
         backend: str | None = None,
     ) -> None:
         if not 0 <= seed < 2**62:
@@ -80,6 +82,8 @@ class SparseSGD(SparseOptimizer):
             freeze_inactive=freeze_inactive,
             keep_base_weights=keep_base_weights,
             amp_scaling=amp_scaling,
+            model=model,
+            tile_backward=tile_backward,
             backend=backend,
         )
 

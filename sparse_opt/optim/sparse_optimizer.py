@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..masks import MaskSet
-from . import base_weights, gradients, state_io
+from . import base_weights, gradients, state_io, tile_linears
 from .binding import FLOAT_DTYPES, active_parameters, build_buckets
 from .buckets import Bucket, compact
+from .tile_backward import Route
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 
@@ -43,6 +44,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         freeze_inactive: bool,
         keep_base_weights: bool,
         amp_scaling: bool,
+        model: nn.Module | None,
+        tile_backward: bool | None,
         backend: str | None,
     ) -> None:
         if grads not in ("compact", "dense"):
@@ -58,11 +61,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
         self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
-        self.amp_scaling, self.backend = amp_scaling, backend
+        self.amp_scaling, self.tile_backward, self.backend = amp_scaling, tile_backward, backend
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
         self._bases: list[base_weights.BaseWeights] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._routed: list[tuple[nn.Module, Route]] = []
         self._frozen: list[Parameter] = []
         self._carriers: dict[torch.device, gradients.Carrier] = {}
         self._clip_coef: Tensor | None = None
@@ -72,7 +76,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = getattr(params, "_orig_mod", params)  # of torch.compile, which puts it before every name
             mask = mask.resolve(params)
-            params = params.named_parameters()
+            model, params = params if model is None else model, params.named_parameters()
+        self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
         super().__init__(params, defaults)
         self._groups_fixed = True
         self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
@@ -103,6 +108,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
         buckets = build_buckets(self.param_groups, active, pattern, self._op, self.backend)
+        model = None if self._model is None else self._model()
+        tile_linears.choose(buckets, model, pattern, grads=self.grads, wanted=self.tile_backward)
         for bucket in buckets:
             self._allocate(bucket)
         return buckets
@@ -111,11 +118,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         self, buckets: list[Bucket], bases: list[base_weights.BaseWeights], active: dict[Parameter, Tensor]
     ) -> None:
         """Train these from now on: the part of binding that changes the model."""
+        self._remove_hooks()
         self._buckets, self._bases = buckets, bases
         self._freeze(p for _, p in self._named() if p not in active)
         self._publish_state()
         if self.grads == "compact":
-            self._remove_hooks()
             self._add_hooks()
             self.zero_grad()
             if self.amp_scaling:
@@ -160,11 +167,30 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self._handles.append(param.register_post_accumulate_grad_hook(run))
                 if bucket.native is not None:  # does the work of `run` wherever it only gathers
                     bucket.native.hook(i, param._post_accumulate_grad_hooks)
+            model = None if self._model is None else self._model()
+            if bucket.tiles is not None and model is not None:
+                if bucket.native is not None:
+                    bucket.native.take_tiles_with(gradients.take_tiles(weakref.ref(self), weakref.ref(bucket)))
+                self._routed += tile_linears.install(bucket, model, self)
+        self._tell_hooks()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        tile_linears.restore(self._routed)
+        self._handles, self._routed = [], []
+        self._tell_hooks()
+
+    @property
+    def tiled_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters whose gradients are made tile by tile, by the layers whose weights they are."""
+        return tuple(
+            name
+            for bucket in self._buckets
+            if bucket.tiles is not None
+            for name, start, end in zip(bucket.names, bucket.tiles.starts, bucket.tiles.ends, strict=True)
+            if start < end
+        )
 
     def detach(self) -> None:
         """Leave the model to others for a while: no hook, nothing frozen. State stays, and so does `base_weights`."""
@@ -226,7 +252,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _tell_hooks(self) -> None:
         """Let native hooks do `_receive`'s work while it would only gather; to be called when that has changed."""
-        plain = not (self._inside_base or self._stepped or self._carriers or self._clip_coef is not None)
+        refusing = self._inside_base or self._stepped or self._carriers or self._clip_coef is not None
+        plain = bool(self._handles) and not refusing
         for bucket in self._buckets:
             if bucket.native is not None:
                 bucket.native.set_receiving(plain)
@@ -234,6 +261,26 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
         grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
+        if bucket.came_by_tiles(i) and grad is None:
+            return
+        self._refuse_gradient(bucket, i)
+        if grad is None:
+            raise RuntimeError(
+                f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
+            )
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, wanted a strided tensor")
+        gradients.gather_(bucket, i, grad.detach(), self._begin_gradient(bucket))
+
+    def _receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
+        """The gradient of parameter i is left^T @ right: keep its active tiles. False if they are not ours to keep."""
+        if not self._handles or all(b is not bucket for b in self._buckets):
+            return False
+        self._refuse_gradient(bucket, i)
+        gradients.tiles_(bucket, i, left.detach(), right.detach(), self._begin_gradient(bucket))
+        return True
+
+    def _refuse_gradient(self, bucket: Bucket, i: int) -> None:
         if self._inside_base:
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained"
@@ -242,25 +289,23 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
             )
-        if grad is None:
-            raise RuntimeError(
-                f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
-            )
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, wanted a strided tensor")
+
+    def _begin_gradient(self, bucket: Bucket) -> Tensor | None:
+        """Make ready for a gradient that is accepted; what turns to inf if it is not finite, where a scaler looks."""
         if self._stepped:
             self._forget()
         carrier = self._carriers.get(bucket.device) if self._carriers else None
-        if carrier is not None:
-            carrier.show(self.param_groups[0])
-        gradients.gather_(bucket, i, grad.detach(), carrier.factor if carrier is not None else None)
+        if carrier is None:
+            return None
+        carrier.show(self.param_groups[0])
+        return carrier.factor
 
     def _forget(self) -> None:
         """The next gradients begin anew. Nothing is written: they overwrite the compact buffer."""
         self._stepped = False
         self._clip_coef = None
         for bucket in self._buckets:
-            bucket.received = [False] * len(bucket.params)
+            bucket.drop_gradients()
         self._hide_carriers()
         self._tell_hooks()
 
@@ -273,6 +318,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             for i, p in enumerate(bucket.params):
                 if p is param and bucket.grad is not None and bucket.received[i]:
+                    bucket.finish_gradients()
                     return bucket.grad[bucket.segment(i)]
         return None
 
@@ -295,7 +341,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                     bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
                 gradients.gather_all_(bucket)
             elif bucket.native is not None:
-                bucket.native.sum_squares_(bucket.sum_sq)
+                bucket.native.sum_squares_(bucket.sum_sq)  # finishes gradients first
             if self.grads == "compact" and not all(bucket.received):  # what the others hold is of an earlier step
                 received = gradients.to_device(bucket.received, torch.bool, bucket.device)
                 bucket.sum_sq.copy_(torch.where(received, bucket.sum_sq, 0.0))
@@ -374,6 +420,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
                 "DistributedDataParallel); use grads='dense'"
             )
+        bucket.finish_gradients()
         scalars = self._scalars(bucket.device, grad_scale, found_inf)
         arguments = {
             "lr": bucket.refresh_lr(),

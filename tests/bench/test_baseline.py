@@ -92,12 +92,17 @@ def test_grpo_with_a_picture(tmp_path, bench):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
     sizes = ("--sequence_length", 20, "--max_new_tokens", 8, "--n_generations", 4)
     code, out, err = bench(
-        "grpo", "--small", "--modes", "sparse,dense", "--n_steps", 2, "--n_warmup", 0, *sizes,
+        "grpo", "--small", "--modes", "tiles,dense", "--n_steps", 2, "--n_warmup", 0, *sizes,
         "--gradient_checkpointing", "--plot", tmp_path / "grpo.png",
     )  # fmt: skip
     assert code == 0, err
     report = json.loads((tmp_path / "baseline.json").read_text())
-    assert [row["mode"] for row in report["rows"]] == ["sparse", "dense"]
+    assert [row["mode"] for row in report["rows"]] == ["tiles", "dense"]
+    # Of each layer gate, up and down, one tile of 32 each; 2.5 % of the others is no tile.
+    assert [row["n_tiled"] for row in report["rows"]] == [2 * 3, 0]
+    assert "active in tile64 in mode tiles (6 weight gradients by tiles); 1 prompt(s)" in out
+    assert report["mask"] is None
+    assert report["tile_mask"]["nnz"] == report["rows"][0]["n_trained"]
     for row in report["rows"]:
         assert list(row["section_s"]) == ["rollout", *SECTIONS]
         assert row["first"]["ratio_error"] <= FIRST_RATIO_ATOL
@@ -111,7 +116,7 @@ def test_grpo_with_a_picture(tmp_path, bench):
     [
         (
             ["dpo", "--small", "--modes", "dense,fast"],
-            "--modes dense,fast: wanted some of dense, sparse, lora, shira, each once",
+            "--modes dense,fast: wanted some of dense, sparse, tiles, lora, shira, each once",
         ),
         (["dpo", "--small", "--modes", "dense,dense"], "each once"),
         (["dpo", "--small", "--n_steps", 5, "--n_warmup", 5], "--n_steps 5 leaves nothing after --n_warmup 5"),
@@ -121,6 +126,13 @@ def test_grpo_with_a_picture(tmp_path, bench):
         (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, wanted at least 129"),
         (["grpo", "--small", "--n_generations", 1], "--n_generations is 1, wanted at least 2"),
         (["dpo", "--small", "--density", 0], "--density is 0.0"),
+        (["dpo", "--small", "--pattern", "tile32"], "invalid choice: 'tile32'"),
+        (["dpo", "--small", "--tile_pattern", "run32"], "invalid choice: 'run32'"),
+        (["dpo", "--small", "--mask", __file__, "--pattern", "tile64"], "--pattern tile64 is of a random mask"),
+        (
+            ["dpo", "--small", "--modes", "tiles", "--density", 0.001],
+            "--density 0.001 of matrices this small is no tile64 unit",
+        ),
         (["dpo", "--small", "--model_name", "x"], "--small makes a model of its own"),
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl wants a model"),
         (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
@@ -177,6 +189,41 @@ def test_what_shira_cannot_have(bench, words, message):
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("words", "patterns"),
+    [
+        ((), {"sparse": "element", "tiles": "tile64"}),
+        (("--pattern", "tile64", "--tile_pattern", "tile128"), {"sparse": "tile64", "tiles": "tile128"}),
+        (("--pattern", "run32", "--modes", "dense,sparse"), {"sparse": "run32"}),
+    ],
+)
+def test_each_mode_has_its_mask(tmp_path, monkeypatch, bench, words, patterns):
+    masks = {}
+
+    def load(job, *args, **kwargs):
+        if job.mode != "dense":
+            masks[job.mode] = MaskSet.load(job.mask)
+
+    monkeypatch.setattr(baseline, "_run", load)
+    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
+    options = ("--density", 0.4, "--batch_size", 4, "--sequence_length", 1024)
+    bench("dpo", "--small", "--modes", "dense,sparse,tiles", *options, *words)
+    report = json.loads((tmp_path / "baseline.json").read_text())
+    assert {mode: mask.pattern for mode, mask in masks.items()} == patterns
+    assert report["mask"] == {"file": None, "nnz": masks["sparse"].nnz, "pattern": patterns["sparse"]}
+    tiles = masks.get("tiles")
+    assert report["tile_mask"] == (None if tiles is None else {"nnz": tiles.nnz, "pattern": patterns["tiles"]})
+    assert all(0.3 < mask.density < 0.5 for mask in masks.values())
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    settings = {name: report["settings"][name] for name in ("density", "pattern", "tile_pattern", "batch_size")}
+    assert settings == {
+        "density": 0.4,
+        "pattern": given.get("--pattern"),
+        "tile_pattern": given.get("--tile_pattern", "tile64"),
+        "batch_size": 4,
+    }
+
+
 def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch, bench):
     """Of the whole model: a mask that lists one matrix of it is thin, however dense it is there."""
     model = baseline.without_weights(baseline.words_config(baseline.SMALL, 32))
@@ -224,6 +271,7 @@ def result(mode: str, loss: float, digest: str = "d") -> dict[str, Any]:
     return {
         "mode": mode,
         "n_trained": 10,
+        "n_tiled": 0,
         "data_digest": digest,
         "peak_memory_bytes": None,
         "peak_reserved_bytes": None,

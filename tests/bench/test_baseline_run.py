@@ -112,6 +112,36 @@ def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
             assert result["steps"][2]["k3"] > 0  # the policy has left its reference
 
 
+@pytest.fixture(scope="module")
+def tile_masks(tmp_path_factory) -> dict[str, str]:
+    """The small edge tile of every feed-forward matrix, and the same elements in a mask that knows of no tiles."""
+    folder = tmp_path_factory.mktemp("tile_masks")
+    model = without_weights(words_config(SMALL, 24))
+    bools = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters() if ".mlp." in n}
+    for name, active in bools.items():
+        (active[:, 128:] if "down_proj" in name else active[128:]).fill_(True)
+    tiles = MaskSet.from_bool(bools)
+    assert tiles.pattern == "tile128"
+    tiles.save(folder / "tiles.safetensors")
+    MaskSet({name: tiles[name] for name in bools}, tiles.shapes).save(folder / "elements.safetensors")
+    return {"tiles": str(folder / "tiles.safetensors"), "sparse": str(folder / "elements.safetensors")}
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+def test_tiles_train_as_their_elements_do(job, tile_masks, algorithm):
+    tiles, sparse = (
+        run(changed(job, mode=mode, mask=mask, algorithm=algorithm, n_steps=2)) for mode, mask in tile_masks.items()
+    )
+    assert (tiles["n_tiled"], sparse["n_tiled"]) == (6, 0)
+    assert tiles["n_trained"] == sparse["n_trained"]
+    assert wrong_results(algorithm, [summary(result, n_warmup=0) for result in (tiles, sparse)]) == []
+    first = tiles["steps"][0], sparse["steps"][0]
+    assert first[0]["loss"] == first[1]["loss"]
+    # One sums a gradient in fp32 and rounds it to bf16, and so does the other, in another order: a unit in the last
+    # place of each gradient, 2^-8 of it, bounds the norms' difference.
+    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=2**-8)
+
+
 def test_the_order_follows_the_seed(job):
     first, again, other = (run(changed(job, seed=seed))["data_digest"] for seed in (0, 0, 1))
     assert first == again != other
@@ -204,6 +234,7 @@ def gpu_result(mode: str, host_s: float, peak: int, kernel_s: float | None = Non
     return {
         "mode": mode,
         "n_trained": 2 * 10**9,
+        "n_tiled": 0,
         "data_digest": "d",
         "peak_memory_bytes": peak,
         "peak_reserved_bytes": peak,
@@ -265,6 +296,16 @@ def test_what_limits_and_what_is_compared():
     assert lines[8].split() == ["dense", "4.00", "2.00", "10.00", "2.00", "B"]
     assert lines[9].split() == ["sparse", "4.00", "2.00", "2.00", "2.00", "B"]
     assert "sparse/dense: step 1.00, peak memory 0.50, kernels 0.67" in lines
+
+
+def test_mode_tiles_has_to_compute_tiles():
+    rows = [summary(gpu_result(mode, host_s=0.01, peak=1), n_warmup=1) for mode in ("sparse", "tiles")]
+    rows[1]["n_tiled"] = 14
+    assert wrong_results("dpo", rows) == []
+    rows[1]["n_tiled"] = 0
+    assert wrong_results("dpo", rows) == [
+        "mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -56,6 +57,23 @@ def test_the_bytes_of_a_pattern_agree_with_a_count_on_a_mask(pattern):
     # run16: two runs may share a granule, by chance; the others fill whole ones, and the count is exact.
     allowed = 5 * 2 * 64 * math.sqrt(dense.numel() / 32 * 0.19 * 0.81) if pattern == "run16" else 0.5
     assert found == pytest.approx(counted, abs=allowed)
+
+
+def test_the_bytes_of_tile_gradients_agree_with_a_count_on_masks():
+    shape, tokens, counts, nnz = (1024, 2048), 100, [], 0
+    for seed in range(30):
+        mask = MaskSet.random({"w": shape}, density=0.1, pattern="tile64", seed=seed)
+        tiles, nnz = mask.bool("w")[::64, ::64], mask.nnz
+        hit = 64 * (tiles.any(dim=1).sum().item() + tiles.any(dim=0).sum().item())
+        counts.append(tokens * hit * 2 + nnz * 4)
+    found = floors.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=64, itemsize=2)
+    # The count's own spread says how far the mean of 30 may lie off: five standard errors, and a percent for drawing
+    # the tiles without replacement.
+    allowed = 5 * statistics.stdev(counts) / math.sqrt(len(counts)) + 0.01 * found
+    assert found == pytest.approx(statistics.mean(counts), abs=allowed)
+    assert floors.tile_weight_grad_bytes(tokens, *shape, 0, tile_size=64, itemsize=2) == 0
+    everything = floors.tile_weight_grad_bytes(10, 70, 30, 70 * 30, tile_size=128, itemsize=4, out_itemsize=2)
+    assert everything == 10 * (70 + 30) * 4 + 70 * 30 * 2
 
 
 def test_a_ragged_last_unit_still_has_an_index():

@@ -12,7 +12,8 @@ import torch
 from sparse_opt import backends
 from sparse_opt.bench import cases, gpu_check, targets
 
-SMALL = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
+WITH_TILES = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
+SMALL = [*WITH_TILES, "--no_tiles"]
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def needs_extension():
 def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, needs_extension):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)  # SparseAdamW's rows are of the automatic choice
     path = tmp_path / "gpu_check.json"
-    assert gpu_check.main([*SMALL, "--output", str(path)]) == 0
+    assert gpu_check.main([*WITH_TILES, "--output", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["completed"]
     assert report["failures"] == []
@@ -61,6 +62,11 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
     wanted = {(work, density) for work in on_weights for density in (0.025, 0.1)}
     wanted |= {(work, density) for work in on_delta for density in (0.01, 0.025, 0.1)}
     wanted |= {(f"SparseAdamW.step, dense gradients, {pattern}", 0.025) for pattern in ("run16", "run32")}
+    for pattern in ("tile64", "tile128"):
+        name = targets.tile_gradient(pattern, 48)
+        wanted |= {(name, density) for density in (0.025, 0.1)}
+        wanted |= {(name + calls, 0.025) for calls in (", a call an input", ", a call a matrix")}
+    wanted |= {(targets.tile_gradient("tile128", 48), 1.0), (targets.gathered_gradient(48), 0.025)}
     # At this size no matrix has as many tiles as it takes for one to be 2.5 % of them.
     assert timed == wanted
     assert "no tile64 unit" in report["kernels"]["left_out"]["SparseAdamW.step, dense gradients, tile64"]
@@ -71,7 +77,7 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
         "grad *= mask, torch.optim.AdamW(fused=True).step",
         "torch.nn.utils.clip_grad_norm_",
     }
-    assert peers == {"copy", "ne, nonzero, index", *torch_steps}
+    assert peers == {"copy", "ne, nonzero, index", "torch.mm, 48 tokens", *torch_steps}
     assert set(report["kernels"]["left_out"]) >= {"FlashAdamW.step", "torchao AdamW8bit.step"}
     for row in rows:
         assert row["ms"] > 0
@@ -154,6 +160,10 @@ def test_a_failing_suite_fails_the_check(tmp_path):
     [
         (["--device", "cpu", "--tests", "no_such_folder"], "tests folder no_such_folder: not found"),
         (["--device", "cpu", "--skip_tests", "--output", "/proc/none/x.json"], "cannot be written"),
+        (
+            ["--device", "cpu", "--skip_tests", "--only", "tiles,gather"],
+            "--only tiles,gather: no part 'gather', wanted",
+        ),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):

@@ -8,11 +8,22 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, backends
-from sparse_opt.bench import kernels, optimizers
+from sparse_opt.bench import kernels, optimizers, targets
 from sparse_opt.bench.cases import WrongResult
 from sparse_opt.bench.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
 
-WORDS = ["--device", "cpu", "--numel", "2000000", "--delta_numel", "5000", "--n_rounds", "1", "--no_peers"]
+WORDS = [
+    "--device",
+    "cpu",
+    "--numel",
+    "2000000",
+    "--delta_numel",
+    "5000",
+    "--n_rounds",
+    "1",
+    "--no_peers",
+    "--no_tiles",
+]
 
 
 def test_the_table_is_printed_written_and_judged(tmp_path, capsys, monkeypatch):
@@ -32,6 +43,25 @@ def test_the_table_is_printed_written_and_judged(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert kernels.text(report) in out
     assert "targets, set for an H200" in out
+
+
+def test_one_part_alone(tmp_path):
+    path = tmp_path / "kernels.json"
+    words = ["--device", "cpu", "--numel", "50000", "--n_rounds", "1", "--only", "tiles", "--json", str(path)]
+    assert kernels.main(words) == 0
+    found = json.loads(path.read_text())["kernels"]
+    assert found["parts"] == ["tiles"]
+    assert found["rows"][0]["work"] == "copy"
+    assert all(targets.is_weight_gradient(row) for row in found["rows"][1:])
+    assert {row["density"] for row in found["rows"][1:]} == {None, 0.025, 0.1, 1.0}
+    assert all(row["floor_ms"] > 0 for row in found["rows"])
+
+
+def test_a_part_that_there_is_not(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--device", "cpu", "--only", "tile"])
+    assert stopped.value.code == 2
+    assert "--only tile: no part 'tile', wanted some of weights,backward,tiles,deltas" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spa
 pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
 from sparse_opt.bench import profiles, profiles_run
-from sparse_opt.bench.profiles import Configuration, make_configurations, plain_values
+from sparse_opt.bench.profiles import Configuration, make_configurations, plain_values, relative_to
 from sparse_opt.bench.profiles_report import accuracy_check, failures, summarized, text
 from sparse_opt.bench.profiles_run import configured, rows_for
 from sparse_opt.cli.main import main
@@ -191,6 +192,14 @@ def test_packed_rows_hold_as_many_examples(tmp_path, monkeypatch):
     assert rows_for({**values, "max_length": 14, "batch_size": 1}) == 1
 
 
+def test_results_name_no_folder_of_the_machine():
+    found = {"job": {"folder": "/w/x/0_1", "n": 3, "mount_dir": "/w/x"}, "files": ["/w/x/a/b.json", "/w/xy/c", "fp32"]}
+    assert relative_to(Path("/w/x"), found) == {
+        "job": {"folder": "0_1", "n": 3, "mount_dir": "."},
+        "files": ["a/b.json", "/w/xy/c", "fp32"],
+    }
+
+
 @pytest.fixture
 def in_this_process(monkeypatch, tmp_path):
     """Jobs run here: starting Python and importing transformers takes longer than the work."""
@@ -224,6 +233,7 @@ def test_a_small_comparison(bench, in_this_process, tmp_path):
     assert code == 0, err
     report = json.loads(out)
     assert json.loads((tmp_path / "profiles.json").read_text()) == report
+    assert tempfile.gettempdir() not in json.dumps({**report, "profiles": None, "settings": None})
     assert set(report["environment"]) >= {"date", "commit", "machine", "versions"}
     plain, packed = report["rows"]
     assert (plain["name"], packed["name"]) == ("plain", "own")

@@ -37,6 +37,50 @@ def test_what_each_mode_holds_is_shown_once_shira_was_measured(tmp_path):
     assert found.splitlines()[-1].startswith("| shira | ") and found.splitlines()[-1].endswith(" | 1.5 M |")
 
 
+def test_weight_gradients_have_a_table_of_their_own_once_there_are_any(tmp_path):
+    report = json.loads((RESULTS / "gpu_check.json").read_text())
+    others = [row for row in report["kernels"]["rows"] if not targets.is_weight_gradient(row)]
+    path = tmp_path / "gpu_check.json"
+    path.write_text(json.dumps({**report, "kernels": {**report["kernels"], "rows": others}}))
+    without = report_tables.kernel_table(tmp_path)
+    assert len(report_tables.tile_table(tmp_path).splitlines()) == 2  # no row
+    names = targets.dense_gradient(8192), targets.tile_gradient("tile64", 8192)
+    new = [
+        {**others[0], "work": name, "backend": backend, "is_auto": True, "density": density, "ms": ms, "floor_ms": 4.0}
+        for name, backend, density, ms in zip(names, ("torch", "cuda"), (None, 0.025), (60.0, 9.0), strict=True)
+    ]
+    path.write_text(json.dumps({**report, "kernels": {**report["kernels"], "rows": [*others, *new]}}))
+    assert report_tables.kernel_table(tmp_path) == without
+    *_, dense, tiles, _, missed = report_tables.tile_table(tmp_path).splitlines()
+    assert [cell.strip() for cell in dense.split("|")[5:9]] == [
+        f"{others[0]['p20_ms']:.3f} - {others[0]['p80_ms']:.3f}",
+        "1.000",
+        "4.000",
+        "15.00",
+    ]
+    assert [cell.strip() for cell in tiles.split("|")[6:11]] == ["0.150", "4.000", "2.25", "missed", "<= 8 ms"]
+    assert missed == "- missed: tile_weight_grad_, tile64, 8192 tokens at 2.5% (cuda): 9 ms, wanted <= 8 ms"
+
+
+def test_runs_of_mode_tiles_have_a_table_of_their_own(tmp_path):
+    for name in ("baseline_dpo", "baseline_dpo_tiles", "baseline_dpo_tiles_8x1024"):
+        assert (report_tables.tile_baseline_table(tmp_path) == "") == (name != "baseline_dpo_tiles_8x1024")
+        report = json.loads((RESULTS / "baseline_dpo.json").read_text())
+        if name != "baseline_dpo":
+            dense, sparse, *_ = report["rows"]
+            report["rows"] = [dense, sparse, {**sparse, "mode": "tiles", "n_tiled": 196}]
+            report["settings"] |= {"modes": ["dense", "sparse", "tiles"], "pattern": None, "tile_pattern": "tile64"}
+            report |= {"tile_mask": {"nnz": report["mask"]["nnz"] // 2, "pattern": "tile64"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    found = report_tables.tile_baseline_table(tmp_path)
+    heading = (
+        "2.50% active in mode sparse, 1.25% active in tile64 in mode tiles (196 weight gradients by tiles); 1 pair"
+    )
+    assert found.count(heading) == 2
+    assert found.count("\n| tiles | ") == 2
+    assert "| tiles |" not in report_tables.baseline_table(tmp_path)
+
+
 def words(document: Path, results: Path = RESULTS) -> list[str]:
     return ["--document", str(document), "--results", str(results)]
 

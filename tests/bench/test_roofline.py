@@ -18,6 +18,8 @@ ROWS = [
     row("step", "cuda", 0.1, 8e9, 1.0),
     row("dense", "torch", None, 40e9, 16.0),
     row("clip", "cuda", 0.025, None, 0.01),
+    row("tile_weight_grad_, tile64, 8192 tokens", "cuda", 0.025, 2e10, 8.0),
+    row("torch.mm, 8192 tokens", "torch", None, 2e10, 60.0),
 ]
 
 

@@ -107,6 +107,25 @@ def test_a_backward_pass_is_judged_by_the_gpu_and_by_the_wall():
     assert found["x the plain backward, wall"] == (52 / 50, False)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "tokens", "limit"),
+    [("tile64", 8192, 8.0), ("tile128", 8192, 5.0), ("tile64", 1024, 1.6), ("tile128", 1024, 1.2)],
+)
+def test_weight_gradients_by_tiles_have_a_time_to_reach_at_their_density(pattern, tokens, limit):
+    name = targets.tile_gradient(pattern, tokens)
+    assert judged(row(name, limit)) == {"ms": (limit, True)}
+    assert judged(row(name, 1.01 * limit)) == {"ms": (1.01 * limit, False)}
+    assert judged(row(name, 100.0, density=0.1), row(name + targets.A_CALL_A_MATRIX, 100.0)) == {}
+
+
+def test_names_of_weight_gradients_say_their_tokens():
+    for name in (targets.tile_gradient("tile64", 96), targets.dense_gradient(96), targets.gathered_gradient(96)):
+        for calls in ("", targets.A_CALL_AN_INPUT):
+            assert targets.is_weight_gradient(row(name + calls, 1.0))
+            assert targets.tokens_of(row(name + calls, 1.0)) == 96
+    assert not targets.is_weight_gradient(row(targets.GATHER, 1.0))
+
+
 def test_what_cannot_be_measured_is_not_judged():
     assert judged(row(targets.BACKWARD_HOOKS, 41.0)) == {}
     assert judged(row(targets.GATHER, 1.0, floor_ms=None)) == {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from sparse_opt.ops import narrow_indices
+from sparse_opt.mask_patterns import expand_units
+from sparse_opt.ops import narrow_indices, tile_table
 from sparse_opt.ops.narrow import widened
 
 SHAPES = [(7, 33), (1,), (129,), (4, 5, 6), (64, 64), (3, 1030)]
@@ -37,7 +38,10 @@ def first_positions(kind: str, numel: int, i: int, generator: torch.Generator, r
 
 @dataclass
 class Case:
-    """One call's dense tensors and compact buffers. The first and last run of slots belong to no segment."""
+    """One call's dense tensors and compact buffers. The first and last run of slots belong to no segment.
+
+    Tiles are those of dense_grads[i]^T @ params[i], where these have two dimensions or more.
+    """
 
     params: list[Tensor]
     dense_grads: list[Tensor]
@@ -50,6 +54,10 @@ class Case:
     master: Tensor
     lr: Tensor
     steps: Tensor
+    tiles: Tensor
+    tile_starts: list[int]
+    tile_ends: list[int]
+    tile_grad: Tensor
     run_length: int = 1
     index_bases: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
@@ -94,6 +102,21 @@ class Case:
         return found
 
 
+def random_tiles(widths: list[int], seed: int) -> tuple[Tensor, list[int], list[int], int]:
+    """Tables, starts, ends and slots of two to four tiles of 64 of each square matrix of these widths, or its one."""
+    generator = torch.Generator().manual_seed(seed)
+    tables, ends, slots = [torch.empty(0, 4, dtype=torch.int64)], [0], 0
+    for width in widths:
+        n_tiles = (-(-width // 64)) ** 2
+        count = int(torch.randint(2, 5, (1,), generator=generator))
+        chosen = torch.randperm(n_tiles, generator=generator)[:count].sort().values
+        positions = expand_units(chosen, (width, width), "tile64")
+        tables.append(tile_table(positions, (width, width), 64, first_slot=slots))
+        slots += positions.numel()
+        ends.append(ends[-1] + len(tables[-1]))
+    return torch.cat(tables), ends[:-1], ends[1:], slots
+
+
 def make(
     device: torch.device,
     *,
@@ -125,6 +148,7 @@ def make(
         indices, index_bases = narrow_indices(indices, starts, ends)
     nnz = indices.numel() * run_length
     params = [randn(*s).mul_(0.02).to(dtype) for s in shapes]
+    tiles, tile_starts, tile_ends, tile_slots = random_tiles([s[-1] for s in shapes if len(s) > 1], seed)
     return Case(
         params=[p.to(device) for p in params],
         dense_grads=[randn(*s).to(grad_dtype).to(device) for s in shapes],
@@ -137,6 +161,10 @@ def make(
         master=randn(nnz).mul_(0.02).to(device),
         lr=torch.tensor([1e-2], device=device),
         steps=torch.tensor([float(step + 5 * i) for i in range(len(shapes))], device=device),
+        tiles=tiles.to(device),
+        tile_starts=tile_starts,
+        tile_ends=tile_ends,
+        tile_grad=torch.ones(tile_slots, device=device),
         run_length=run_length,
         index_bases=None if index_bases is None else index_bases.to(device),
     )

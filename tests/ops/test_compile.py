@@ -117,6 +117,26 @@ def gather(case: Case, backend: str) -> list[Tensor]:
     return [case.grad * 2, sum_sq * 2, found_inf]
 
 
+def tile_grad(case: Case, backend: str) -> list[Tensor]:
+    matrices = [(g * 0.5, p) for g, p in zip(case.dense_grads, case.params, strict=True) if p.dim() > 1]
+    sum_sq, found_inf = case.steps.new_zeros(len(matrices)), torch.zeros_like(case.lr)
+    ops.tile_weight_grad_(
+        case.tile_grad,
+        [g for g, _ in matrices],
+        [p for _, p in matrices],
+        case.tiles,
+        case.tile_starts,
+        case.tile_ends,
+        tile_size=64,
+        scale=case.lr,
+        accumulate=True,
+        sum_sq=sum_sq,
+        found_inf=found_inf,
+        backend=backend,
+    )
+    return [case.tile_grad * 2, sum_sq * 2, found_inf]
+
+
 def swap(case: Case, backend: str) -> list[Tensor]:
     inside, outside = [p * 2 for p in case.params], case.master.to(case.params[0].dtype)
     ops.indexed_swap_(
@@ -157,6 +177,7 @@ FUNCTIONS: dict[str, Function] = {
     "indexed_adamw_, all options": adamw_with_everything,
     "indexed_sgd_": sgd,
     "masked_grad_gather_": gather,
+    "tile_weight_grad_": tile_grad,
     "indexed_swap_": swap,
     "delta_encode": encode,
     "delta_apply_": apply,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from cases import assert_same_bits, make
@@ -40,6 +43,37 @@ def test_long_lists(count, place):
     torch.testing.assert_close(got[1], want[1], rtol=8 * 2**-23, atol=0)
     for a, b in zip(got[2:], want[2:], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("count", [9, 321, 700])
+def test_long_lists_of_tiles(count, place):
+    """Each matrix one tile, at most 37 x 5, but for every fourth, which has none."""
+    device, backend = place
+    if backend == "triton" and device == "cpu" and count > 9:
+        pytest.skip("the interpreter is slow, and nine matrices go the same way")
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(width: int) -> torch.Tensor:  # their sums are exact in any order
+        return torch.randint(-8, 9, (3, width), generator=generator).float().to(device)
+
+    grads, inputs = ([integers(1 + i % n) for i in range(count)] for n in (37, 5))
+    shapes = [(g.shape[1], x.shape[1]) for g, x in zip(grads, inputs, strict=True)]
+    ends = [i - i // 4 for i in range(1, count + 1)]
+    starts = [0, *ends[:-1]]
+    active = [i for i in range(count) if ends[i] > starts[i]]
+    assert 0 < len(active) < count
+    first_slots = [0, *itertools.accumulate(math.prod(shapes[i]) for i in active)]
+    tiles = torch.tensor([[0, 0, slot, shapes[i][1]] for i, slot in zip(active, first_slots[:-1], strict=True)])
+    results = []
+    for name in ("reference", backend):
+        out, sum_sq = (torch.full((n,), math.nan, device=device) for n in (first_slots[-1], count))
+        ops.tile_weight_grad_(
+            out, grads, inputs, tiles.to(device), starts, ends, tile_size=64, sum_sq=sum_sq, backend=name
+        )
+        results.append((out, sum_sq))
+    want, got = results
+    assert torch.equal(got[0], want[0]) and got[0].isfinite().all()
+    assert torch.equal(got[1], want[1])  # integers below 2^24, too
 
 
 @pytest.mark.parametrize("op", backends.OPS)

@@ -62,6 +62,37 @@ _GATHER = {
 _MOVE = {**_LIST, "dense_table": "*i64", "BITS": "int16"}
 _DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
 _DELTA_APPLY = {name: kind for name, kind in _MOVE.items() if name not in ("RUN", "index_bases")}
+_TILES = {
+    "operands": "*i64",
+    "blocks": "*i64",
+    "grad_output": None,
+    "x": None,
+    "tiles": "*i64",
+    "out": "*fp32",
+    "scale": "*fp32",
+    "sums": None,
+    "partials": "*fp32",
+    "found_inf": "*fp32",
+    "start": "i64",
+    "tokens": "i64",
+    "rows": "i64",
+    "columns": "i64",
+    "ACCUMULATE": True,
+    "WHOLE": True,
+}
+_16_BITS = {**_TILES, "ALIGN": 8, "STEP": 64}
+_32_BITS = {**_TILES, "ALIGN": 4, "STEP": 16, "OPERAND": "float32"}
+_ONE_MATRIX = {"operands": None, "blocks": None, "grad_output": "*bf16", "x": "*bf16"}
+_SPLIT = {"sums": "*fp32", "partials": None, "found_inf": None}
+_RAGGED = {"ALIGN": 1, "WHOLE": False}
+_ADD_SPLITS = {
+    **{name: kind for name, kind in _TILES.items() if name not in ("grad_output", "x", "tokens")},
+    "sums": "*fp32",
+    "active": "i64",
+    "splits": "i32",
+    "ROWS": 16,
+}
+_ADD_ONE = {"operands": None, "blocks": None, "WHOLE": False, "out": "*fp16"}
 
 _ONE_TENSOR = {"blocks": None}
 _DENSE_GRADS = {"grad": None, "grad_table": "*i64", "GRAD": "float16"}
@@ -110,6 +141,25 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sum_partials",
             {"partials": "*fp32", "firsts": "*i64", "count": "i64", "sum_sq": "*fp32", "BLOCK": 1024},
         ),
+        *[
+            (f"tile{tile}-{name}", "tile_weight_grad", "tile_weight_grad", {**parameters, "TILE": tile})
+            for tile in (64, 128)
+            for name, parameters in [
+                ("bf16", {**_16_BITS, "OPERAND": "bfloat16"}),
+                ("fp16", {**_16_BITS, "OPERAND": "float16"}),
+                ("fp32", _32_BITS),
+            ]
+        ],
+        *[
+            (name, "tile_weight_grad", "tile_weight_grad", {**_16_BITS, **parameters, "OPERAND": "bfloat16"})
+            for name, parameters in [
+                ("tile64-bf16-ragged", {**_RAGGED, "TILE": 64, "out": "*bf16"}),
+                ("tile64-bf16-split", {**_SPLIT, "TILE": 64}),
+                ("tile128-bf16-one", {**_ONE_MATRIX, "TILE": 128, "ACCUMULATE": False, "scale": None}),
+            ]
+        ],
+        ("tile64-add", "tile_weight_grad", "add_splits", {**_ADD_SPLITS, "TILE": 64}),
+        ("tile128-add-one", "tile_weight_grad", "add_splits", {**_ADD_SPLITS, **_ADD_ONE, "TILE": 128}),
         ("swap", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i16"}),
         ("swap-narrow", "indexed_swap", "indexed_swap", {**_MOVE, **_NARROW, "compact": "*i16"}),
         ("swap-runs", "indexed_swap", "indexed_swap", {**_MOVE, **_RUNS, "compact": "*i16"}),
@@ -130,8 +180,24 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("delta-apply", "delta_codec", "delta_apply", {**_DELTA_APPLY, "values": "*i16"}),
     ]
 }
-ARITHMETIC = [name for name in VARIANTS if name.startswith(("adamw", "sgd", "gather"))]
+ARITHMETIC = [name for name in VARIANTS if name.startswith(("adamw", "sgd", "gather")) or "-add" in name]
+TILES = [name for name in VARIANTS if name.startswith("tile")]
+PRODUCTS = [name for name in TILES if "-add" not in name]
 ADAMW = [name for name in VARIANTS if name.startswith("adamw")]
+
+
+def _options(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """In the child: what the launcher has a variant compiled with."""
+    from sparse_opt.triton_kernels import launch, tile_weight_grad
+
+    if name in PRODUCTS:
+        tile = tile_weight_grad.TILE_OPTIONS[wanted["TILE"], 4 if wanted["OPERAND"] == "float32" else 2]
+        assert tile.step == wanted["STEP"]
+        return tile.compiler_options(aligned=wanted["ALIGN"] > 1)
+    if name in TILES:
+        assert tile_weight_grad.BAND == wanted["ROWS"]
+        return tile_weight_grad.BAND_OPTIONS
+    return launch.ELEMENT_OPTIONS if name.startswith(("delta-count", "delta-write")) else launch.SLOT_OPTIONS
 
 
 def _compile_all() -> dict[str, dict[str, Any]]:
@@ -142,8 +208,6 @@ def _compile_all() -> dict[str, dict[str, Any]]:
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    from sparse_opt.triton_kernels import launch
 
     compiled = {}
     for name, (module, kernel_name, wanted) in VARIANTS.items():
@@ -161,10 +225,14 @@ def _compile_all() -> dict[str, dict[str, Any]]:
                 if kind == "i64" and p.annotation_type != "i64":
                     specialized.append(f"{p.name} (width by value)")
         assert set(signature) == set(wanted), name
-        options = launch.ELEMENT_OPTIONS if name.startswith(("delta-count", "delta-write")) else launch.SLOT_OPTIONS
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        compiled[name] = {"ptx": result.asm["ptx"], "cubin": len(result.asm["cubin"]), "specialized": specialized}
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_options(name, wanted))
+        compiled[name] = {
+            "ptx": result.asm["ptx"],
+            "cubin": len(result.asm["cubin"]),
+            "specialized": specialized,
+            "threads": 32 * result.metadata.num_warps,
+        }
     return compiled
 
 
@@ -203,6 +271,7 @@ def _launch_with_varying_scalars() -> dict[str, list[int]]:
     indices = torch.arange(n, dtype=torch.int32)
     one, steps = torch.ones(1), torch.ones(2)
     two = (indices, [0, 16], [16, 17])
+    tiles = torch.zeros(20, 4, dtype=torch.int64)
     calls: dict[str, list[Any]] = {
         "indexed_adamw_": [
             lambda kw=kw: ops.indexed_adamw_(dense, *two, compact, compact, one, steps, grad=compact, **kw)
@@ -225,6 +294,18 @@ def _launch_with_varying_scalars() -> dict[str, list[int]]:
         "indexed_swap_": [
             lambda s=s, e=e: ops.indexed_swap_(dense[:1], compact, indices, [s], [e])
             for s, e in ((0, 1), (1, 16), (16, 17), (1, n))
+        ],
+        "tile_weight_grad_": [
+            lambda t=t, s=s, e=e: ops.tile_weight_grad_(
+                compact, [torch.zeros(t, 64)] * 2, [torch.zeros(t, 128)] * 2, tiles, [s, e], [e, e], tile_size=64
+            )
+            for t, s, e in ((1, 0, 1), (2, 1, 2), (16, 0, 17), (33, 2, 19))
+        ],
+        "tile_weight_grad_ of one matrix": [
+            lambda t=t, s=s, e=e: ops.tile_weight_grad_(
+                compact, [torch.zeros(t, 64 * t)], [torch.zeros(t, 128)], tiles, [s], [e], tile_size=64, scale=one
+            )
+            for t, s, e in ((1, 0, 1), (2, 1, 2), (16, 0, 17), (33, 2, 19))
         ],
         "delta_apply_": [lambda: ops.delta_apply_(dense, indices, compact, [0, 16], [16, 17])],
     }
@@ -287,6 +368,28 @@ def test_roots_and_quotients_are_ieee(compiled: dict[str, dict[str, Any]], name:
 
 def test_aligned_compare_loads_16_bytes(compiled: dict[str, dict[str, Any]]) -> None:
     assert re.search(r"ld\.global\S*\.v4\.b32", compiled["delta-count"]["ptx"])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_tiles_are_multiplied_exactly(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    """16 bits: tensor cores with fp32 sums. fp32: FMAs, as many as a step has products, and no TF32."""
+    ptx, wanted = compiled[name]["ptx"], VARIANTS[name][2]
+    multiplied = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))
+    fmas = len(re.findall(r"\bfma\.\S*f(?:32|64)", ptx))
+    assert ".ftz" not in ptx
+    if wanted["OPERAND"] == "float32":
+        assert not multiplied
+        assert fmas * compiled[name]["threads"] == wanted["TILE"] ** 2 * wanted["STEP"]
+    else:
+        kind = {"bfloat16": "bf16", "float16": "f16"}[wanted["OPERAND"]]
+        assert multiplied == {f"m64n{wanted['TILE']}k16.f32.{kind}.{kind}"}
+        assert fmas == 0
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if not name.endswith(("-ragged", "-one"))])
+def test_aligned_operands_are_copied_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", compiled[name]["ptx"])
+    assert set(copies) == {"0x10"}
 
 
 if __name__ == "__main__":

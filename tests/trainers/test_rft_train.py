@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from stopping import assert_same_run, stop
 
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.masks import MaskSet
 from sparse_opt.trainers import rft, sft
+from sparse_opt.trainers.config import parse_config
 
 
 @pytest.fixture
@@ -86,11 +91,41 @@ def test_a_mask_file_that_is_given_is_used(options, tmp_path, mask_file):
     [
         ({"mask_density": 0.0, "mode": "sparse"}, "'mask_density' is 0.0: wanted more than 0, at most 1"),
         ({"mode": "sparse"}, "mode sparse wants a mask file"),
+        ({"learning_rate_scale": 0.0}, "'learning_rate_scale' is 0.0: wanted more than 0"),
+        ({"learning_rate_scale": -1.0}, "'learning_rate_scale' is -1.0: wanted more than 0"),
+        ({"learning_rate_scale": float("nan")}, "'learning_rate_scale' is nan: wanted more than 0, finite"),
+        ({"learning_rate_scale": float("inf")}, "'learning_rate_scale' is inf: wanted more than 0, finite"),
     ],
 )
 def test_options_that_cannot_be(options, changes, message):
     with pytest.raises(ConfigError, match=message):
         options(**changes)
+
+
+def test_the_learning_rate_is_scaled_once(options, tmp_path, read_metrics, monkeypatch):
+    # 2^-10 and 8: products without rounding, so that the runs are the same to the last bit.
+    scaled = {"learning_rate": 2.0**-10, "learning_rate_scale": 8.0, "save_steps": 2}
+    plain = rft.train(options(output_dir=tmp_path / "plain", learning_rate=2.0**-7))
+    whole = rft.train(options(output_dir=tmp_path / "whole", **scaled))
+    assert losses(whole, read_metrics) == losses(plain, read_metrics)
+    written = yaml.safe_load((tmp_path / "whole/options.yaml").read_text(encoding="utf-8"))
+    assert (written["learning_rate"], written["learning_rate_scale"]) == (2.0**-7, 1.0)
+
+    # Gone on with by the same options, and by those that the run wrote.
+    torn = options(output_dir=tmp_path / "torn", **scaled)
+    stop(monkeypatch, rft.train, torn, step=2)
+    shutil.copytree(tmp_path / "torn", tmp_path / "again")
+    words = ["--config", str(tmp_path / "again/options.yaml"), f"output_dir={tmp_path / 'again'}", "resume=true"]
+    for config in (replace(torn, resume=True), parse_config(rft.RFTConfig, words)):
+        assert_same_run(rft.train(config), plain)
+
+
+def test_the_scale_of_a_profile_goes_with_its_mode():
+    words = ["--policy_name", "m", "--dataset", "d", "--profile", "aggressive"]
+    assert parse_config(rft.RFTConfig, words).learning_rate_scale == 10
+    assert parse_config(rft.RFTConfig, [*words, "mode=sparse", "mask_density=0.2"]).learning_rate_scale == 10
+    assert parse_config(rft.RFTConfig, [*words, "mode=dense"]).learning_rate_scale == 1
+    assert parse_config(rft.RFTConfig, [*words, "mode=dense", "learning_rate_scale=3"]).learning_rate_scale == 3
 
 
 def test_nothing_kept_is_an_error(options, tmp_path):

@@ -15,6 +15,7 @@ using ParallelFor = void (*)(int64_t count, const std::function<void(int64_t, in
 void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for);
 void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for);
 void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for);
+void tile_weight_grad(const TileArguments& args, ParallelFor parallel_for);
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for);
 void indexed_take(const MoveArguments& args, ParallelFor parallel_for);
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);

@@ -1,14 +1,7 @@
-// delta_find reads both tensors once, 2 * element size bytes per element, which is the floor, and keeps each block's
-// changes, in order, where the block has room of its own: 2 bytes and the element for each. When the running sums of
-// the blocks' counts are known, delta_pack moves them to where they belong: it reads those again and writes 4 bytes (8
-// with wide indices) and the element. A block that changed more than it has room for keeps its bits instead, and the
-// new tensor is read again.
-//
-// The bytes of the move would be saved by one pass that learns its place from the blocks before it (decoupled
-// look-back, Merrill and Garland, NVIDIA NVR-2016-002). On an H200 that took 1.4 ms for 2^30 bf16 of which 1 %
-// changed, 1.2 ms with the look-back put off by two tiles, and 1.0 ms with the look-back left out: memory waited for
-// the chain of sums.
-#include "compare.cuh"
+// delta_encode stands in delta_encode.cuh. Before it, delta_sample reads every args.sample_stride-th block of both
+// tensors, so that the caller can make room for the changes, and delta_prepare uses the time in which the sample is on
+// its way to the host and room is made: it clears what delta_encode needs, and fetches the first tiles into the L2 cache.
+#include "delta_encode.cuh"
 #include "kernels.h"
 #include "move.cuh"
 #include "whole_tensors.cuh"
@@ -16,114 +9,11 @@
 namespace sparse_opt::cuda {
 namespace {
 
-template <typename Word, int Capacity>
-__global__ void __launch_bounds__(kThreads) delta_find_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                              const __grid_constant__ DeltaArguments args) {
-  static_assert(kThreads * 32 == kDeltaBlock, "one word of the bitmap for each thread");
-  __shared__ ChangedBits changed;
-  __shared__ uint16_t positions[kDeltaBlockRoom];
-  const BlockRange range = block_range(table, kDeltaBlock);
-  const int64_t block = table.block_offset + blockIdx.x;
-  const Word* new_words = static_cast<const Word*>(table.dense[range.segment]) + range.begin;
-  changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin, new_words,
-                  static_cast<int>(range.end - range.begin));
-
-  uint32_t bits = changed.words[threadIdx.x];
-  int total;
-  int rank = block_rank(__popc(bits), total);
-  if (threadIdx.x == 0) args.block_counts[block] = total;
-  uint16_t* found_positions = args.found_positions + block * kDeltaBlockRoom;
-  if (total > kDeltaBlockRoom) {
-    reinterpret_cast<uint32_t*>(found_positions)[threadIdx.x] = bits;
-    return;
-  }
-  for (; bits != 0; bits &= bits - 1) {
-    positions[rank++] = static_cast<uint16_t>(threadIdx.x * 32 + __ffs(static_cast<int>(bits)) - 1);
-  }
-  __syncthreads();
-  Word* found_values = static_cast<Word*>(args.found_values) + block * kDeltaBlockRoom;
-  for (int k = threadIdx.x; k < total; k += kThreads) {
-    __stcs(found_positions + k, positions[k]);
-    __stcs(found_values + k, new_words[positions[k]]);
-  }
-}
-
-// The changes of a block by its bits. Called by one warp.
-template <typename Word, typename Index>
-__device__ __forceinline__ void pack_by_bits(const uint32_t* changed, const Word* new_words, int size, Index begin,
-                                             Index* indices, Word* values) {
-  constexpr int kTogether = 8;
-  const int lane = threadIdx.x % 32;
-  int rank = 0;
-  for (int first = 0; first < size; first += 32 * kTogether) {
-    uint32_t bits[kTogether];
-    Word value[kTogether];
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int k = first + 32 * j + lane;
-      bits[j] = changed[first / 32 + j];
-      if (k < size) value[j] = new_words[k];
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int at = rank + __popc(bits[j] & ((1u << lane) - 1));
-      if ((bits[j] >> lane & 1) != 0) {
-        indices[at] = begin + static_cast<Index>(first + 32 * j + lane);
-        values[at] = value[j];
-      }
-      rank += __popc(bits[j]);
-    }
-  }
-}
-
-// One warp for each block of delta_find.
-template <typename Word, typename Index, int Capacity>
-__global__ void __launch_bounds__(kThreads, 6) delta_pack_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                                 const __grid_constant__ DeltaArguments args) {
-  constexpr int kTogether = 8;
-  const int lane = threadIdx.x % 32;
-  const auto local_block = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  if (local_block >= table.first_block[table.count]) return;
-  const int64_t block = table.block_offset + local_block;
-  const int total = static_cast<int>(args.block_counts[block]);
-  const int64_t until = args.running_sums[block], before = until - total;
-  const BlockRange range = block_range(table, kDeltaBlock, local_block);
-  if (lane == 0 && local_block + 1 == table.first_block[range.segment + 1]) {
-    args.bounds[table.segment_offset + range.segment] = until;
-  }
-  if (total == 0 || until > args.room) return;  // the caller sees the sum of all, and calls again
-
-  const Index begin = static_cast<Index>(range.begin);
-  Index* indices = static_cast<Index*>(args.indices) + before;
-  Word* values = static_cast<Word*>(args.values) + before;
-  const uint16_t* found_positions = args.found_positions + block * kDeltaBlockRoom;
-  if (total > kDeltaBlockRoom) {
-    pack_by_bits(reinterpret_cast<const uint32_t*>(found_positions),
-                 static_cast<const Word*>(table.dense[range.segment]) + range.begin,
-                 static_cast<int>(range.end - range.begin), begin, indices, values);
-    return;
-  }
-  const Word* found_values = static_cast<const Word*>(args.found_values) + block * kDeltaBlockRoom;
-  // From a multiple of 32 of the results on, so that a warp's stores fill sectors.
-  for (int first = lane - static_cast<int>(before % 32); first < total; first += 32 * kTogether) {
-    uint16_t position[kTogether];
-    Word value[kTogether];
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int k = first + 32 * j;
-      if (static_cast<unsigned>(k) >= static_cast<unsigned>(total)) continue;
-      position[j] = __ldcs(found_positions + k);
-      value[j] = __ldcs(found_values + k);
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int k = first + 32 * j;
-      if (static_cast<unsigned>(k) >= static_cast<unsigned>(total)) continue;
-      indices[k] = begin + static_cast<Index>(position[j]);
-      values[k] = value[j];
-    }
-  }
-}
+#ifndef SPARSE_OPT_ENCODE_FETCHED
+#define SPARSE_OPT_ENCODE_FETCHED 24
+#endif
+constexpr int kFetched = SPARSE_OPT_ENCODE_FETCHED;  // MiB of both tensors together
+constexpr int kLine = 128;                           // bytes
 
 // The number of changes in every args.sample_stride-th block.
 template <typename Word, int Capacity>
@@ -139,13 +29,33 @@ __global__ void __launch_bounds__(kThreads) delta_sample_kernel(const __grid_con
   if (threadIdx.x == 0) args.sampled[blockIdx.x] = total;
 }
 
+// A block for each of the first tiles: their lines into the L2 cache.
+template <typename Word, int Capacity>
+__global__ void __launch_bounds__(kThreads) delta_fetch_kernel(const __grid_constant__ SegmentTable<Capacity> table) {
+  const BlockRange range = block_range(table, EncodeShape<Word>::kTile);
+  const auto* old_bytes = static_cast<const char*>(table.companions[range.segment]) + range.begin * sizeof(Word);
+  const auto* new_bytes = static_cast<const char*>(table.dense[range.segment]) + range.begin * sizeof(Word);
+  const int bytes = static_cast<int>((range.end - range.begin) * sizeof(Word));
+  for (int at = threadIdx.x * kLine; at < bytes; at += kThreads * kLine) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(old_bytes + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(new_bytes + at));
+  }
+}
+
 template <typename Launch>
-void for_each_delta_table(const DeltaArguments& args, Launch launch) {
-  for_each_whole_table(args.count, args.new_tensors, args.old_tensors, args.numels, kDeltaBlock,
+void for_each_delta_table(const DeltaArguments& args, int64_t block, Launch launch) {
+  for_each_whole_table(args.count, args.new_tensors, args.old_tensors, args.numels, block,
                        [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                          launch(table, blocks);
                          check_launch("delta_encode");
                        });
+}
+
+template <typename Word>
+int64_t encode_tiles(const DeltaArguments& args) {
+  int64_t tiles = 0;
+  for (int64_t i = 0; i < args.count; ++i) tiles += blocks_of(0, args.numels[i], EncodeShape<Word>::kTile);
+  return tiles;
 }
 
 }  // namespace
@@ -153,7 +63,7 @@ void for_each_delta_table(const DeltaArguments& args, Launch launch) {
 void delta_sample(const DeltaArguments& args, cudaStream_t stream) {
   DeltaArguments rest = args;
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    for_each_delta_table(args, kDeltaBlock, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
       const auto sampled = static_cast<unsigned>((blocks + args.sample_stride - 1) / args.sample_stride);
       delta_sample_kernel<Word><<<sampled, kThreads, 0, stream>>>(table, rest);
       rest.sampled += sampled;
@@ -161,22 +71,42 @@ void delta_sample(const DeltaArguments& args, cudaStream_t stream) {
   });
 }
 
-void delta_find(const DeltaArguments& args, cudaStream_t stream) {
+int64_t delta_progress_bytes(const DeltaArguments& args) {
+  int64_t bytes = 0;
+  dispatch_word(args.element_size,
+                [&]<typename Word>() { bytes = DeltaProgress::bytes(encode_tiles<Word>(args), args.count); });
+  return bytes;
+}
+
+void delta_prepare(const DeltaArguments& args, bool fetch, cudaStream_t stream) {
+  if (cudaMemsetAsync(args.progress, 0, delta_progress_bytes(args), stream) != cudaSuccess) check_launch("delta_encode");
+  if (!fetch) return;
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      delta_find_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
-    });
+    constexpr int64_t kTileBytes = 2 * EncodeShape<Word>::kTile * sizeof(Word);
+    constexpr auto kTiles = static_cast<unsigned>((int64_t{kFetched} << 20) / kTileBytes);
+    for_each_delta_table(args, EncodeShape<Word>::kTile,
+                         [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
+                           if (kTiles == 0 || table.block_offset != 0) return;
+                           delta_fetch_kernel<Word><<<std::min(tiles, kTiles), kThreads, 0, stream>>>(table);
+                         });
   });
 }
 
-void delta_pack(const DeltaArguments& args, cudaStream_t stream) {
+void delta_encode(const DeltaArguments& args, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const auto most = static_cast<unsigned>(multiprocessors * kEncodeBlocks);
   dispatch_word(args.element_size, [&]<typename Word>() {
-    const auto pack = [&]<typename Index>() {
-      for_each_delta_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        delta_pack_kernel<Word, Index><<<(blocks + kWarps - 1) / kWarps, kThreads, 0, stream>>>(table, args);
-      });
+    const int64_t all_tiles = encode_tiles<Word>(args);
+    const auto encode = [&]<typename Index>() {
+      for_each_delta_table(args, EncodeShape<Word>::kTile,
+                           [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
+                             delta_encode_kernel<Word, Index>
+                                 <<<std::min(tiles + 1, most), kEncodeThreads, 0, stream>>>(table, args, all_tiles);
+                           });
     };
-    args.wide_indices ? pack.template operator()<int64_t>() : pack.template operator()<int32_t>();
+    args.wide_indices ? encode.template operator()<int64_t>() : encode.template operator()<int32_t>();
   });
 }
 

@@ -16,6 +16,21 @@ void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream);
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
 
+// How a call is cut: each tile's tokens into `splits` ranges, whose sums meet in `sums` [sums_size] fp32. `counters`
+// are [active tiles] int, 0 before and after. Both may be null where sums_size is 0.
+struct TileScratch {
+  int splits = 1;
+  int64_t sums_size = 0;
+  float* sums = nullptr;
+  int* counters = nullptr;
+};
+TileScratch tile_scratch(const TileArguments& args);
+
+// `partial_sums` is fp32 or null: one sum for each tile, those of matrix i from first_partials[i] on, or, where that
+// list (in host memory) is null, one matrix after the other; args.sum_sq, if wanted, needs them so.
+void tile_weight_grad(const TileArguments& args, const TileScratch& scratch, float* partial_sums,
+                      const int64_t* first_partials, cudaStream_t stream);
+
 // steps[i] += 1 for i in [0, count), unless found_inf, which may be null, holds something else than 0.
 void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream);
 
@@ -23,9 +38,12 @@ void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);
 // Fills args.sampled.
 void delta_sample(const DeltaArguments& args, cudaStream_t stream);
-void delta_find(const DeltaArguments& args, cudaStream_t stream);
+// Bytes of args.progress. delta_prepare readies it for one delta_encode and, if `fetch`, the L2 cache for the first
+// elements.
+int64_t delta_progress_bytes(const DeltaArguments& args);
+void delta_prepare(const DeltaArguments& args, bool fetch, cudaStream_t stream);
 // Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
-void delta_pack(const DeltaArguments& args, cudaStream_t stream);
+void delta_encode(const DeltaArguments& args, cudaStream_t stream);
 void delta_apply(const MoveArguments& args, cudaStream_t stream);
 
 }  // namespace sparse_opt::cuda

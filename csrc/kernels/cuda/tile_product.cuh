@@ -1,0 +1,253 @@
+// One tile of A^T B, where A is [tokens, rows] and B [tokens, columns], both with their tokens apart: what a block
+// keeps in shared memory of a few steps of tokens, and how its warps multiply it. 16-bit operands go through the tensor
+// cores (mma.sync, sm_80 and later) with fp32 sums; fp32 operands through fused multiply-adds, every bit of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../scalar_types.h"
+
+namespace sparse_opt::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes to shared memory, of which the first `bytes` are read and the others become 0.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit words, transposed as they are read: lane l names row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply_add<bfloat16>(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                       uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply_add<float16>(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                      uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// How a block works on a tile: threads, tokens of a step, steps in shared memory at a time. On an H200, of 2.5 % of the
+// weights of a Llama-3.2-3B's 28 layers, a launch for each, ms for 8192 tokens and 1024: tile64 with 64 tokens and 4
+// stages 5.6 and 1.0, 3 stages 5.7 and 1.1, 5 stages 6.3 and 1.2, with 32 tokens and 6 stages 6.2 and 1.1; tile128 with
+// 64 and 3 4.6 and 1.0, with 32 and 3 4.8 and 1.1. All fit into 99 KiB, what a block has on GPUs that are not a data
+// center's.
+template <typename T, int Tile>
+struct TileShape {
+  static constexpr int kThreads = Tile == 64 ? 128 : 256;
+  static constexpr int kStep = sizeof(T) == 4 ? 16 : 64;
+  static constexpr int kStages = sizeof(T) == 2 && Tile == 64 ? 4 : 3;
+  static constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte chunk
+  static constexpr int kChunks = Tile / kVector;  // of one token's row of one operand
+  static constexpr int kRowBytes = Tile * sizeof(T);
+  static constexpr int kOperandBytes = kStep * kRowBytes;
+  static constexpr int kStageBytes = 2 * kOperandBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static constexpr int kTurns = kStep * kChunks / kThreads;  // chunks of one operand that a thread brings
+  static_assert(kStep * kChunks % kThreads == 0 && kThreads % kChunks == 0);
+
+  // Where chunk `chunk` of token `token` stands in an operand's part of a stage. 16-bit chunks are swapped about so
+  // that ldmatrix, which reads 8 tokens of one chunk, meets 8 different groups of banks.
+  static __device__ __forceinline__ int offset(int token, int chunk) {
+    return token * kRowBytes + ((sizeof(T) == 4 ? chunk : chunk ^ (token & 7)) << 4);
+  }
+};
+
+// Brings an operand's columns [first, first + width) of the tile, token by token, into shared memory; what lies past
+// the width or the last token becomes 0. Aligned: rows are whole numbers of 16-byte chunks, at 16-byte addresses.
+template <typename T, int Tile, bool Aligned>
+class OperandLoader {
+  using Shape = TileShape<T, Tile>;
+
+ public:
+  __device__ __forceinline__ OperandLoader(const void* operand, int64_t row_length, int64_t first, int64_t first_token)
+      : row_length_(row_length), chunk_(threadIdx.x % Shape::kChunks), token_(threadIdx.x / Shape::kChunks) {
+    const int64_t column = first + chunk_ * Shape::kVector;
+    const int64_t valid = row_length - column;
+    valid_ = valid >= Shape::kVector ? Shape::kVector : valid > 0 ? static_cast<int>(valid) : 0;
+    // A chunk past the edge is not read: it may point anywhere that exists.
+    source_ = static_cast<const T*>(operand) + (first_token + token_) * row_length + (valid > 0 ? column : 0);
+    offset_ = Shape::offset(token_, chunk_);
+  }
+
+  // The next step, of which `left` tokens or more exist.
+  __device__ __forceinline__ void load(char* to, int64_t left) {
+    constexpr int kApart = Shape::kThreads / Shape::kChunks;  // tokens from one turn to the next
+    static_assert(kApart % 8 == 0, "the swizzle depends on token % 8");
+#pragma unroll
+    for (int turn = 0; turn < Shape::kTurns; ++turn) {
+      const T* from = source_ + static_cast<int64_t>(turn * kApart) * row_length_;
+      char* chunk = to + offset_ + turn * kApart * Shape::kRowBytes;
+      const int valid = token_ + turn * kApart < left ? valid_ : 0;
+      if constexpr (Aligned) {
+        copy_async(shared_address(chunk), valid > 0 ? from : source_, valid * static_cast<int>(sizeof(T)));
+      } else {
+        T* words = reinterpret_cast<T*>(chunk);
+#pragma unroll
+        for (int k = 0; k < Shape::kVector; ++k) words[k] = k < valid ? from[k] : T{};
+      }
+    }
+    source_ += Shape::kStep * row_length_;
+  }
+
+ private:
+  const T* source_;
+  int64_t row_length_;
+  int chunk_, token_, valid_, offset_;
+};
+
+// The sums of a block's tile, spread over its threads, two neighbours of a row at a time.
+template <typename T, int Tile>
+class TileSums {
+  using Shape = TileShape<T, Tile>;
+  // Warps stand two below each other, and side by side.
+  static constexpr int kRows = Tile / 2, kColumns = 32;
+  static constexpr int kRowBlocks = kRows / 16, kColumnBlocks = kColumns / 8;
+  static_assert(2 * (Tile / kColumns) * 32 == Shape::kThreads);
+
+ public:
+  static constexpr int kPairs = kRowBlocks * kColumnBlocks * 2;
+
+  __device__ __forceinline__ TileSums() {
+    const int warp = threadIdx.x / 32;
+    row_ = warp % 2 * kRows;
+    column_ = warp / 2 * kColumns;
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumnBlocks; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sums_[i][j][k] = 0.0f;
+      }
+    }
+  }
+
+  // Adds the product of a step that stands in shared memory.
+  __device__ __forceinline__ void add(const char* a, const char* b) {
+    const int lane = threadIdx.x % 32, low = lane & 7;
+    const uint32_t a_base = shared_address(a) + ((lane >> 4) * 8 + low) * Shape::kRowBytes;
+    const uint32_t b_base = shared_address(b) + ((lane >> 3 & 1) * 8 + low) * Shape::kRowBytes;
+    const int a_chunk = row_ / 8 + (lane >> 3 & 1), b_chunk = column_ / 8 + (lane >> 4);
+#pragma unroll
+    for (int token = 0; token < Shape::kStep; token += 16) {
+      uint32_t a_words[kRowBlocks][4], b_words[kColumnBlocks / 2][4];
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+        load_transposed(a_words[i], a_base + token * Shape::kRowBytes + (((a_chunk + 2 * i) ^ low) << 4));
+      }
+#pragma unroll
+      for (int j = 0; j < kColumnBlocks / 2; ++j) {
+        load_transposed(b_words[j], b_base + token * Shape::kRowBytes + (((b_chunk + 2 * j) ^ low) << 4));
+      }
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnBlocks; ++j) {
+          multiply_add<T>(sums_[i][j], a_words[i], b_words[j / 2][j % 2 * 2], b_words[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float2 pair(int p) const {
+    const auto& block = sums_[p / (2 * kColumnBlocks)][p / 2 % kColumnBlocks];
+    return {block[p % 2 * 2], block[p % 2 * 2 + 1]};
+  }
+  __device__ __forceinline__ void set_pair(int p, float2 value) {
+    auto& block = sums_[p / (2 * kColumnBlocks)][p / 2 % kColumnBlocks];
+    block[p % 2 * 2] = value.x;
+    block[p % 2 * 2 + 1] = value.y;
+  }
+  __device__ __forceinline__ int row(int p) const {
+    return row_ + p / (2 * kColumnBlocks) * 16 + p % 2 * 8 + threadIdx.x % 32 / 4;
+  }
+  __device__ __forceinline__ int column(int p) const {
+    return column_ + p / 2 % kColumnBlocks * 8 + threadIdx.x % 4 * 2;
+  }
+
+ private:
+  float sums_[kRowBlocks][kColumnBlocks][4];
+  int row_, column_;
+};
+
+template <int Tile>
+class TileSums<float, Tile> {
+  using Shape = TileShape<float, Tile>;
+  // A thread has so many rows of four columns.
+  static constexpr int kRows = Tile * Tile / 4 / Shape::kThreads;
+
+ public:
+  static constexpr int kPairs = 2 * kRows;
+
+  __device__ __forceinline__ TileSums()
+      : row_(threadIdx.x / (Tile / 4) * kRows), column_(threadIdx.x % (Tile / 4) * 4) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums_[i][k] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void add(const char* a, const char* b) {
+#pragma unroll 4
+    for (int token = 0; token < Shape::kStep; ++token) {
+      const float* a_row = reinterpret_cast<const float*>(a + token * Shape::kRowBytes) + row_;
+      const float4 right = *reinterpret_cast<const float4*>(b + token * Shape::kRowBytes + column_ * sizeof(float));
+#pragma unroll
+      for (int i = 0; i < kRows; i += 4) {
+        const float4 left = *reinterpret_cast<const float4*>(a_row + i);
+        const float lefts[4] = {left.x, left.y, left.z, left.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          sums_[i + k][0] = __fmaf_rn(lefts[k], right.x, sums_[i + k][0]);
+          sums_[i + k][1] = __fmaf_rn(lefts[k], right.y, sums_[i + k][1]);
+          sums_[i + k][2] = __fmaf_rn(lefts[k], right.z, sums_[i + k][2]);
+          sums_[i + k][3] = __fmaf_rn(lefts[k], right.w, sums_[i + k][3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float2 pair(int p) const { return {sums_[p / 2][p % 2 * 2], sums_[p / 2][p % 2 * 2 + 1]}; }
+  __device__ __forceinline__ void set_pair(int p, float2 value) {
+    sums_[p / 2][p % 2 * 2] = value.x;
+    sums_[p / 2][p % 2 * 2 + 1] = value.y;
+  }
+  __device__ __forceinline__ int row(int p) const { return row_ + p / 2; }
+  __device__ __forceinline__ int column(int p) const { return column_ + p % 2 * 2; }
+
+ private:
+  float sums_[kRows][4];
+  int row_, column_;
+};
+
+}  // namespace sparse_opt::cuda

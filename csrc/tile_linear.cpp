@@ -1,0 +1,118 @@
+#include "tile_linear.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+#include <vector>
+
+#include "error_text.h"
+
+namespace sparse_opt {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// [tokens, features]
+at::Tensor rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
+}
+
+std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
+  std::vector<int64_t> changed = sizes.vec();
+  changed.back() = last;
+  return changed;
+}
+
+// As the layer's own forward computes it.
+at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, bool transposed) {
+  if (!transposed) return at::linear(input, weight, bias);
+  return at::addmm(*bias, input.view({-1, input.size(-1)}), weight).view(with_last(input.sizes(), weight.size(1)));
+}
+
+// Whether torch.autograd.grad wants the gradient itself, for which nothing is accumulated anywhere.
+bool is_captured(const at::Tensor& param) {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return false;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+  if (!accumulator) return false;
+  const auto found = wanted->find(&*accumulator);
+  return found != wanted->end() && found->second.captures_ != nullptr;
+}
+
+class TileLinear : public torch::autograd::Function<TileLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
+                            const OptionalTensor& bias, const c10::intrusive_ptr<TileRoute>& route) {
+    // Not even views are to be seen: the result may be changed in place, as a linear layer's may.
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    context->set_materialize_grads(false);
+    context->saved_data["route"] = c10::IValue::make_capsule(route);
+    context->saved_data["bias"] = bias.has_value() && bias->defined();
+    // Under autograd at::linear multiplies such an input whole, else batch by batch, which rounds otherwise.
+    const bool folds = !route->transposed && input.dim() > 2 && !input.is_contiguous();
+    const at::Tensor folded = folds ? rows_of(input) : input;
+    context->save_for_backward({folded, input.requires_grad() ? weight : at::Tensor()});
+    if (!folds) return product(input, weight, bias, route->transposed);
+    at::Tensor out = at::mm(folded, weight.t()).view(with_last(input.sizes(), weight.size(0)));
+    return bias.has_value() && bias->defined() ? out.add_(*bias) : out;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    variable_list found(4);
+    const at::Tensor& grad = grads[0];
+    if (!grad.defined()) return found;
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "a linear layer whose weight gradient is made by tiles can't be differentiated twice (create_graph); "
+                "build the optimizer with tile_backward=False");
+    const auto route = c10::static_intrusive_pointer_cast<TileRoute>(context->saved_data["route"].toCapsule());
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &input = saved[0], &weight = saved[1];
+    const at::Tensor grad_rows = rows_of(grad), input_rows = rows_of(input);
+    if (context->needs_input_grad(0)) {
+      const at::Tensor matrix = route->transposed ? weight.t() : weight;  // [out, in]
+      // As autograd's formula of a product, which keeps a matrix of columns one.
+      const bool columns = input_rows.stride(0) == 1 && input_rows.stride(1) == input_rows.size(0);
+      const at::Tensor product = columns ? at::mm(matrix.t(), grad_rows.t()).t() : at::mm(grad_rows, matrix);
+      found[0] = product.reshape(with_last(grad.sizes(), input.size(-1)));
+    }
+    if (context->needs_input_grad(1)) {
+      const auto& [left, right] = route->transposed ? std::tie(input_rows, grad_rows) : std::tie(grad_rows, input_rows);
+      const std::shared_ptr<BoundParams> bound = route->bound.lock();
+      const bool takes = bound != nullptr && !is_captured(bound->param(route->i));
+      if (!takes || !bound->receive_tiles(route->i, left, right)) found[1] = at::mm(left.t(), right);
+    }
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
+      found[2] = at::sum_to(grad_rows, at::IntArrayRef(grad_rows.size(1)));
+    }
+    return found;
+  }
+};
+
+// What the function above is not made for: other layouts, torch.func's transforms, forward-mode differentiation.
+bool is_plain(const at::Tensor& input) {
+  return input.layout() == at::kStrided && !input.is_nested() && !input._fw_grad(/*level=*/0).defined() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+}  // namespace
+
+at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,
+                       const OptionalTensor& bias) {
+  if (route->bound.expired() || !is_plain(input)) return product(input, weight, bias, route->transposed);
+  const at::DeviceType device = input.device().type();
+  if (!at::autocast::is_autocast_enabled(device)) return TileLinear::apply(input, weight, bias, route);
+  // Within the function a cast would leave no trace for the backward pass.
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  return TileLinear::apply(at::autocast::cached_cast(dtype, input, device),
+                           at::autocast::cached_cast(dtype, weight, device),
+                           at::autocast::cached_cast(dtype, bias, device), route);
+}
+
+}  // namespace sparse_opt

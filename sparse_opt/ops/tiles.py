@@ -1,0 +1,50 @@
+"""Where the active tiles of a weight lie, and which compact slots are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TILE_SIZES = (64, 128)
+
+
+def tile_table(positions: Tensor, shape: Sequence[int], tile_size: int, *, first_slot: int = 0) -> Tensor:
+    """The active tiles of one matrix, as `tile_weight_grad_` takes them.
+
+    The tables of several matrices are concatenated, each with the slot that its matrix begins at.
+
+    Args:
+        positions: [nnz] int32 or int64, ascending, of the elements of whole tiles aligned to `tile_size`; those at the
+            right and lower edge are as much smaller as the matrix is. A `MaskSet` of pattern tile64 or tile128 has
+            them.
+        shape: (rows, columns) of the matrix.
+        tile_size: 64 or 128.
+        first_slot: the compact slot of the first position.
+
+    Returns:
+        [k, 4] int64, on the device of `positions`: of each tile its first row, its first column, the slot of its first
+        element, and how many slots lie between one of its rows and the next.
+
+    Raises:
+        ValueError: the shape or tile size is another, or the positions are not those of whole tiles.
+    """
+    if tile_size not in TILE_SIZES:
+        raise ValueError(f"tile_table: tile_size is {tile_size}, wanted 64 or 128")
+    if len(shape) != 2:
+        raise ValueError(f"tile_table: shape is {list(shape)}, wanted (rows, columns)")
+    rows, columns = shape
+    position = positions.long()
+    row, column = position // columns, position % columns
+    first = ((row % tile_size == 0) & (column % tile_size == 0)).nonzero().view(-1)
+    tile_row, tile_column = row[first], column[first]
+    # The slots from one row to the next are the active elements of the tile's first row.
+    stride = torch.searchsorted(position, (tile_row + 1) * columns) - torch.searchsorted(position, tile_row * columns)
+    sizes = (rows - tile_row).clamp(max=tile_size) * (columns - tile_column).clamp(max=tile_size)
+    if int(sizes.sum()) != position.numel():
+        raise ValueError(
+            f"tile_table: {position.numel()} positions, but {first.numel()} tiles of {tile_size} begin among them, "
+            f"which hold {int(sizes.sum())}; wanted whole aligned tiles"
+        )
+    return torch.stack([tile_row, tile_column, first + first_slot, stride], dim=1)

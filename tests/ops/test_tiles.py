@@ -1,0 +1,438 @@
+"""tile_table against a count, and tile_weight_grad_ on every backend against the reference and against fp64.
+
+Where values are small integers, every product and partial sum is exact in fp32: the order of additions does not show,
+and results are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import bits_of
+from torch import Tensor
+
+from sparse_opt import MaskSet, ops
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Multiples of neither tile size, nor of 8 or 2; narrower than a tile, a single row, a single column; many tiles.
+SHAPES = ((130, 77), (1, 201), (201, 1), (64, 128), (9, 5))
+PADDING = 3  # slots before and after, which belong to no tile
+
+
+def name_of(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@dataclass
+class Call:
+    """The op's arguments; `masks` are the active elements as bool matrices."""
+
+    out: Tensor
+    grad_outputs: list[Tensor]
+    inputs: list[Tensor]
+    tiles: Tensor
+    starts: list[int]
+    ends: list[int]
+    tile_size: int
+    masks: list[Tensor]
+
+    def run(self, backend: str, **options: object) -> Tensor:
+        """What the op leaves in a copy of `out`."""
+        out = self.out.clone()
+        where = self.tiles, self.starts, self.ends
+        ops.tile_weight_grad_(
+            out, self.grad_outputs, self.inputs, *where, tile_size=self.tile_size, backend=backend, **options
+        )
+        return out
+
+    def slots(self) -> list[slice]:
+        """Of each matrix, in the order of its elements."""
+        found, first = [], PADDING
+        for mask in self.masks:
+            found.append(slice(first, first + int(mask.sum())))
+            first = found[-1].stop
+        return found
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """In fp64, over all slots of matrices: the gradients, and the same sums of absolute values."""
+        values, sizes = [], []
+        for g, x, mask in zip(self.grad_outputs, self.inputs, self.masks, strict=True):
+            g, x, mask = g.flatten(0, -2).double(), x.flatten(0, -2).double(), mask.to(g.device)
+            values.append((g.T @ x)[mask])
+            sizes.append((g.abs().T @ x.abs())[mask])
+        return torch.cat(values), torch.cat(sizes)
+
+
+def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+def normals(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def make(
+    device: str,
+    *,
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    tokens: tuple[int, ...] = (65,),
+    tile_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype = torch.float32,
+    density: float = 0.6,
+    draw: Callable[[tuple[int, ...], torch.Generator], Tensor] = integers,
+) -> Call:
+    """Random operands and tiles. `out` is NaN where slots belong to no tile, and anything where they do."""
+    generator = torch.Generator().manual_seed(1)
+    mask = MaskSet.random({str(i): s for i, s in enumerate(shapes)}, density=density, pattern=f"tile{tile_size}")
+    tables, starts, ends, first_slot = [], [], [], PADDING
+    for i, shape in enumerate(shapes):
+        tables.append(ops.tile_table(mask[str(i)], shape, tile_size, first_slot=first_slot))
+        first_slot += mask[str(i)].numel()
+        starts.append(sum(len(t) for t in tables[:-1]))
+        ends.append(starts[-1] + len(tables[-1]))
+    out = torch.full((first_slot + PADDING,), math.nan)
+    out[PADDING:-PADDING] = draw((first_slot - PADDING,), generator)
+    return Call(
+        out=out.to(device, out_dtype),
+        grad_outputs=[draw((*tokens, rows), generator).to(device, dtype) for rows, _ in shapes],
+        inputs=[draw((*tokens, columns), generator).to(device, dtype) for _, columns in shapes],
+        tiles=torch.cat(tables).to(device),
+        starts=starts,
+        ends=ends,
+        tile_size=tile_size,
+        masks=[mask.bool(str(i)) for i in range(len(shapes))],
+    )
+
+
+def assert_bits(got: Tensor, want: Tensor) -> None:
+    differ = bits_of(got) != bits_of(want)
+    assert not differ.any(), (
+        f"{int(differ.sum())} of {got.numel()} slots differ, the first at {int(differ.nonzero()[0])}"
+    )
+
+
+def assert_sums(sum_sq: Tensor, call: Call, out: Tensor) -> None:
+    """Of positive terms: each of n squares and additions rounds by 2^-24, at random; 4 standard deviations."""
+    for i, slots in enumerate(call.slots()):
+        stored = out[slots].double().square().sum().item()
+        n = slots.stop - slots.start
+        assert abs(sum_sq[i].item() - stored) <= 4 * n**0.5 * 2**-24 * stored, i
+
+
+# tile_table
+
+
+@pytest.mark.parametrize("tile_size", [64, 128])
+@pytest.mark.parametrize("shape", [(256, 384), (130, 200), (200, 130), (5, 700), (700, 5), (1, 1), (64, 64)], ids=str)
+def test_tile_table_lists_the_tiles_of_a_mask(shape, tile_size):
+    rows, columns = shape
+    for seed, density in enumerate((0.0, 0.4, 0.7, 1.0)):
+        mask = MaskSet.random({"w": shape}, density=density, pattern=f"tile{tile_size}", seed=seed)
+        dense = mask.bool("w")
+        slots = (dense.view(-1).cumsum(0) - 1).view(shape)
+        want = []
+        for row in range(0, rows, tile_size):
+            for column in range(0, columns, tile_size):
+                if dense[row, column]:
+                    want.append([row, column, int(slots[row, column]) + 17, int(dense[row].sum())])
+        for index_dtype in (torch.int32, torch.int64):
+            table = ops.tile_table(mask["w"].to(index_dtype), shape, tile_size, first_slot=17)
+            assert table.dtype == torch.int64 and table.shape == (len(want), 4)
+            assert table.tolist() == want
+        for row, column, slot, stride in want:  # as the op reads them
+            for r in range(min(tile_size, rows - row)):
+                assert slots[row + r, column] == slot - 17 + r * stride
+
+
+def test_tile_table_refuses_what_is_not_whole_tiles():
+    whole = MaskSet.random({"w": (128, 128)}, density=0.5, pattern="tile64")["w"]
+    for positions in (whole[1:], whole[:-1], torch.arange(64), torch.tensor([5])):
+        with pytest.raises(ValueError, match=rf"tile_table: {len(positions)} positions, but .* wanted whole aligned"):
+            ops.tile_table(positions, (128, 128), 64)
+    with pytest.raises(ValueError, match="tile_table: tile_size is 32, wanted 64 or 128"):
+        ops.tile_table(whole, (128, 128), 32)
+    with pytest.raises(ValueError, match=r"tile_table: shape is \[128\], wanted \(rows, columns\)"):
+        ops.tile_table(whole, (128,), 64)
+
+
+# tile_weight_grad_
+
+
+@pytest.mark.parametrize("tile_size", [64, 128])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_tiles_of_every_dtype(dtype, out_dtype, tile_size, place):
+    device, backend = place
+    call = make(device, dtype=dtype, out_dtype=out_dtype, tile_size=tile_size, tokens=(3, 11))
+    if backend == "triton" and device == "cpu":  # the interpreter is slow
+        call = make(
+            device, dtype=dtype, out_dtype=out_dtype, tile_size=tile_size, tokens=(7,), shapes=((65, 3), (1, 130))
+        )
+    scale = torch.tensor([0.3], device=device)
+    for options in ({}, {"accumulate": True}, {"scale": scale}, {"scale": scale, "accumulate": True}):
+        sum_sq = torch.full((len(call.inputs),), math.nan, device=device)
+        got = call.run(backend, **options, sum_sq=sum_sq)
+        assert_bits(got, call.run("reference", **options))
+        assert_sums(sum_sq, call, got)
+    # Overwriting, nothing that a slot held remains; and nobody touched the slots that are of no tile.
+    call.out[PADDING:-PADDING] = math.nan
+    got = call.run(backend)
+    assert got[PADDING:-PADDING].isfinite().all()
+    assert_bits(got[:PADDING], call.out[:PADDING])
+    assert_bits(got[-PADDING:], call.out[-PADDING:])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 63, 64, 65, 300])
+def test_tiles_of_any_number_of_tokens(tokens, any_place):
+    device, backend = any_place
+    small = backend == "triton" and device == "cpu"
+    for dtype in (torch.float32, torch.bfloat16):
+        call = make(device, tokens=(tokens,), dtype=dtype, shapes=((70, 33),) if small else SHAPES)
+        values, _ = call.exact()  # at most 64 * 300: integers that fp32 holds
+        assert torch.equal(call.run(backend)[PADDING:-PADDING].double(), values)
+        held = call.out[PADDING:-PADDING].double()
+        assert torch.equal(call.run(backend, accumulate=True)[PADDING:-PADDING].double(), held + values)
+
+
+@pytest.mark.parametrize("tile_size", [64, 128])
+def test_tiles_sum_in_fp32(tile_size, any_place):
+    """Against fp64, T tokens: each product and each addition rounds by 2^-24 at most of what is added up by then.
+
+    That is T * 2^-24 of the sum of |g x|, in the worst case and any order; in truth it grows as sqrt(T). Operands of 24
+    bits that are cut to TF32's 11 err by 2^-11 of one product each, far more where T is small.
+    """
+    device, backend = any_place
+    tokens = (1, 5) if backend == "triton" and device == "cpu" else (1, 5, 70, 700)
+    for n in tokens:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            shapes = ((66, 70),) if len(tokens) == 2 else ((130, 77), (64, 200))
+            call = make(device, tokens=(n,), dtype=dtype, tile_size=tile_size, draw=normals, shapes=shapes, density=1.0)
+            values, sizes = call.exact()
+            error = (call.run(backend)[PADDING:-PADDING].double() - values).abs()
+            assert (error <= n * 2**-24 * sizes).all(), (n, dtype, (error / sizes).max().item() * 2**24)
+            # As the element path has it: the library's product, gathered. Both err by that at most.
+            dense = [
+                (g.flatten(0, -2).float().T @ x.flatten(0, -2).float()).contiguous()
+                for g, x in zip(call.grad_outputs, call.inputs, strict=True)
+            ]
+            indices = torch.cat([mask.view(-1).nonzero().view(-1) for mask in call.masks]).to(device)
+            gathered = torch.empty(indices.numel(), device=device)
+            slots = call.slots()
+            bounds = [s.start - PADDING for s in slots], [s.stop - PADDING for s in slots]
+            ops.masked_grad_gather_(gathered, dense, indices, *bounds)
+            difference = (call.run(backend)[PADDING:-PADDING].double() - gathered.double()).abs()
+            assert (difference <= 2 * n * 2**-24 * sizes).all()
+
+
+def test_tiles_keep_all_bits_of_fp32_operands(any_place):
+    """One token for each row, and one for each column: every sum has one term, x or g itself, of 24 bits."""
+    device, backend = any_place
+    n = 70
+    call = make(device, shapes=((n, n),), tokens=(n,), draw=normals, density=1.0)
+    full = (1 + torch.randint(1 << 23, (n, n), generator=torch.Generator().manual_seed(2)) * 2**-23).to(device)
+    eye = torch.eye(n, device=device)
+    assert (full.view(torch.int32) & 0xFFF).count_nonzero() > 0.99 * n * n  # bits that TF32 has not
+    call.grad_outputs, call.inputs = [eye], [full]
+    assert torch.equal(call.run(backend)[PADDING:-PADDING], full.view(-1))
+    call.grad_outputs, call.inputs = [full], [eye]
+    assert torch.equal(call.run(backend)[PADDING:-PADDING], full.T.reshape(-1))
+
+
+def test_tiles_of_matrices_that_share_their_input(any_place):
+    device, backend = any_place
+    shapes = ((70, 33),) * 3 if backend == "triton" and device == "cpu" else ((190, 140),) * 3
+    call = make(device, shapes=shapes, tokens=(2, 9))
+    call.inputs = [call.inputs[0]] * 3
+    values, _ = call.exact()
+    assert torch.equal(call.run(backend)[PADDING:-PADDING].double(), values)
+
+
+def test_tiles_of_matrices_without_any_and_in_any_order(any_place):
+    device, backend = any_place
+    call = make(device, shapes=((65, 30), (64, 64), (3, 70)), density=1.0, tokens=(5,))
+    call.starts[1], call.ends[1] = call.ends[1], call.ends[1]  # the second has no tiles now: its slots stay
+    sum_sq = torch.full((3,), math.nan, device=device)
+    got = call.run(backend, sum_sq=sum_sq)
+    assert_bits(got, call.run("reference"))
+    second = call.slots()[1]
+    assert_bits(got[second], call.out[second])
+    assert sum_sq[1].item() == 0 and sum_sq[0] > 0 and sum_sq[2] > 0
+    for values in (call.grad_outputs, call.inputs, call.starts, call.ends):
+        values.reverse()
+    flipped = torch.full((3,), math.nan, device=device)
+    assert_bits(call.run(backend, sum_sq=flipped), got)
+    assert torch.equal(flipped.flip(0), sum_sq)
+
+    call.starts, call.ends = [0] * 3, [0] * 3
+    assert_bits(call.run(backend, sum_sq=sum_sq), call.out)
+    assert sum_sq.tolist() == [0, 0, 0]
+    call.grad_outputs, call.inputs, call.starts, call.ends = [], [], [], []
+    assert_bits(call.run(backend, sum_sq=torch.empty(0, device=device)), call.out)
+
+
+def test_tiles_are_those_of_autograd(any_place):
+    """A weight [out, in] of torch.nn.Linear, and one [in, out] of transformers' Conv1D, whose lists are exchanged."""
+    device, backend = any_place
+    call = make(device, shapes=((70, 33), (33, 70)), tokens=(2, 1, 13), density=1.0)
+    grad, x = call.grad_outputs[0], call.inputs[0]
+    linear = torch.zeros(70, 33, device=device, requires_grad=True)
+    torch.nn.functional.linear(x, linear).backward(grad)
+    conv1d = torch.zeros(33, 70, device=device, requires_grad=True)
+    torch.addmm(torch.zeros(70, device=device), x.view(-1, 33), conv1d).backward(grad.view(-1, 70))
+    call.grad_outputs, call.inputs = [grad, x], [x, grad]
+    want = torch.cat([linear.grad.view(-1), conv1d.grad.view(-1)])
+    assert torch.equal(call.run(backend)[PADDING:-PADDING], want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_tiles_are_the_same_on_every_run(dtype, any_place):
+    device, backend = any_place
+    small = backend == "triton" and device == "cpu"
+    call = make(
+        device, draw=normals, dtype=dtype, tokens=(20 if small else 300,), shapes=((70, 33),) if small else SHAPES
+    )
+    threads, results = torch.get_num_threads(), []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        sum_sq = torch.full((len(call.inputs),), math.nan, device=device)
+        results.append((call.run(backend, sum_sq=sum_sq), sum_sq))
+    torch.set_num_threads(threads)
+    if (device, backend) == ("cpu", "reference"):  # torch's products may be cut by threads
+        return
+    for out, sum_sq in results[1:]:
+        assert_bits(out, results[0][0])
+        assert torch.equal(sum_sq, results[0][1])
+    assert_sums(results[0][1], call, results[0][0])
+
+
+def test_tiles_sum_squares_as_stored(any_place):
+    device, backend = any_place
+    call = make(device, draw=normals, out_dtype=torch.bfloat16, shapes=((70, 33), (64, 3)), tokens=(5,))
+    sum_sq = torch.full((2,), math.nan, device=device)
+    got = call.run(backend, sum_sq=sum_sq, accumulate=True)
+    assert_sums(sum_sq, call, got)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_tiles_flag_what_is_not_finite(dtype, bad, any_place):
+    device, backend = any_place
+    call = make(device, dtype=dtype, shapes=((130, 130), (3, 70)), tokens=(5,), density=1.0)
+    table = call.tiles.tolist()
+    assert [t[:2] for t in table[:9]] == [[r, c] for r in (0, 64, 128) for c in (0, 64, 128)]
+    call.tiles, call.starts, call.ends = call.tiles[[0, 9, 10]].contiguous(), [0, 1], [1, 3]
+    flag = torch.tensor([0.5], device=device)
+    want = call.run(backend, found_inf=flag)
+    assert flag.item() == 0.5  # left alone
+    call.grad_outputs[0][:, 64:] = bad  # beside the tile, where kernels read on
+    call.inputs[0][:, 64:] = bad
+    assert_bits(call.run(backend, found_inf=flag), want)
+    assert flag.item() == 0.5  # outside the tiles nobody looks
+    call.inputs[1][4, 69] = bad
+    call.run(backend, found_inf=flag)
+    assert flag.item() == math.inf
+
+
+def test_tiles_flag_an_overflow_of_the_stored_dtype(any_place):
+    device, backend = any_place
+    call = make(device, out_dtype=torch.float16, shapes=((3, 70),), tokens=(2,), density=1.0)
+    flag = torch.zeros(1, device=device)
+    call.run(backend, found_inf=flag)
+    assert flag.item() == 0
+    call.grad_outputs[0][1, 2], call.inputs[0][1, 66] = 1e3, 1e3
+    got = call.run(backend, found_inf=flag)
+    assert flag.item() == math.inf and got[PADDING + 2 * 70 + 66].item() == math.inf
+    flag.zero_()
+    call.run(backend, found_inf=flag, scale=torch.tensor([1e-3], device=device))
+    assert flag.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_tiles_opcheck(dtype, any_place):
+    device, backend = any_place
+    call = make(device, dtype=dtype, shapes=((5, 9), (66, 3)), tokens=(2, 2), density=1.0)
+    torch.library.opcheck(
+        torch.ops.sparse_opt.tile_weight_grad_.default,
+        (call.out.nan_to_num(), call.grad_outputs, call.inputs, call.tiles, call.starts, call.ends),
+        {
+            "tile_size": 64,
+            "accumulate": True,
+            "scale": torch.ones(1, device=device),
+            "sum_sq": torch.zeros(2, device=device),
+            "found_inf": torch.zeros(1, device=device),
+            "backend": backend,
+        },
+    )
+
+
+BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
+    "tile size": (lambda c: {"tile_size": 32}, "tile_size is 32, wanted 64 or 128"),
+    "tiles dtype": (
+        lambda c: {"tiles": c.tiles.int()},
+        r"tiles is torch.int32 of shape \[\d+, 4\], wanted contiguous int64 \[tiles, 4\]",
+    ),
+    "tiles shape": (lambda c: {"tiles": c.tiles[:, :3].contiguous()}, r"tiles is torch.int64 of shape \[\d+, 3\]"),
+    "tiles layout": (lambda c: {"tiles": c.tiles.T.contiguous().T}, "tiles is .*, wanted contiguous int64"),
+    "lengths": (
+        lambda c: {"inputs": c.inputs[1:]},
+        "grad_outputs holds 2 and inputs 1 tensors, starts 2 and ends 2 numbers, wanted as many of each",
+    ),
+    "more tiles than there are": (
+        lambda c: {"ends": [c.ends[0], c.ends[1] + 1]},
+        r"matrix 1 has the tiles \[\d+, \d+\), wanted within \[0, \d+\)",
+    ),
+    "shared tiles": (
+        lambda c: {"starts": [0, 0]},
+        "two matrices share tile 0; wanted ranges of tiles that do not overlap",
+    ),
+    "leading sizes": (
+        lambda c: {"inputs": [c.inputs[0][:2].contiguous(), c.inputs[1]]},
+        r"grad_outputs\[0\] has shape \[5, 65\] and inputs\[0\] \[2, 70\], wanted .* of the same leading sizes",
+    ),
+    "no leading size": (
+        lambda c: {"grad_outputs": [c.grad_outputs[0][0], c.grad_outputs[1]], "inputs": [c.inputs[0][0], c.inputs[1]]},
+        r"grad_outputs\[0\] has shape \[65\] and inputs\[0\] \[70\], wanted",
+    ),
+    "layout": (
+        lambda c: {"inputs": [c.inputs[0].T.contiguous().T, c.inputs[1]]},
+        r"inputs\[0\] of shape \[5, 70\] has strides \[1, 5\], wanted contiguous",
+    ),
+    "operands of two dtypes": (
+        lambda c: {"inputs": [x.half() for x in c.inputs]},
+        r"inputs\[0\] is torch.float16, but grad_outputs\[0\] is torch.float32",
+    ),
+    "matrices of two dtypes": (
+        lambda c: {"grad_outputs": [c.grad_outputs[0], c.grad_outputs[1].half()]},
+        r"grad_outputs\[1\] is torch.float16, but grad_outputs\[0\] is torch.float32",
+    ),
+    "dtype of operands": (
+        lambda c: {"grad_outputs": [g.double() for g in c.grad_outputs]},
+        r"grad_outputs\[0\] is torch.float64, wanted bfloat16 or float16 or float32",
+    ),
+    "device": (
+        lambda c: {"inputs": [c.inputs[0], c.inputs[1].to("meta")]},
+        r"inputs\[1\] is on meta, wanted cpu",
+    ),
+    "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, wanted"),
+    "shape of out": (lambda c: {"out": c.out.view(1, -1)}, "out "),
+    "scale": (lambda c: {"scale": torch.ones(2)}, r"scale is torch.float32 of shape \[2\], wanted one float32 element"),
+    "found_inf": (lambda c: {"found_inf": torch.ones(1).int()}, "found_inf is torch.int32"),
+    "sum_sq": (lambda c: {"sum_sq": torch.ones(3)}, "sum_sq has 3 elements, wanted 2"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_tiles_wrong_argument_is_named(what):
+    call = make("cpu", shapes=((65, 70), (3, 64)), tokens=(5,), density=1.0)
+    change, message = BAD[what]
+    names = ("out", "grad_outputs", "inputs", "tiles", "starts", "ends")
+    arguments = {name: getattr(call, name) for name in names} | {"tile_size": 64} | change(call)
+    before = call.out.clone()
+    with pytest.raises(ValueError, match="tile_weight_grad_: " + message):
+        ops.tile_weight_grad_(*[arguments.pop(name) for name in names], **arguments)
+    assert_bits(call.out, before)

@@ -1,0 +1,641 @@
+"""Weight gradients made tile by tile: the same bits forward, the same gradients, and every state of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
+
+EPS32 = torch.finfo(torch.float32).eps
+SIZES = (130, 200, 150, 70)  # no multiples of a tile
+
+
+@pytest.fixture(autouse=True)
+def few_under_the_interpreter(request):
+    if os.environ.get("TRITON_INTERPRET") == "1" and "gradients_are" not in request.node.name:
+        pytest.skip("takes minutes under Triton's interpreter; tests/ops runs the kernel there")
+
+
+@pytest.fixture
+def native(device):
+    if backends.choose("tile_weight_grad_", device.type) not in ("cpu", "cuda"):
+        pytest.skip("needs the extension's backend to be the chosen one")
+
+
+def make(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    a, b, c, d = SIZES
+    layers = nn.Linear(a, b), nn.ReLU(inplace=True), nn.Linear(b, c, bias=False), nn.Tanh(), nn.Linear(c, d)
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def batch(device, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 33, SIZES[0], generator=generator).to(device, dtype)
+
+
+def pair(device, make=make, *, pattern="tile64", density=0.3, **options):
+    """A model with tiles, its optimizer, and a copy of it with dense gradients under the same mask, and its."""
+    model, twin = make(device), make(device)
+    mask = MaskSet.random(model, density=density, pattern=pattern, seed=1)
+    # SGD's steps are as far apart as the gradients; Adam divides these by their size, be it of rounding errors alone.
+    tiles = SparseSGD(model, mask, lr=1e-2, tile_backward=True, **options)
+    dense = SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
+    assert tiles.tiled_parameters and not dense.tiled_parameters
+    return model, tiles, twin, dense
+
+
+def loss_of(model, x):
+    return model(x).float().square().mean()
+
+
+def assert_same_gradients(tiles, dense, rtol=None):
+    """Both sum T products for each element in fp32, in two orders; T <= 300 here.
+
+    Each is off by about sqrt(T) eps/2 times the sum of the products' magnitudes (rounding errors walk at random; T in
+    place of sqrt(T) at worst), which is at most sqrt(T) times their norm, and products of random signs sum to their
+    norm: T eps for the two together, of the largest gradient at least.
+    """
+    rtol = 300 * EPS32 if rtol is None else rtol
+    names = [name for bucket in tiles._buckets for name in bucket.names]
+    assert names == [name for bucket in dense._buckets for name in bucket.names]
+    for (name, p), (_, q) in zip(tiles._named(), dense._named(), strict=True):
+        ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
+        assert p.grad is None and (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert theirs.abs().max() > 0, name
+            assert (ours - theirs).abs().max() <= rtol * theirs.abs().max(), name
+
+
+def conv1d():
+    return pytest.importorskip("transformers.pytorch_utils", reason="needs transformers").Conv1D
+
+
+def layer_of(kind, device, dtype):
+    torch.manual_seed(0)
+    layer = conv1d()(150, 130) if kind == "conv1d" else nn.Linear(130, 150, bias=kind == "bias")
+    return layer.to(device, dtype)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["bias", "no-bias", "conv1d"])
+def test_tile_layer_keeps_forward_and_input_gradient_to_the_bit(kind, dtype, autocast, device):
+    layer, plain = layer_of(kind, device, dtype), layer_of(kind, device, dtype)
+    active = {n: torch.ones(p.shape, dtype=torch.bool) for n, p in layer.named_parameters()}
+    optimizer = SparseSGD(layer, MaskSet.from_bool(active), tile_backward=True)
+    other = SparseSGD(plain, MaskSet.from_bool(active), tile_backward=False)
+    whole = torch.randn(5, 7, 130, device=device, dtype=dtype)
+    inputs = [whole, whole[0], whole[:, :1], whole[:0]]
+    if kind != "conv1d":  # whose own forward refuses these
+        inputs += [whole.transpose(0, 1), whole[0, 0], whole[0].t().contiguous().t(), whole[None, :, ::2]]
+    for x in inputs:
+        outputs = []
+        for module, owner in ((layer, optimizer), (plain, other)):
+            owner.zero_grad()
+            leaf = x.detach().requires_grad_()
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                y = module(leaf)
+            generator = torch.Generator().manual_seed(1)
+            y.backward(torch.randn(y.shape, generator=generator).to(y))
+            bias = None if module.bias is None else owner.compact_grad(module.bias)
+            outputs.append((y, leaf.grad, bias, owner.compact_grad(module.weight)))
+        (y, gx, gb, gw), (y2, gx2, gb2, gw2) = outputs
+        assert torch.equal(y, y2) and y.dtype == y2.dtype and torch.equal(gx, gx2), x.shape
+        assert gb is None or torch.equal(gb, gb2), x.shape
+        # The dense gradient is rounded to its dtype, half a unit of 2^-8; in fp32 see assert_same_gradients.
+        low = autocast or dtype == torch.bfloat16
+        bound = (2**-8 if low else 35 * EPS32) * gw2.abs().max() if gw2.numel() and x.numel() else 0.0
+        assert (gw - gw2).abs().max() <= bound, x.shape
+    y = layer(whole.contiguous())
+    assert not y._is_view() or plain(whole.contiguous())._is_view()
+
+
+@pytest.mark.parametrize("pattern", ["tile64", "tile128"])
+def test_tile_gradients_are_the_dense_ones_over_micro_batches(pattern, device):
+    model, tiles, twin, dense = pair(device, pattern=pattern)
+    assert tiles.tiled_parameters == ("0.weight", "2.weight", "4.weight")
+    for seed in range(3):
+        x = batch(device, seed)
+        ours, theirs = model(x), twin(x)
+        assert torch.equal(ours, theirs)
+        ours.square().mean().backward()
+        theirs.square().mean().backward()
+        assert_same_gradients(tiles, dense)
+    tiles.zero_grad()
+    dense.zero_grad()
+    loss_of(model, batch(device, 9)).backward()  # overwrites
+    loss_of(twin, batch(device, 9)).backward()
+    assert_same_gradients(tiles, dense)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_hundred_tile_steps_err_as_little_as_dense_ones(kind, device):
+    """Both runs against one in fp64: the error of tiles is at most twice that of the dense path."""
+    make_optimizer = {
+        "adamw": lambda *a, **kw: SparseAdamW(*a, lr=1e-3, weight_decay=0.0, **kw),
+        "sgd": lambda *a, **kw: SparseSGD(*a, lr=0.05, momentum=0.9, **kw),
+    }[kind]
+    exact, model, twin = make(device, torch.float64), make(device), make(device)
+    mask = MaskSet.random(model, density=0.3, pattern="tile64", seed=1)
+    params = list(exact.parameters())
+    reference = (
+        torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
+        if kind == "adamw"
+        else torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    )
+    start = [p.detach().clone() for p in params]
+    optimizers = [make_optimizer(m, mask, tile_backward=t) for m, t in ((model, True), (twin, False))]
+    for step in range(100):
+        x = batch(device, step % 4)[0]
+        for m, o in zip((model, twin), optimizers, strict=True):
+            o.zero_grad()
+            loss_of(m, x).backward()
+            o.step()
+        reference.zero_grad()
+        exact(x.double()).square().mean().backward()
+        for name, p in exact.named_parameters():
+            p.grad.mul_(mask.bool(name).to(device))
+        reference.step()
+
+    def distance(a, b):
+        return sum((p.double() - q.double()).square().sum() for p, q in zip(a, b, strict=True)).sqrt().item()
+
+    ours, theirs = distance(model.parameters(), params), distance(twin.parameters(), params)
+    assert 0 < ours <= 2 * theirs
+    assert theirs < 1e-3 * distance(params, start)  # the runs have gone somewhere, together
+
+
+def test_tile_clipping_is_the_dense_one(device):
+    model, tiles, twin, dense = pair(device, max_grad_norm=1e-3)
+    for seed in range(3):
+        for m, o in ((model, tiles), (twin, dense)):
+            o.zero_grad()
+            loss_of(m, batch(device, 2 * seed)).backward()
+            loss_of(m, batch(device, 2 * seed + 1)).backward()
+            o.step()
+        # Sums of some ten thousand squares in two orders, of gradients as assert_same_gradients has them, and of
+        # weights that have moved apart by as much.
+        torch.testing.assert_close(tiles.grad_norm, dense.grad_norm, rtol=300 * EPS32, atol=0)
+    expected = torch.cat([g for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]).norm()
+    torch.testing.assert_close(tiles.grad_norm, expected, rtol=100 * EPS32, atol=0)
+
+
+def test_tile_norm_after_passes_of_both_kinds(device):
+    """Sums of squares stand where tiles and dense gradients leave different numbers of them."""
+    model, tiles, _, _ = pair(device)
+    weight, x = model[0].weight, batch(device)
+    for by_layer in (True, False, True):
+        tiles.zero_grad()
+        (model[0](x) if by_layer else F.linear(x, weight)).square().mean().backward()
+        torch.testing.assert_close(
+            tiles.clip_grad_norm_(1.0),
+            torch.cat([g for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]).norm(),
+            rtol=100 * EPS32,
+            atol=0,
+        )
+
+
+def test_a_layer_called_twice_and_its_weight_outside_of_it_add_up_with_tiles(device):
+    model, tiles, twin, dense = pair(device)
+
+    def loss(m):
+        x, y = batch(device, 0), batch(device, 1)
+        return (m(x) + m(y)).square().mean() + F.linear(x, m[0].weight).square().mean()
+
+    for m in (model, twin):
+        loss(m).backward()
+    assert_same_gradients(tiles, dense)
+    for m in (model, twin):
+        F.linear(batch(device, 3), m[0].weight).square().mean().backward()  # without the layer
+    assert_same_gradients(tiles, dense)
+
+
+def test_waiting_tiles_give_the_same_bits(device, native):
+    x, found = batch(device), []
+    for tiles_, bytes_ in ((10**9, 10**12), (1, 10**12), (10**9, 0)):
+        model, tiles, _, _ = pair(device)
+        tiles._buckets[0].native.set_waiting(tiles_, bytes_)
+        for _ in range(2):
+            loss_of(model, x).backward()
+        grads = [tiles.compact_grad(p) for p in model.parameters()]
+        found.append((tiles.clip_grad_norm_(1.0), *(g for g in grads if g is not None)))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("on purpose")
+
+
+def test_tiles_of_a_backward_pass_that_failed_are_dropped(device, native):
+    model, tiles, twin, dense = pair(device)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model[2:](_FailsBackward.apply(model[:2](batch(device, 5)))).sum().backward()
+    tiles.zero_grad()
+    for m in (model, twin):
+        loss_of(m, batch(device)).backward()
+    assert_same_gradients(tiles, dense)
+
+
+class _ChangesItsOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.clone()
+        ctx.keep = out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.keep.add_(1)
+        return grad
+
+
+def test_a_waiting_tensor_that_is_changed_is_noticed(device, native):
+    model, tiles, _, _ = pair(device)
+    tiles._buckets[0].native.set_waiting(10**9, 10**12)
+    with pytest.raises(ValueError, match="changed in place before its weight gradient was made"):
+        model[2](_ChangesItsOutput.apply(model[0](batch(device)))).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_tiles_under_checkpointing(reentrant, device):
+    model, tiles, twin, dense = pair(device)
+    for seed in range(2):
+        x = batch(device, seed).requires_grad_()
+        y = checkpoint(model[:3], x, use_reentrant=reentrant)
+        checkpoint(model[3:], y, use_reentrant=reentrant).square().mean().backward()
+        loss_of(twin, batch(device, seed)).backward()
+    assert_same_gradients(tiles, dense)
+
+
+def test_tile_gradients_that_must_not_come_are_refused(device):
+    model, tiles, twin, dense = pair(device)
+    x = batch(device)
+    for m, o in ((model, tiles), (twin, dense)):
+        loss = loss_of(m, x)
+        with o.base_weights(), pytest.raises(RuntimeError, match="arrived inside base_weights"):
+            loss_of(m, x).backward()
+        o.zero_grad()
+        with o.base_weights(), torch.no_grad():
+            assert torch.equal(m(x), make(device)(x))
+        loss.backward()  # made outside: as if nothing had happened
+        o.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match=r"arrived after clip_grad_norm_\(\)"):
+            loss_of(m, x).backward()
+        o.step()
+        stale = loss_of(m, x)
+        with o.base_weights(), pytest.raises(RuntimeError, match="modified by an inplace operation|arrived inside"):
+            stale.backward()
+        loss_of(m, x).backward()  # without zero_grad(): what was stepped with is forgotten
+    assert_same_gradients(tiles, dense, rtol=600 * EPS32)  # of weights that a step has moved apart by as much
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_tiles_under_a_grad_scaler(unscale, device):
+    model, tiles, twin, dense = pair(device, amp_scaling=True)
+    scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**10) for _ in range(2)]
+    for step in range(4):
+        for m, o, scaler in ((model, tiles, scalers[0]), (twin, dense, scalers[1])):
+            o.zero_grad()
+            scaler.scale(loss_of(m, batch(device, step)) * (float("inf") if step == 1 else 1.0)).backward()
+            if step == 3:
+                assert tiles.compact_grad(model[0].weight) is not None
+            before = [p.detach().clone() for p in m.parameters()]
+            if unscale:
+                scaler.unscale_(o)
+                o.clip_grad_norm_(0.5)
+            scaler.step(o)
+            scaler.update()
+            moved = any(not torch.equal(p, q) for p, q in zip(m.parameters(), before, strict=True))
+            assert moved == (step != 1)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        # Three steps of lr times gradients, whose norm is at most 0.5 or some 0.1 here; each value rounded in each step.
+        torch.testing.assert_close(p, q, rtol=3 * EPS32, atol=3 * 1e-2 * 300 * EPS32)
+
+
+def forwards(model):
+    return [name for name, m in model.named_modules() if "forward" in vars(m) or "_tile_route" in vars(m)]
+
+
+def test_tile_masks_and_element_masks_take_turns(device):
+    model, tiles, twin, dense = pair(device)
+    elements = MaskSet.random(model, density=0.3, seed=3)
+    other = MaskSet.random(model, density=0.4, pattern="tile64", seed=4)
+    tiles.tile_backward = None  # True would refuse a mask of elements
+    for mask, taken in ((elements, 0), (other, 0), (elements, 0), (other, 3)):
+        tiles.tile_backward = True if taken else None
+        for o in (tiles, dense):
+            o.set_mask(mask)
+        assert len(tiles.tiled_parameters) == taken == len(forwards(model))
+        for m, o in ((model, tiles), (twin, dense)):
+            loss_of(m, batch(device)).backward()
+        assert_same_gradients(tiles, dense, rtol=1200 * EPS32)  # of weights after up to three such steps
+        for o in (tiles, dense):
+            o.step()
+            o.zero_grad()
+
+
+def test_a_new_tile_mask_between_forward_and_backward(device, native):
+    model, tiles, twin, dense = pair(device)
+    losses = [loss_of(m, batch(device)) for m in (model, twin)]
+    for o in (tiles, dense):
+        o.set_mask(MaskSet.random(model, density=0.4, pattern="tile64", seed=4))
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(tiles, dense)
+
+
+def test_layers_are_given_back_by_detach_and_close(device):
+    model, tiles, twin, dense = pair(device)
+    routed = forwards(model)
+    assert routed == ["0", "2", "4"]
+    tiles.detach()
+    assert forwards(model) == []
+    loss_of(model, batch(device)).backward()
+    loss_of(twin, batch(device)).backward()
+    assert model[0].weight.grad is not None
+    model.zero_grad()
+    tiles.attach()
+    assert forwards(model) == routed
+    tiles.zero_grad()
+    loss_of(model, batch(device)).backward()
+    assert_same_gradients(tiles, dense)
+    tiles.close()
+    assert forwards(model) == [] and model[0].forward.__func__ is nn.Linear.forward
+    loss_of(model, batch(device)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_closing_between_forward_and_backward_leaves_the_dense_gradient(device, native):
+    model, tiles, twin, dense = pair(device)
+    losses = [loss_of(m, batch(device)) for m in (model, twin)]
+    for o, loss in zip((tiles, dense), losses, strict=True):
+        o.close()
+        loss.backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_a_forward_that_someone_has_wrapped_stays_when_tiles_go(device):
+    model, tiles, _, _ = pair(device)
+    inner = model[0].forward
+    model[0].forward = wrapped = lambda x: 2 * inner(x)
+    tiles.close()
+    assert model[0].forward is wrapped
+    x = batch(device)
+    assert torch.equal(model[0](x), 2 * F.linear(x, model[0].weight, model[0].bias))
+
+
+def test_copies_of_a_model_with_tiles_are_ordinary(device):
+    model, tiles, _, _ = pair(device)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    x = batch(device)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other.requires_grad_(True)
+        loss_of(other, x).backward()
+        assert all(p.grad is not None for p in other.parameters())
+        assert tiles.compact_grad(model[0].weight) is None
+        other.zero_grad()
+        optimizer = SparseAdamW(other, tiles.mask, tile_backward=True)
+        assert optimizer.tiled_parameters == tiles.tiled_parameters
+        loss_of(other, x).backward()
+        assert other[0].weight.grad is None and optimizer.compact_grad(other[0].weight) is not None
+        optimizer.close()
+    assert set(model.state_dict()) == set(make(device).state_dict())
+
+
+def test_tiles_leave_alone_what_is_not_training(device):
+    model, tiles, twin, _ = pair(device)
+    x = batch(device)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(model(x), twin(x))
+    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, others, (x,)).square().mean().backward()
+    assert all(p.grad is not None for p in others.values())
+    assert all(tiles.compact_grad(p) is None for p in model.parameters())
+
+
+def test_vmap_over_a_model_with_tiles(device, native):
+    model, _, twin, _ = pair(device)
+    x = batch(device)
+    torch.testing.assert_close(torch.func.vmap(model[2:])(model[:2](x)), twin(x))
+
+
+def test_autograd_grad_beside_tiles(device, native):
+    model, tiles, twin, _ = pair(device)
+    x = batch(device).requires_grad_()
+    (ours,) = torch.autograd.grad(loss_of(model, x), x)
+    (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
+    assert torch.equal(ours, theirs)
+    weights = [[m[0].weight, m[2].weight] for m in (model, twin)]
+    for a, b in zip(*(torch.autograd.grad(loss_of(*a), w) for *a, w in ((model, x, weights[0]), (twin, x, weights[1]))), strict=True):
+        assert torch.equal(a, b)
+    assert all(tiles.compact_grad(p) is None for p in model.parameters())
+
+
+def test_a_tile_layer_is_not_differentiated_twice(device):
+    model, tiles, _, _ = pair(device)
+    x = batch(device).requires_grad_()
+    with pytest.raises(RuntimeError, match="can't be differentiated twice"):
+        loss_of(model, x).backward(create_graph=True)
+
+
+def test_two_backward_passes_of_one_graph_add_tiles_twice(device):
+    model, tiles, twin, dense = pair(device)
+    for m in (model, twin):
+        loss = loss_of(m, batch(device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(tiles, dense)
+
+
+class _Shapes(TorchDispatchMode):
+    """Shapes of everything that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.seen.add((str(func.overloadpacket), tuple(tensor.shape)))
+        return out
+
+
+def test_with_tiles_the_dense_weight_gradient_is_never_made(device):
+    model, tiles, twin, _ = pair(device)
+    products = {}
+    for name, m in (("tiles", model), ("dense", twin)):
+        loss = loss_of(m, batch(device))
+        with _Shapes() as mode:
+            loss.backward()
+        products[name] = {shape for op, shape in mode.seen if op == "aten.mm"}
+    weights = {tuple(m.weight.shape) for m in model if isinstance(m, nn.Linear)}
+    assert weights <= products["dense"] and not weights & products["tiles"]
+
+
+def test_other_peoples_hooks_get_the_dense_gradient_of_a_tile_mask(device):
+    model, tiles, twin, dense = pair(device)
+    seen = []
+    handle = model[0].weight.register_hook(lambda g: seen.append(g.shape))
+    after = model[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+    for m in (model, twin):
+        loss_of(m, batch(device)).backward()
+    assert sorted(map(str, seen)) == ["True", str(model[0].weight.shape)]  # ours has run before the second
+    assert_same_gradients(tiles, dense)
+    handle.remove()
+    after.remove()
+    for m in (model, twin):
+        loss_of(m, batch(device)).backward()
+    assert len(seen) == 2
+    assert_same_gradients(tiles, dense)
+
+
+class _Mixed(nn.Module):
+    """Layers that can take tiles, and everything that can't."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 96)
+        self.plain = nn.Linear(96, 96)
+        self.shared, self.sharing = nn.Linear(96, 96), nn.Linear(96, 96)
+        self.sharing.weight = self.shared.weight
+        self.wrapped = nn.Linear(96, 96)
+        self.wrapped.forward = lambda x: F.linear(x, self.wrapped.weight, self.wrapped.bias)
+        self.own = type("Own", (nn.Linear,), {"forward": lambda s, x: F.linear(x, s.weight)})(96, 96)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(96, 96))
+        self.head = nn.Linear(96, 100, bias=False)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for layer in (self.plain, self.shared, self.sharing, self.wrapped, self.own, self.normed, self.head):
+            h = layer(torch.tanh(h))
+        return h
+
+
+def test_who_takes_tiles(device):
+    def mixed(device):
+        torch.manual_seed(0)
+        return _Mixed().to(device)
+
+    model, tiles, twin, dense = pair(device, mixed, density=0.6)
+    assert tiles.tiled_parameters == ("plain.weight",)
+    tokens = torch.arange(100, device=device).view(5, 20)
+    for m in (model, twin):
+        m(tokens).square().mean().backward()
+    assert_same_gradients(tiles, dense)
+
+    def tied(device):
+        model = mixed(device)
+        model.head.weight = model.embedding.weight
+        return model
+
+    model, tiles, twin, dense = pair(device, tied, density=0.6)
+    assert tiles.tiled_parameters == ("plain.weight",)
+    for m in (model, twin):
+        m(tokens).square().mean().backward()
+    assert_same_gradients(tiles, dense)
+
+
+def test_tiles_are_taken_where_they_pay(device):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(64, 128)).to(device)
+    mask = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()}
+    mask["0.weight"][64:128, 128:192] = True  # 1 of 64 tiles
+    mask["1.weight"][:64] = True  # one half
+    optimizer = SparseAdamW(model, MaskSet.from_bool(mask))
+    assert optimizer.mask.pattern == "tile64" and optimizer.tiled_parameters == ("0.weight",)
+    assert SparseAdamW(model, optimizer.mask, tile_backward=False).tiled_parameters == ()
+    named = SparseAdamW(model.named_parameters(), optimizer.mask)
+    assert named.tiled_parameters == ()
+    named = SparseAdamW(model.named_parameters(), optimizer.mask, model=model, tile_backward=True)
+    assert named.tiled_parameters == ("0.weight", "1.weight")
+
+
+def test_tile_backward_that_nothing_can_take_is_an_error(device):
+    model = make(device)
+    tiles, elements = (MaskSet.random(model, density=0.3, pattern=p) for p in ("tile64", "element"))
+    with pytest.raises(ValueError, match="the mask's pattern 'element'"):
+        SparseAdamW(model, elements, tile_backward=True)
+    with pytest.raises(ValueError, match="grads is 'dense'"):
+        SparseAdamW(model, tiles, tile_backward=True, grads="dense")
+    with pytest.raises(ValueError, match="the model missing"):
+        SparseAdamW(model.named_parameters(), tiles, tile_backward=True)
+    with pytest.raises(ValueError, match="'weight': it is 'weight' of a Embedding"):
+        embedding = nn.Embedding(128, 64)
+        SparseAdamW(embedding, MaskSet.random(embedding, density=0.5, pattern="tile64"), tile_backward=True)
+    assert forwards(model) == [] and all(p.requires_grad for p in model.parameters())
+    optimizer = SparseAdamW(model, tiles, tile_backward=True)
+    with pytest.raises(ValueError, match="the mask's pattern 'element'"):
+        optimizer.set_mask(elements)
+    loss_of(model, batch(device)).backward()
+    assert optimizer.compact_grad(model[0].weight) is not None
+
+
+def test_state_of_a_run_with_tiles_goes_round(device):
+    model = make(device)
+    tiles = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), lr=1e-2, tile_backward=True)
+    loss_of(model, batch(device)).backward()
+    tiles.step()
+    again = make(device)
+    again.load_state_dict(model.state_dict())
+    resumed = SparseAdamW(again, tiles.mask, lr=1e-2, tile_backward=True)
+    resumed.load_state_dict(copy.deepcopy(tiles.state_dict()))
+    for m, o in ((model, tiles), (again, resumed)):
+        o.zero_grad()
+        loss_of(m, batch(device, 1)).backward()
+        o.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_routes_keep_neither_optimizer_nor_model(device):
+    model = make(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), tile_backward=True)
+    gone = weakref.ref(optimizer._buckets[0])
+    loss_of(model, batch(device)).backward()
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    loss_of(model, batch(device)).backward()
+    assert model[0].weight.grad is not None
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), tile_backward=True)
+    weight = weakref.ref(model[0].weight)
+    del optimizer, model
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_second_optimizer_on_tile_weights_is_refused_when_gradients_come(device):
+    model = make(device)
+    mask = MaskSet.random(model, density=0.3, pattern="tile64")
+    first, second = (SparseAdamW(model, mask, tile_backward=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match="second sparse optimizer"):
+        loss_of(model, batch(device)).backward()
+    assert first.mask == second.mask

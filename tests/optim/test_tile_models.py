@@ -1,0 +1,214 @@
+"""Weight gradients made tile by tile in transformers' models, and under torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+
+EPS32 = torch.finfo(torch.float32).eps
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(autouse=True)
+def not_under_the_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("takes minutes under Triton's interpreter")
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=64, n_embd=128, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def model(request, tiny_llama):
+    return gpt2() if request.param == "gpt2" else tiny_llama(num_hidden_layers=1, **SIZES)
+
+
+def batch(seed=0):
+    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def assert_same_gradients(tiles, dense, rtol):
+    for (name, p), (_, q) in zip(tiles._named(), dense._named(), strict=True):
+        ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
+        assert p.grad is None and (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert (ours - theirs).abs().max() <= rtol * theirs.abs().max() and theirs.any(), name
+
+
+def pair(model, density=0.4, **options):
+    twin = copy.deepcopy(model)
+    mask = MaskSet.random(model, density=density, pattern="tile64", seed=1)
+    tiles = SparseSGD(model, mask, lr=1e-2, tile_backward=True, **options)
+    return tiles, twin, SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
+
+
+def test_hundred_tile_steps_of_a_language_model_err_as_little_as_dense_ones(model):
+    """Both runs against one in fp64: the error of tiles is at most twice that of the dense path."""
+    exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model)
+    mask = MaskSet.random(model, density=0.4, pattern="tile64", seed=1)
+    reference = torch.optim.AdamW(exact.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
+    optimizers = [
+        SparseAdamW(m, mask, lr=1e-3, eps=1e-4, weight_decay=0.0, tile_backward=t)
+        for m, t in ((model, True), (twin, False))
+    ]
+    names = optimizers[0].tiled_parameters
+    kinds = {type(model.get_submodule(name.removesuffix(".weight"))).__name__ for name in names}
+    assert kinds == ({"Conv1D"} if "gpt2" in type(model).__name__.lower() else {"Linear"}) and len(names) >= 4
+    start = [p.detach().clone() for p in exact.parameters()]
+    active = {name: mask.bool(name) for name in mask.names}
+    for step in range(100):
+        tokens = batch(step % 4)
+        for m, o in zip((model, twin), optimizers, strict=True):
+            o.zero_grad()
+            loss_of(m, tokens).backward()
+            o.step()
+        reference.zero_grad()
+        loss_of(exact, tokens).backward()
+        for name, p in exact.named_parameters():
+            p.grad.mul_(active[name])
+        reference.step()
+
+    def distance(a, b):
+        return sum((p.double() - q.double()).square().sum() for p, q in zip(a, b, strict=True)).sqrt().item()
+
+    params = list(exact.parameters())
+    ours, theirs = distance(model.parameters(), params), distance(twin.parameters(), params)
+    assert 0 < ours <= 2 * theirs
+    assert theirs < 1e-3 * distance(params, start)  # the runs have gone somewhere, together
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_tiles_under_transformers_checkpointing(model, reentrant):
+    tiles, twin, dense = pair(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    model.train()
+    for seed in range(2):
+        for m in (model, twin):
+            loss_of(m, batch(seed)).backward()
+    # 48 products for each element, as tests/optim/test_tile_backward.py says, and as much of the layers above, where
+    # checkpointing computes the same again.
+    assert_same_gradients(tiles, dense, rtol=2 * 48 * EPS32)
+
+
+def test_tiles_with_tied_embeddings(tiny_llama):
+    model = tiny_llama(num_hidden_layers=1, tie_word_embeddings=True, **SIZES)
+    tiles, twin, dense = pair(model)
+    assert not any("embed" in name or "head" in name for name in tiles.tiled_parameters)
+    for m in (model, twin):
+        loss_of(m, batch()).backward()
+    assert tiles.compact_grad(model.lm_head.weight) is not None
+    assert_same_gradients(tiles, dense, rtol=48 * EPS32)
+
+
+def test_tiles_under_autocast(model):
+    tiles, twin, dense = pair(model)
+    losses = []
+    for m in (model, twin):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(loss_of(m, batch()))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    # The dense gradient is rounded to bf16, half a unit of 2^-8; twice that where it is added to another one.
+    assert_same_gradients(tiles, dense, rtol=2**-8)
+
+
+def test_generating_with_tiles(tiny_llama):
+    model = tiny_llama(num_hidden_layers=1, **SIZES)
+    tiles, twin, _ = pair(model)
+    tokens = batch()[:, :4]
+    assert tiles.tiled_parameters
+    out = [m.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in (model, twin)]
+    assert torch.equal(*out)
+
+
+# torch.compile
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(128, 192), nn.Linear(192, 128, bias=False)
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+
+
+def blocks(n=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(n)])
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    yield lambda: (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+    torch._dynamo.reset()
+
+
+def test_tiles_under_compile(graphs):
+    """Whole, without a graph break; an input that needs no gradient; layers that are merged were it not forbidden."""
+    model = blocks()
+    tiles, twin, dense = pair(model)
+    x = torch.randn(3, 20, 128)
+
+    def twice(m, x):
+        return (m[1](x) + m[1](x)).square().mean()
+
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    doubled = torch.compile(lambda x: twice(model, x), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for y in (whole(x), twin(x)):
+            y.square().mean().backward()
+        assert_same_gradients(tiles, dense, rtol=2 * 60 * EPS32)
+    for loss in (doubled(x), twice(twin, x)):
+        loss.backward()
+    assert_same_gradients(tiles, dense, rtol=4 * 60 * EPS32)
+    assert graphs() == (2, 0)
+    with tiles.base_weights(), pytest.raises(RuntimeError, match="arrived inside base_weights"):
+        whole(x).sum().backward()
+    tiles.zero_grad()
+    for o, y in ((tiles, whole(x)), (dense, twin(x))):
+        y.square().mean().backward()
+        o.step()
+    y = whole(x)
+    tiles.close()
+    with pytest.raises(RuntimeError, match="between its forward and backward pass"):
+        y.sum().backward()
+    whole(x).sum().backward()
+    assert model[0].a.weight.grad is not None
+
+
+def test_tiles_under_compile_block_by_block(graphs):
+    """Blocks that are alike share their graphs, whatever parameter theirs are."""
+    model = blocks(6)
+    tiles, twin, dense = pair(model)
+    for block in model:
+        block.compile(backend="aot_eager")
+    x = torch.randn(3, 20, 128)
+    for m in (model, twin):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m(x)
+        y.float().square().mean().backward()
+    assert_same_gradients(tiles, dense, rtol=2**-8)
+    n, breaks = graphs()
+    assert n <= 3 and breaks == 0
