@@ -42,7 +42,8 @@ NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp
 # at::parallel_for is inlined from torch's headers and runs on one thread where OpenMP is off.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 # The field's usual GPUs: A100, RTX 30, RTX 40, H100/H200, B200, RTX 50; the newest also as PTX, for what comes later.
-CUDA_ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+# 9.0a is 9.0 and what no other GPU has, wgmma (csrc/kernels/cuda/warpgroup.cuh): its code runs on H100 and H200 alone.
+CUDA_ARCHS = ("8.0", "8.6", "8.9", "9.0a", "10.0", "12.0")
 
 REQUIRE_NATIVE = os.environ.get("SPARSE_OPT_REQUIRE_NATIVE") == "1"
 
@@ -78,9 +79,11 @@ def why_no_cuda(torch, cuda_home):
 
 
 def cuda_arch_list(cuda_home):
-    """TORCH_CUDA_ARCH_LIST, else those of CUDA_ARCHS that this nvcc knows, the last one as PTX too."""
+    """TORCH_CUDA_ARCH_LIST, else those of CUDA_ARCHS that this nvcc knows, the newest as PTX too."""
     known = nvcc(cuda_home, "--list-gpu-arch").split()
-    usual = ";".join(arch for arch in CUDA_ARCHS if f"compute_{arch.replace('.', '')}" in known) + "+PTX"
+    archs = [arch for arch in CUDA_ARCHS if f"compute_{arch.rstrip('a').replace('.', '')}" in known]  # lists no 90a
+    newest = [arch for arch in archs if not arch.endswith("a")][-1]  # the PTX of 9.0a is for 9.0 alone
+    usual = ";".join(arch + "+PTX" * (arch == newest) for arch in archs)
     os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or usual
     return os.environ["TORCH_CUDA_ARCH_LIST"]
 

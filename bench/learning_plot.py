@@ -1,13 +1,14 @@
-"""Rewards as the loops train: a panel for each algorithm, a line for each set of trained weights."""
+"""Rewards as the loops train: a panel for each algorithm or kind of mask, a line for each set of trained weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_opt.atomic_files import written_aside
+from sparse_opt.mask_patterns import PATTERNS
 
 from .learning import ALGORITHMS, TRAINED
 
@@ -23,32 +24,56 @@ def plot(data: dict[str, Any], seeds: Sequence[int], path: Path) -> None:
     from matplotlib.figure import Figure
 
     runs = [run for run in data["runs"].values() if run["seed"] in seeds]
-    algorithms = [name for name in ALGORITHMS if any(run["algorithm"] == name for run in runs)]
-    trained = sorted(
-        {run["trained"] for run in runs}, key=lambda what: (what not in TRAINED, [*TRAINED, what].index(what), what)
-    )
-    figure = Figure(figsize=(4.6 * len(algorithms), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(algorithms), squeeze=False)[0]
-    for axes, algorithm in zip(panels, algorithms, strict=True):
-        for i, what in enumerate(trained):
+    panels = _panels(runs)
+    figure = Figure(figsize=(4.6 * len(panels), 4.4), layout="constrained")
+    labelled: dict[str, Any] = {}
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for i, (label, what) in enumerate(panel.lines.items()):
             colour, style = _COLOURS[i % len(_COLOURS)], _STYLES[i // len(_COLOURS) % len(_STYLES)]
-            curves = [smooth(run["curve"]) for run in runs if (run["algorithm"], run["trained"]) == (algorithm, what)]
+            curves = [smooth(r["curve"]) for r in runs if (r["algorithm"], r["trained"]) == (panel.algorithm, what)]
             if not curves:
                 continue
             steps = range(1, len(curves[0]) + 1)
             columns = list(zip(*curves, strict=True))
-            axes.plot(
-                steps, [mean(column) for column in columns], color=colour, linestyle=style, label=what, linewidth=1.6
-            )
+            means = [mean(column) for column in columns]
+            (labelled[label],) = axes.plot(steps, means, color=colour, linestyle=style, linewidth=1.6)
             axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.12)
-        axes.set_title(algorithm.upper())
+        axes.set_title(panel.title)
         axes.set_xlabel("step")
-        axes.set_ylabel("-loss of SFT on the kept" if algorithm == "rft" else "reward")
+        axes.set_ylabel("-loss of SFT on the kept" if panel.algorithm == "rft" else "reward")
         axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    figure.legend(
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=min(len(labelled), 6), frameon=False
+    )
     with written_aside(path) as aside:
         figure.savefig(aside, dpi=150, format="png")
+
+
+class _Panel(NamedTuple):
+    title: str
+    algorithm: str
+    lines: dict[str, str]  # label -> what is trained
+
+
+def _panels(runs: Sequence[dict[str, Any]]) -> list[_Panel]:
+    """A panel for each algorithm; where masks have patterns, one for each kind of mask and density, beside dense."""
+    panels = []
+    for algorithm in ALGORITHMS:
+        found = {run["trained"] for run in runs if run["algorithm"] == algorithm}
+        trained = sorted(found, key=lambda what: (what not in TRAINED, [*TRAINED, what].index(what), what))
+        masks = {what: what.split(":") for what in trained if ":" in what}
+        if not any(len(parts) > 2 for parts in masks.values()):
+            panels += [_Panel(algorithm.upper(), algorithm, {what: what for what in trained})] if trained else []
+            continue
+        for source, density in dict.fromkeys((parts[0], parts[1]) for parts in masks.values()):
+            lines = {"dense": "dense"} | {
+                pattern: what
+                for pattern in PATTERNS
+                for what, parts in masks.items()
+                if parts[:2] == [source, density] and (*parts, "element")[2] == pattern
+            }
+            panels.append(_Panel(f"{algorithm.upper()}, {source} masks, {density} %", algorithm, lines))
+    return panels
 
 
 def smooth(curve: Sequence[float]) -> list[float]:

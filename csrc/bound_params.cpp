@@ -149,7 +149,7 @@ void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) 
 
 bool BoundParams::receive(size_t i) {
   at::Tensor& grad = params_[i].mutable_grad();
-  if (came_by_tiles(i) && !grad.defined()) return true;
+  if (!grad.defined() && came_by_tiles(i)) return true;
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   gather_(static_cast<int64_t>(i), std::exchange(grad, at::Tensor()), out_, received_[i], sum_sq_, std::nullopt);
@@ -312,6 +312,7 @@ void BoundParams::flush_locked() {
 void BoundParams::drop_pending() {
   const std::lock_guard lock(pending_mutex_);
   forget_pending();
+  std::fill(came_by_tiles_.begin(), came_by_tiles_.end(), char{0});
 }
 
 void BoundParams::forget_pending() {

@@ -57,8 +57,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void take_tiles_with(TakeTiles take) { take_tiles_ = std::move(take); }
   void flush();
   void drop_pending();
-  // Autograd calls hooks also where it was given no gradient. True once for each gradient that came by tiles.
-  bool came_by_tiles(size_t i) { return std::exchange(came_by_tiles_.at(i), char{0}) != 0; }
+  // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop_pending().
+  bool came_by_tiles(size_t i) const { return came_by_tiles_.at(i) != 0; }
   // When gradients stop waiting. The numbers that hold unless they are set: see bound_params.cpp.
   void set_waiting(int64_t tiles, int64_t bytes);
 

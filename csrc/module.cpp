@@ -94,12 +94,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "take_tiles_with",
           [](BoundParams& bound, py::function take) { bound.take_tiles_with(without_lock(std::move(take))); }, "take"_a)
-      .def(
-          "receive_tiles",
-          [](BoundParams& bound, size_t i, const at::Tensor& left, const at::Tensor& right) {
-            return bound.receive_tiles(i, left, right);
-          },
-          "i"_a, "left"_a, "right"_a, Unlocked())
       .def("came_by_tiles", &BoundParams::came_by_tiles, "i"_a)
       .def("flush", &BoundParams::flush, Unlocked())
       .def("drop_pending", &BoundParams::drop_pending, Unlocked())

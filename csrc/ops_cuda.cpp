@@ -71,7 +71,7 @@ struct Cuda {
     const at::Tensor bounds = host_memory(args.count, at::kLong);
     args.progress = progress.data_ptr();
     args.bounds = bounds.mutable_data_ptr<int64_t>();
-    cuda::delta_prepare(args, /*fetch=*/sample.has_value(), stream());
+    cuda::delta_prepare(args, stream());
     auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
     cuda::delta_encode(args, stream());
     c10::cuda::getCurrentCUDAStream().synchronize();
@@ -84,7 +84,7 @@ struct Cuda {
     }
     if (total > args.room) {
       std::tie(indices, values) = call.allocate(total);
-      cuda::delta_prepare(args, /*fetch=*/false, stream());
+      cuda::delta_prepare(args, stream());
       cuda::delta_encode(args, stream());
       c10::cuda::getCurrentCUDAStream().synchronize();  // it writes `bounds` again
     }

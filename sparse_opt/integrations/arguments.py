@@ -27,8 +27,8 @@ class SparseArguments:
 
     Args:
         grads, state_dtype, grad_dtype, master_weights, stochastic_rounding, freeze_inactive, keep_base_weights,
-            amp_scaling, tile_backward, backend: as `SparseAdamW` takes them. fp16 mixed precision wants `amp_scaling=True` or
-            grads='dense'; DistributedDataParallel wants grads='dense'.
+            amp_scaling, tile_backward, backend: as `SparseAdamW` takes them. fp16 mixed precision wants
+            `amp_scaling=True` or grads='dense'; DistributedDataParallel wants grads='dense'.
         seed: of the stochastic rounding; None takes the trainer's seed.
         delta_log_dir: where to keep a `DeltaLog` of the weights; None keeps none. A folder without a log gets one whose
             step 0 is W0, also when a run is resumed; a resumed run appends to the log that is there.

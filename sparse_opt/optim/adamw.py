@@ -50,10 +50,11 @@ class SparseAdamW(SparseOptimizer):
             layers get a `forward` of their own, which `detach` and `close` take back. None: where it pays, by the
             weight's density; True: wherever it can; False: nowhere. `tiled_parameters` names who takes it. Not:
             embeddings and the output embedding, weights of two modules, parametrized layers, subclasses, layers that
-            have another forward or weights with hooks of others'. They keep the dense gradient, and so does a use of
-            a weight outside of its layer; both add up. Differentiating twice (create_graph=True) raises. Under
-            `torch.compile`, and on the backends reference and triton, a backward pass through such a layer adds to the
-            compact gradient also where `torch.autograd.grad` asks for other gradients only.
+            have another forward, weights with hooks of others'. They keep the dense gradient, and so does a use of a
+            weight outside of its layer; both add up. Differentiating twice (create_graph=True) raises, and so does
+            torch's compiled autograd, but for a model that is compiled itself. Under `torch.compile`, and on the
+            backends reference and triton, a backward pass through such a layer adds to the compact gradient also where
+            `torch.autograd.grad` asks for other gradients only.
         backend: reference, cpu, triton, cuda; default by `sparse_opt.backends`.
 
     Raises:

@@ -68,17 +68,14 @@ class Bucket(Segments):
         self._came_by_tiles.add(i)
 
     def came_by_tiles(self, i: int) -> bool:
-        """True once for each `mark_tiles`."""
-        if self.native is not None:
-            return bool(self.native.came_by_tiles(i))
-        came = i in self._came_by_tiles
-        self._came_by_tiles.discard(i)
-        return came
+        """Whether a gradient of parameter i has come by tiles since `drop_gradients`."""
+        return i in self._came_by_tiles if self.native is None else bool(self.native.came_by_tiles(i))
 
     def drop_gradients(self) -> None:
         """Forget what is in the compact gradient and what waits to be added to it. Nothing is written."""
         if self.native is not None:
             self.native.drop_pending()
+        self._came_by_tiles.clear()
         self.received = [False] * len(self.params)
 
     def finish_gradients(self) -> None:

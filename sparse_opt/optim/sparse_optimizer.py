@@ -193,7 +193,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
 
     def detach(self) -> None:
-        """Leave the model to others for a while: no hook, nothing frozen. State stays, and so does `base_weights`."""
+        """Leave the model to others for a while: no hook, nothing frozen, every layer with the forward of its class.
+
+        State stays, and so does `base_weights`.
+        """
         self._remove_hooks()
         self._unfreeze()
 
@@ -209,7 +212,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._add_hooks()
 
     def close(self) -> None:
-        """Give the model back: remove the hooks and unfreeze what was frozen. The optimizer can't step after it."""
+        """Give the model back: remove the hooks, give layers their forward back, and unfreeze what was frozen.
+
+        The optimizer can't step after it.
+        """
         if self._inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
         self.detach()
@@ -261,7 +267,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
         grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
-        if bucket.came_by_tiles(i) and grad is None:
+        if grad is None and bucket.came_by_tiles(i):
             return
         self._refuse_gradient(bucket, i)
         if grad is None:

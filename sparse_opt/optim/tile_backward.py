@@ -1,8 +1,8 @@
 """Linear layers whose backward pass makes the active tiles of the weight's gradient, and nothing else of it.
 
 Such a layer has a `forward` of its own beside its class's: the same product, with another backward pass. It is C++
-(csrc/tile_linear.h) where the optimizer's backend is; elsewhere, and under `torch.compile`, the two ops of this module,
-which know the layer by a number, as a tensor that the second one says it changes: without that, a compiler would drop or
+(csrc/tile_linear.h) where the optimizer's backend is; elsewhere, and under `torch.compile`, the two ops of this module.
+They know the layer by a number, as a tensor that the second one says it changes: without that, a compiler would drop or
 merge its calls.
 """
 
@@ -41,6 +41,9 @@ class Route:
         self._optimizer, self._bucket, self._i = weakref.ref(optimizer), weakref.ref(bucket), i
         _routes[int(self.number)] = self
 
+    def leads_somewhere(self) -> bool:
+        return self._bucket() is not None
+
     def take(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False where there is none any more."""
         optimizer, bucket = self._optimizer(), self._bucket()
@@ -70,18 +73,18 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
         or not torch.is_grad_enabled()
         or type(input) is not Tensor
     ):
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
+        return type(self).forward(self, input)
     bias = self._parameters["bias"]
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting():
-            return type(self).forward(self, input)  # type: ignore[no-any-return]
+            return type(self).forward(self, input)
         return _by_op(route, input, weight, bias)
     # Hooks of others than the optimizer want the dense gradient.
-    if weight._backward_hooks or len(weight._post_accumulate_grad_hooks) != 1:  # type: ignore[arg-type]
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
+    if weight._backward_hooks or len(weight._post_accumulate_grad_hooks) != 1:
+        return type(self).forward(self, input)
     if route.native is not None:
-        return route.native.linear(input, weight, bias)  # type: ignore[no-any-return]
-    return _by_op(route, input, weight, bias)
+        return route.native.linear(input, weight, bias)
+    return _by_op(route, input, weight, bias) if route.leads_somewhere() else type(self).forward(self, input)
 
 
 def has_plain_forward(module: nn.Module) -> bool:
@@ -114,7 +117,8 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "tile_linear_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor(a!) route, bool transposed) -> Tensor",
+    "tile_linear_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor(a!) route, bool transposed) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 
@@ -125,7 +129,7 @@ def _by_op(route: Route, input: Tensor, weight: Tensor, bias: Tensor | None) -> 
         dtype = torch.get_autocast_dtype(device)
         input, weight = _cast(input, dtype), _cast(weight, dtype)
         bias = None if bias is None else _cast(bias, dtype)
-    return torch.ops.sparse_opt.tile_linear(input, weight, bias, route.number, route.transposed)  # type: ignore[no-any-return]
+    return torch.ops.sparse_opt.tile_linear(input, weight, bias, route.number, route.transposed)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,7 +152,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, t
     else:  # which F.linear does not take at once
         out = torch.mm(rows, weight.t()).add_(bias)
     # No view: it may be changed in place, as a linear layer's result may.
-    return torch.ops.aten._unsafe_view(out, (*input.shape[:-1], out.shape[-1]))  # type: ignore[no-any-return]
+    return torch.ops.aten._unsafe_view(out, (*input.shape[:-1], out.shape[-1]))
 
 
 def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool) -> Tensor:
@@ -188,7 +192,7 @@ def _fake_linear_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, bias, ctx.route, ctx.transposed = inputs
+    input, weight, _, ctx.route, ctx.transposed = inputs
     ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
 
 

@@ -212,3 +212,22 @@ def test_tiles_under_compile_block_by_block(graphs):
     assert_same_gradients(tiles, dense, rtol=2**-8)
     n, breaks = graphs()
     assert n <= 3 and breaks == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+def test_the_ops_of_tile_layers_under_opcheck(transposed):
+    layer = nn.Linear(64, 64)
+    optimizer = SparseSGD(
+        layer, MaskSet.from_bool({"weight": torch.ones(64, 64, dtype=torch.bool)}), tile_backward=True
+    )
+    number = layer._tile_route.number
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    bias = torch.randn(64, requires_grad=True)
+    for b in (bias, bias if transposed else None):
+        torch.library.opcheck(
+            torch.ops.sparse_opt.tile_linear.default, (x, layer.weight.detach(), b, number, transposed)
+        )
+    for weight in (layer.weight.detach(), None):
+        args = (torch.randn(2, 5, 64), x.detach(), weight, number, transposed)
+        torch.library.opcheck(torch.ops.sparse_opt.tile_linear_backward.default, args)
+    assert optimizer.compact_grad(layer.weight) is not None

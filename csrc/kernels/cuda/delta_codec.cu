@@ -1,6 +1,5 @@
 // delta_encode stands in delta_encode.cuh. Before it, delta_sample reads every args.sample_stride-th block of both
-// tensors, so that the caller can make room for the changes, and delta_prepare uses the time in which the sample is on
-// its way to the host and room is made: it clears what delta_encode needs, and fetches the first tiles into the L2 cache.
+// tensors, so that the caller can make room for the changes.
 #include "delta_encode.cuh"
 #include "kernels.h"
 #include "move.cuh"
@@ -8,12 +7,6 @@
 
 namespace sparse_opt::cuda {
 namespace {
-
-#ifndef SPARSE_OPT_ENCODE_FETCHED
-#define SPARSE_OPT_ENCODE_FETCHED 24
-#endif
-constexpr int kFetched = SPARSE_OPT_ENCODE_FETCHED;  // MiB of both tensors together
-constexpr int kLine = 128;                           // bytes
 
 // The number of changes in every args.sample_stride-th block.
 template <typename Word, int Capacity>
@@ -27,19 +20,6 @@ __global__ void __launch_bounds__(kThreads) delta_sample_kernel(const __grid_con
   int total;
   block_rank(__popc(changed.words[threadIdx.x]), total);
   if (threadIdx.x == 0) args.sampled[blockIdx.x] = total;
-}
-
-// A block for each of the first tiles: their lines into the L2 cache.
-template <typename Word, int Capacity>
-__global__ void __launch_bounds__(kThreads) delta_fetch_kernel(const __grid_constant__ SegmentTable<Capacity> table) {
-  const BlockRange range = block_range(table, EncodeShape<Word>::kTile);
-  const auto* old_bytes = static_cast<const char*>(table.companions[range.segment]) + range.begin * sizeof(Word);
-  const auto* new_bytes = static_cast<const char*>(table.dense[range.segment]) + range.begin * sizeof(Word);
-  const int bytes = static_cast<int>((range.end - range.begin) * sizeof(Word));
-  for (int at = threadIdx.x * kLine; at < bytes; at += kThreads * kLine) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(old_bytes + at));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(new_bytes + at));
-  }
 }
 
 template <typename Launch>
@@ -78,18 +58,10 @@ int64_t delta_progress_bytes(const DeltaArguments& args) {
   return bytes;
 }
 
-void delta_prepare(const DeltaArguments& args, bool fetch, cudaStream_t stream) {
-  if (cudaMemsetAsync(args.progress, 0, delta_progress_bytes(args), stream) != cudaSuccess) check_launch("delta_encode");
-  if (!fetch) return;
-  dispatch_word(args.element_size, [&]<typename Word>() {
-    constexpr int64_t kTileBytes = 2 * EncodeShape<Word>::kTile * sizeof(Word);
-    constexpr auto kTiles = static_cast<unsigned>((int64_t{kFetched} << 20) / kTileBytes);
-    for_each_delta_table(args, EncodeShape<Word>::kTile,
-                         [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
-                           if (kTiles == 0 || table.block_offset != 0) return;
-                           delta_fetch_kernel<Word><<<std::min(tiles, kTiles), kThreads, 0, stream>>>(table);
-                         });
-  });
+void delta_prepare(const DeltaArguments& args, cudaStream_t stream) {
+  const cudaError_t error = cudaMemsetAsync(args.progress, 0, delta_progress_bytes(args), stream);
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("delta_encode: clearing its memory failed: ") + cudaGetErrorString(error));
 }
 
 void delta_encode(const DeltaArguments& args, cudaStream_t stream) {

@@ -38,10 +38,9 @@ void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);
 // Fills args.sampled.
 void delta_sample(const DeltaArguments& args, cudaStream_t stream);
-// Bytes of args.progress. delta_prepare readies it for one delta_encode and, if `fetch`, the L2 cache for the first
-// elements.
+// Bytes of args.progress, which delta_prepare readies for one delta_encode.
 int64_t delta_progress_bytes(const DeltaArguments& args);
-void delta_prepare(const DeltaArguments& args, bool fetch, cudaStream_t stream);
+void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
 void delta_apply(const MoveArguments& args, cudaStream_t stream);

@@ -1,6 +1,7 @@
 // One tile of A^T B, where A is [tokens, rows] and B [tokens, columns], both with their tokens apart: what a block
 // keeps in shared memory of a few steps of tokens, and how its warps multiply it. 16-bit operands go through the tensor
-// cores (mma.sync, sm_80 and later) with fp32 sums; fp32 operands through fused multiply-adds, every bit of them.
+// cores (wgmma in code for sm_90a, elsewhere mma.sync, sm_80 and later) with fp32 sums; fp32 operands through fused
+// multiply-adds, every bit of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +9,37 @@
 #include <cstdint>
 
 #include "../scalar_types.h"
+#include "warpgroup.cuh"
+
+// Variants to measure.
+#ifndef TILE64_STEP
+#define TILE64_STEP 64
+#endif
+#ifndef TILE64_STAGES
+#define TILE64_STAGES 4
+#endif
+#ifndef TILE128_STEP
+#define TILE128_STEP 64
+#endif
+#ifndef TILE128_STAGES
+#define TILE128_STAGES 3
+#endif
+#ifndef TILE_IN_FLIGHT
+#define TILE_IN_FLIGHT 0
+#endif
+#ifndef TILE_LOAD_LAST
+#define TILE_LOAD_LAST 0
+#endif
+#ifndef TILE_FULL
+#define TILE_FULL 0
+#endif
+#if !defined(TILE_L2)
+#define TILE_L2_HINT ""
+#elif TILE_L2 == 128
+#define TILE_L2_HINT ".L2::128B"
+#elif TILE_L2 == 256
+#define TILE_L2_HINT ".L2::256B"
+#endif
 
 namespace sparse_opt::cuda {
 
@@ -17,7 +49,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // 16 bytes to shared memory, of which the first `bytes` are read and the others become 0.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global" TILE_L2_HINT " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -64,21 +97,24 @@ __device__ __forceinline__ void multiply_add<float16>(float (&sum)[4], const uin
 template <typename T, int Tile>
 struct TileShape {
   static constexpr int kThreads = Tile == 64 ? 128 : 256;
-  static constexpr int kStep = sizeof(T) == 4 ? 16 : 64;
-  static constexpr int kStages = sizeof(T) == 2 && Tile == 64 ? 4 : 3;
+  static constexpr int kStep = sizeof(T) == 4 ? 16 : Tile == 64 ? TILE64_STEP : TILE128_STEP;
+  static constexpr int kStages = sizeof(T) == 4 ? 3 : Tile == 64 ? TILE64_STAGES : TILE128_STAGES;
   static constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte chunk
   static constexpr int kChunks = Tile / kVector;  // of one token's row of one operand
-  static constexpr int kRowBytes = Tile * sizeof(T);
-  static constexpr int kOperandBytes = kStep * kRowBytes;
+  // 16-bit operands stand in blocks of 64 columns, side by side, each with its tokens below each other.
+  static constexpr int kTokenBytes = sizeof(T) == 4 ? Tile * 4 : 128;
+  static constexpr int kBlockBytes = kStep * kTokenBytes;
+  static constexpr int kOperandBytes = kStep * Tile * sizeof(T);
   static constexpr int kStageBytes = 2 * kOperandBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static constexpr int kTurns = kStep * kChunks / kThreads;  // chunks of one operand that a thread brings
   static_assert(kStep * kChunks % kThreads == 0 && kThreads % kChunks == 0);
 
-  // Where chunk `chunk` of token `token` stands in an operand's part of a stage. 16-bit chunks are swapped about so
-  // that ldmatrix, which reads 8 tokens of one chunk, meets 8 different groups of banks.
+  // Where chunk `chunk` of token `token` stands in an operand's part of a stage. 16-bit chunks are swapped about, as
+  // wgmma knows it, so that ldmatrix, which reads 8 tokens of one chunk, meets 8 different groups of banks.
   static __device__ __forceinline__ int offset(int token, int chunk) {
-    return token * kRowBytes + ((sizeof(T) == 4 ? chunk : chunk ^ (token & 7)) << 4);
+    if constexpr (sizeof(T) == 4) return token * kTokenBytes + (chunk << 4);
+    return chunk / 8 * kBlockBytes + token * kTokenBytes + ((chunk % 8 ^ (token & 7)) << 4);
   }
 };
 
@@ -103,10 +139,22 @@ class OperandLoader {
   __device__ __forceinline__ void load(char* to, int64_t left) {
     constexpr int kApart = Shape::kThreads / Shape::kChunks;  // tokens from one turn to the next
     static_assert(kApart % 8 == 0, "the swizzle depends on token % 8");
+    if constexpr (Aligned && TILE_FULL) {
+      if (left >= Shape::kStep) {
+        const T* from = source_;
+#pragma unroll
+        for (int turn = 0; turn < Shape::kTurns; ++turn, from += kApart * row_length_) {
+          const uint32_t chunk = shared_address(to) + offset_ + turn * kApart * Shape::kTokenBytes;
+          copy_async(chunk, from, valid_ * static_cast<int>(sizeof(T)));
+        }
+        source_ += Shape::kStep * row_length_;
+        return;
+      }
+    }
 #pragma unroll
     for (int turn = 0; turn < Shape::kTurns; ++turn) {
       const T* from = source_ + static_cast<int64_t>(turn * kApart) * row_length_;
-      char* chunk = to + offset_ + turn * kApart * Shape::kRowBytes;
+      char* chunk = to + offset_ + turn * kApart * Shape::kTokenBytes;
       const int valid = token_ + turn * kApart < left ? valid_ : 0;
       if constexpr (Aligned) {
         copy_async(shared_address(chunk), valid > 0 ? from : source_, valid * static_cast<int>(sizeof(T)));
@@ -125,7 +173,68 @@ class OperandLoader {
   int chunk_, token_, valid_, offset_;
 };
 
-// The sums of a block's tile, spread over its threads, two neighbours of a row at a time.
+// The sums of a block's tile, spread over its threads, two neighbours of a row at a time. Every thread calls
+// before_step() ahead of the barrier that precedes a step's add(), and finish() after the last one.
+template <typename T, int Tile>
+class TileSums;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+template <typename T, int Tile>
+class TileSums {
+  using Shape = TileShape<T, Tile>;
+  static_assert(Tile / 64 * 128 == Shape::kThreads, "a warpgroup for each 64 rows");
+  static_assert(Shape::kBlockBytes % 1024 == 0);
+
+ public:
+  static constexpr int kPairs = Tile / 4;
+
+  __device__ __forceinline__ TileSums() {
+#pragma unroll
+    for (int i = 0; i < Tile / 2; ++i) sums_[i] = 0.0f;
+  }
+
+  // The step is there for the tensor cores, and they are done with the stage of the one before.
+  __device__ __forceinline__ void before_step() {
+    wait_for_products<TILE_IN_FLIGHT>();
+    publish_to_warpgroups();
+  }
+
+  // Begins to add the product of a step that stands in shared memory.
+  __device__ __forceinline__ void add(const char* a, const char* b) {
+    const uint64_t rows = operand_descriptor(shared_address(a) + warpgroup_ * Shape::kBlockBytes, Shape::kBlockBytes);
+    const uint64_t columns = operand_descriptor(shared_address(b), Shape::kBlockBytes);
+    begin_products();
+#pragma unroll
+    for (int token = 0; token < Shape::kStep; token += 16) {
+      const int chunks = token * Shape::kTokenBytes / 16;
+      multiply_add_async<T, Tile>(sums_, rows + chunks, columns + chunks);
+    }
+    commit_products();
+  }
+
+  __device__ __forceinline__ void finish() {
+    wait_for_products<0>();
+#pragma unroll
+    for (int i = 0; i < Tile / 2; ++i) asm volatile("" : "+f"(sums_[i])::"memory");  // not to be read before
+  }
+
+  __device__ __forceinline__ float2 pair(int p) const { return {sums_[2 * p], sums_[2 * p + 1]}; }
+  __device__ __forceinline__ void set_pair(int p, float2 value) {
+    sums_[2 * p] = value.x;
+    sums_[2 * p + 1] = value.y;
+  }
+  __device__ __forceinline__ int row(int p) const { return threadIdx.x / 32 * 16 + p % 2 * 8 + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ int column(int p) const { return p / 2 * 8 + threadIdx.x % 4 * 2; }
+
+ private:
+  float sums_[Tile / 2];
+  // The same in a warp's threads, which the compiler is to see: descriptors stand in registers of a whole warp.
+  int warpgroup_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+};
+
+#else
+
 template <typename T, int Tile>
 class TileSums {
   using Shape = TileShape<T, Tile>;
@@ -151,22 +260,25 @@ class TileSums {
     }
   }
 
+  __device__ __forceinline__ void before_step() {}
+  __device__ __forceinline__ void finish() {}
   // Adds the product of a step that stands in shared memory.
   __device__ __forceinline__ void add(const char* a, const char* b) {
     const int lane = threadIdx.x % 32, low = lane & 7;
-    const uint32_t a_base = shared_address(a) + ((lane >> 4) * 8 + low) * Shape::kRowBytes;
-    const uint32_t b_base = shared_address(b) + ((lane >> 3 & 1) * 8 + low) * Shape::kRowBytes;
-    const int a_chunk = row_ / 8 + (lane >> 3 & 1), b_chunk = column_ / 8 + (lane >> 4);
+    const int a_token = (lane >> 4) * 8 + low, b_token = (lane >> 3 & 1) * 8 + low;
+    const uint32_t a_base = shared_address(a) + row_ / 64 * Shape::kBlockBytes + a_token * Shape::kTokenBytes;
+    const uint32_t b_base = shared_address(b) + column_ / 64 * Shape::kBlockBytes + b_token * Shape::kTokenBytes;
+    const int a_chunk = row_ % 64 / 8 + (lane >> 3 & 1), b_chunk = column_ % 64 / 8 + (lane >> 4);
 #pragma unroll
     for (int token = 0; token < Shape::kStep; token += 16) {
       uint32_t a_words[kRowBlocks][4], b_words[kColumnBlocks / 2][4];
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
-        load_transposed(a_words[i], a_base + token * Shape::kRowBytes + (((a_chunk + 2 * i) ^ low) << 4));
+        load_transposed(a_words[i], a_base + token * Shape::kTokenBytes + (((a_chunk + 2 * i) ^ low) << 4));
       }
 #pragma unroll
       for (int j = 0; j < kColumnBlocks / 2; ++j) {
-        load_transposed(b_words[j], b_base + token * Shape::kRowBytes + (((b_chunk + 2 * j) ^ low) << 4));
+        load_transposed(b_words[j], b_base + token * Shape::kTokenBytes + (((b_chunk + 2 * j) ^ low) << 4));
       }
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
@@ -199,6 +311,8 @@ class TileSums {
   int row_, column_;
 };
 
+#endif
+
 template <int Tile>
 class TileSums<float, Tile> {
   using Shape = TileShape<float, Tile>;
@@ -217,11 +331,14 @@ class TileSums<float, Tile> {
     }
   }
 
+  __device__ __forceinline__ void before_step() {}
+  __device__ __forceinline__ void finish() {}
+
   __device__ __forceinline__ void add(const char* a, const char* b) {
 #pragma unroll 4
     for (int token = 0; token < Shape::kStep; ++token) {
-      const float* a_row = reinterpret_cast<const float*>(a + token * Shape::kRowBytes) + row_;
-      const float4 right = *reinterpret_cast<const float4*>(b + token * Shape::kRowBytes + column_ * sizeof(float));
+      const float* a_row = reinterpret_cast<const float*>(a + token * Shape::kTokenBytes) + row_;
+      const float4 right = *reinterpret_cast<const float4*>(b + token * Shape::kTokenBytes + column_ * sizeof(float));
 #pragma unroll
       for (int i = 0; i < kRows; i += 4) {
         const float4 left = *reinterpret_cast<const float4*>(a_row + i);

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
                             const __grid_constant__ TileArguments args, const __grid_constant__ TileScratch scratch,
                             float* partial_sums) {
   using Shape = TileShape<T, Tile>;
-  extern __shared__ __align__(128) char stages[];
+  extern __shared__ __align__(1024) char stages[];  // as wgmma's swizzle wants them
   const int block = static_cast<int>(blockIdx.x), split = static_cast<int>(blockIdx.y);
   int matrix = 0, high = table.count;  // first_block[matrix] <= block < first_block[high]
   while (high - matrix > 1) {
@@ -157,15 +157,19 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     commit_copies();
   };
   TileSums<T, Tile> sums;
+  constexpr int kAhead = Shape::kStages - 1 - (sizeof(T) == 2 ? TILE_IN_FLIGHT : 0);
 #pragma unroll
-  for (int step = 0; step < Shape::kStages - 1; ++step) load(step);
+  for (int step = 0; step < kAhead; ++step) load(step);
   for (int64_t step = 0; step < steps; ++step) {
-    wait_for_copies<Shape::kStages - 2>();
+    wait_for_copies<kAhead - 1>();
+    sums.before_step();
     __syncthreads();  // the step is there, and nobody reads the one that makes room for the next
-    load(step + Shape::kStages - 1);
+    if (!TILE_LOAD_LAST) load(step + kAhead);
     const char* stage = stages + step % Shape::kStages * Shape::kStageBytes;
     sums.add(stage, stage + Shape::kOperandBytes);
+    if (TILE_LOAD_LAST) load(step + kAhead);
   }
+  sums.finish();
 
   const int64_t number = table.block_offset + block;  // of the tile, within the call
   if (scratch.splits > 1) {
