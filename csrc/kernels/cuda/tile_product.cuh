@@ -33,6 +33,9 @@
 #ifndef TILE_FULL
 #define TILE_FULL 0
 #endif
+#ifndef TILE_FENCE
+#define TILE_FENCE 1
+#endif
 #if !defined(TILE_L2)
 #define TILE_L2_HINT ""
 #elif TILE_L2 == 128
@@ -197,7 +200,7 @@ class TileSums {
   // The step is there for the tensor cores, and they are done with the stage of the one before.
   __device__ __forceinline__ void before_step() {
     wait_for_products<TILE_IN_FLIGHT>();
-    publish_to_warpgroups();
+    if (TILE_FENCE) publish_to_warpgroups();
   }
 
   // Begins to add the product of a step that stands in shared memory.
