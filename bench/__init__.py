@@ -5,6 +5,8 @@
 | `cpu_step` | the optimizer step on a CPU, beside `torch.optim.AdamW(fused=True)` |
 | `kernels` | every op and optimizer on the weight shapes of a 3B model, beside floors, peers and targets |
 | `gpu_check` | everything on a GPU: tests, `compute-sanitizer`, and the table of `kernels` |
+| `tile_gradients` | weight gradients under masks of tiles, beside torch's dense products: rows of `kernels` |
+| `tile_plot` | a figure of those rows |
 | `dram_bytes` | the bytes that the ops really move, counted by Nsight Compute, beside their floors |
 | `roofline` | a figure of the rows that `kernels` or `gpu_check` wrote |
 | `report_tables` | the tables of docs/performance.md, from the JSON of measured runs |

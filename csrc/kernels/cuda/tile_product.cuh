@@ -11,39 +11,6 @@
 #include "../scalar_types.h"
 #include "warpgroup.cuh"
 
-// Variants to measure.
-#ifndef TILE64_STEP
-#define TILE64_STEP 64
-#endif
-#ifndef TILE64_STAGES
-#define TILE64_STAGES 4
-#endif
-#ifndef TILE128_STEP
-#define TILE128_STEP 64
-#endif
-#ifndef TILE128_STAGES
-#define TILE128_STAGES 3
-#endif
-#ifndef TILE_IN_FLIGHT
-#define TILE_IN_FLIGHT 0
-#endif
-#ifndef TILE_LOAD_LAST
-#define TILE_LOAD_LAST 0
-#endif
-#ifndef TILE_FULL
-#define TILE_FULL 0
-#endif
-#ifndef TILE_FENCE
-#define TILE_FENCE 1
-#endif
-#if !defined(TILE_L2)
-#define TILE_L2_HINT ""
-#elif TILE_L2 == 128
-#define TILE_L2_HINT ".L2::128B"
-#elif TILE_L2 == 256
-#define TILE_L2_HINT ".L2::256B"
-#endif
-
 namespace sparse_opt::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -52,8 +19,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // 16 bytes to shared memory, of which the first `bytes` are read and the others become 0.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global" TILE_L2_HINT " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -92,16 +58,17 @@ __device__ __forceinline__ void multiply_add<float16>(float (&sum)[4], const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// How a block works on a tile: threads, tokens of a step, steps in shared memory at a time. On an H200, of 2.5 % of the
-// weights of a Llama-3.2-3B's 28 layers, a launch for each, ms for 8192 tokens and 1024: tile64 with 64 tokens and 4
-// stages 5.6 and 1.0, 3 stages 5.7 and 1.1, 5 stages 6.3 and 1.2, with 32 tokens and 6 stages 6.2 and 1.1; tile128 with
-// 64 and 3 4.6 and 1.0, with 32 and 3 4.8 and 1.1. All fit into 99 KiB, what a block has on GPUs that are not a data
-// center's.
+// How a block works on a tile: threads, tokens of a step, steps in shared memory at a time. On an H200, of the weights of
+// a Llama-3.2-3B's 28 layers, a launch for each layer, wgmma, ms at 2.5 % for 8192 and 1024 tokens, and at 10 %: tile64
+// 5.4, 1.0, 15.1, 2.4; with 3 stages 6.3, 1.2, 15.7, 2.4; with 32 tokens and 6 stages 6.4, 1.1, 15.3, 2.3. tile128 4.1,
+// 0.8, 9.7, 2.3; with 2 stages 4.2, 1.0, 11.8, 2.6. Products of two steps in flight, loads after the products, and hints
+// to fetch 256 bytes changed nothing or cost. (Stores in pairs came later: 0.9 and 2.3 for 1024 tokens in tile64, 0.7
+// and 1.7 in tile128.) All fit into 99 KiB, what a block has on GPUs that are not a data center's.
 template <typename T, int Tile>
 struct TileShape {
   static constexpr int kThreads = Tile == 64 ? 128 : 256;
-  static constexpr int kStep = sizeof(T) == 4 ? 16 : Tile == 64 ? TILE64_STEP : TILE128_STEP;
-  static constexpr int kStages = sizeof(T) == 4 ? 3 : Tile == 64 ? TILE64_STAGES : TILE128_STAGES;
+  static constexpr int kStep = sizeof(T) == 4 ? 16 : 64;
+  static constexpr int kStages = sizeof(T) == 2 && Tile == 64 ? 4 : 3;
   static constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte chunk
   static constexpr int kChunks = Tile / kVector;  // of one token's row of one operand
   // 16-bit operands stand in blocks of 64 columns, side by side, each with its tokens below each other.
@@ -142,18 +109,6 @@ class OperandLoader {
   __device__ __forceinline__ void load(char* to, int64_t left) {
     constexpr int kApart = Shape::kThreads / Shape::kChunks;  // tokens from one turn to the next
     static_assert(kApart % 8 == 0, "the swizzle depends on token % 8");
-    if constexpr (Aligned && TILE_FULL) {
-      if (left >= Shape::kStep) {
-        const T* from = source_;
-#pragma unroll
-        for (int turn = 0; turn < Shape::kTurns; ++turn, from += kApart * row_length_) {
-          const uint32_t chunk = shared_address(to) + offset_ + turn * kApart * Shape::kTokenBytes;
-          copy_async(chunk, from, valid_ * static_cast<int>(sizeof(T)));
-        }
-        source_ += Shape::kStep * row_length_;
-        return;
-      }
-    }
 #pragma unroll
     for (int turn = 0; turn < Shape::kTurns; ++turn) {
       const T* from = source_ + static_cast<int64_t>(turn * kApart) * row_length_;
@@ -199,8 +154,8 @@ class TileSums {
 
   // The step is there for the tensor cores, and they are done with the stage of the one before.
   __device__ __forceinline__ void before_step() {
-    wait_for_products<TILE_IN_FLIGHT>();
-    if (TILE_FENCE) publish_to_warpgroups();
+    wait_for_products<0>();
+    publish_to_warpgroups();
   }
 
   // Begins to add the product of a step that stands in shared memory.

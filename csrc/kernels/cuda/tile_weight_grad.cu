@@ -92,31 +92,43 @@ struct Stored {
   bool not_finite = false;
 };
 
+template <typename Out>
+struct alignas(2 * sizeof(Out)) OutPair {
+  Out values[2];
+};
+
+// Two neighbours go as one word wherever they may: four threads then write a sector.
 template <typename Out, int Tile, typename Sums>
 __device__ __forceinline__ Stored store_tile(const Sums& sums, const TileArguments& args, const int64_t* tile,
                                              int64_t rows, int64_t columns) {
-  const int64_t first_row = tile[0], first_column = tile[1], slot = tile[2], stride = tile[3];
+  const int64_t first_row = tile[0], first_column = tile[1], stride = tile[3];
   const int height = static_cast<int>(rows - first_row < Tile ? rows - first_row : Tile);
   const int width = static_cast<int>(columns - first_column < Tile ? columns - first_column : Tile);
-  Out* out = static_cast<Out*>(args.out);
+  Out* out = static_cast<Out*>(args.out) + tile[2];
+  const bool in_pairs = reinterpret_cast<uintptr_t>(out) % sizeof(OutPair<Out>) == 0 && (stride | width) % 2 == 0;
   const float scale = args.scale != nullptr ? *args.scale : 1.0f;
   Stored stored;
 #pragma unroll
   for (int p = 0; p < Sums::kPairs; ++p) {
     const int row = sums.row(p), column = sums.column(p);
+    Out* to = out + row * stride + column;
+    const bool inside[2] = {row < height && column < width, row < height && column + 1 < width};
     const float2 pair = sums.pair(p);
-    const float values[2] = {pair.x, pair.y};
-    Out* to = out + slot + row * stride + column;
+    float g[2] = {pair.x, pair.y};
+    OutPair<Out> held = {};
+    if (args.accumulate && in_pairs && inside[0]) held = *reinterpret_cast<const OutPair<Out>*>(to);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (row >= height || column + k >= width) continue;
-      float g = args.scale != nullptr ? values[k] * scale : values[k];
-      if (args.accumulate) g = to_float(to[k]) + g;
-      to[k] = from_float<Out>(g);
-      const float value = to_float(from_float<Out>(g));
+      if (args.scale != nullptr) g[k] = g[k] * scale;
+      if (args.accumulate && !in_pairs && inside[k]) held.values[k] = to[k];
+      if (args.accumulate) g[k] = to_float(held.values[k]) + g[k];
+      held.values[k] = from_float<Out>(g[k]);
+      if (!in_pairs && inside[k]) to[k] = held.values[k];
+      const float value = inside[k] ? to_float(held.values[k]) : 0.0f;
       stored.squares += value * value;
       stored.not_finite = stored.not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
     }
+    if (in_pairs && inside[0]) *reinterpret_cast<OutPair<Out>*>(to) = held;
   }
   return stored;
 }
@@ -157,17 +169,16 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     commit_copies();
   };
   TileSums<T, Tile> sums;
-  constexpr int kAhead = Shape::kStages - 1 - (sizeof(T) == 2 ? TILE_IN_FLIGHT : 0);
+  constexpr int kAhead = Shape::kStages - 1;
 #pragma unroll
   for (int step = 0; step < kAhead; ++step) load(step);
   for (int64_t step = 0; step < steps; ++step) {
     wait_for_copies<kAhead - 1>();
     sums.before_step();
     __syncthreads();  // the step is there, and nobody reads the one that makes room for the next
-    if (!TILE_LOAD_LAST) load(step + kAhead);
+    load(step + kAhead);
     const char* stage = stages + step % Shape::kStages * Shape::kStageBytes;
     sums.add(stage, stage + Shape::kOperandBytes);
-    if (TILE_LOAD_LAST) load(step + kAhead);
   }
   sums.finish();
 
