@@ -136,6 +136,7 @@ def _parser() -> CommandParser:
         "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
     )
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
+    what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("on what")
     data.add_argument("--dataset", help="preference data as `train` reads it; default: random words of exact length")
@@ -246,6 +247,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
                 "shira_rank",
                 "learning_rate",
                 "gradient_checkpointing",
+                "compile",
                 "seed",
                 "dataset",
             ),
@@ -284,6 +286,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
             lora_rank=args.lora_rank,
             shira_rank=args.shira_rank,
             gradient_checkpointing=args.gradient_checkpointing,
+            compile=args.compile,
             kernel_time=args.kernel_time,
             device=str(device),
             seed=args.seed,

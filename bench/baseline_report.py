@@ -173,6 +173,7 @@ def heading(report: dict[str, Any]) -> str:
             f"{settings['max_new_tokens']} tokens, at most {settings['sequence_length']} with the prompt"
         )
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
+    notes += ", layers compiled" if settings.get("compile") else ""
     mask = report["mask"]
     share = "" if mask is None or "sparse" not in settings["modes"] else _share(report, mask, "sparse")
     if "tiles" in settings["modes"]:

@@ -72,6 +72,7 @@ class Job:
     lora_rank: int
     shira_rank: int | None = None  # mode shira wants one
     gradient_checkpointing: bool
+    compile: bool  # the model's layers, with torch.compile
     kernel_time: bool
     device: str
     seed: int
@@ -161,6 +162,20 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
         0,
         parts,
     )
+
+
+def compile_layers(model: nn.Module) -> None:
+    """`torch.compile` each layer of a model in place, the usual regional compilation: layers of one class share code.
+
+    Raises:
+        SparseOptError: the model has no list of layers of one class.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    layers = [layer for found in lists if len({type(layer) for layer in found}) == 1 for layer in found]
+    if not layers:
+        raise SparseOptError(f"--compile: {type(model).__name__} has no list of layers of one class")
+    for layer in layers:
+        layer.compile()
 
 
 def _shira_indices(model: nn.Module) -> list[Tensor]:
@@ -281,6 +296,9 @@ def run(job: Job) -> dict[str, Any]:
     order = ShuffledOrder(len(examples), job.seed)
     chosen = [[examples[k] for k in order.take(i * job.batch_size, job.batch_size)] for i in range(job.n_steps)]
     trained = prepare(job, load_policy(options, device))
+    if job.compile:
+        for model in {id(m): m for m in (trained.policy, trained.reference)}.values():
+            compile_layers(model)
     section = Sections(device)
     if job.algorithm == "dpo":
         pairs = [[sequence for column in zip(*rows, strict=True) for sequence in column] for rows in chosen]

@@ -331,6 +331,7 @@ def _loop(mode: Mode, model: nn.Module, mask_file: Path, args: argparse.Namespac
         learning_rate=args.learning_rate,
         lora_rank=1,
         gradient_checkpointing=False,
+        compile=False,
         kernel_time=False,
         device=str(device),
         seed=args.seed,

@@ -24,8 +24,9 @@ from sparse_opt.bench.baseline_inputs import (
     write_pairs,
 )
 from sparse_opt.bench.baseline_report import FIRST_LOSS_ATOL, ratios, summary, text, wrong_results
-from sparse_opt.bench.baseline_run import Job, Sections, covered, even_share, prepare, run
+from sparse_opt.bench.baseline_run import Job, Sections, compile_layers, covered, even_share, prepare, run
 from sparse_opt.bench.shapes import LLAMA_3_2_3B_SIZES
+from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.models import load_policy
@@ -64,6 +65,7 @@ def job(tmp_path_factory) -> Job:
         lora_rank=4,
         shira_rank=4,
         gradient_checkpointing=False,
+        compile=False,
         kernel_time=False,
         device="cpu",
         seed=0,
@@ -199,6 +201,23 @@ def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
         assert not torch.equal(token_logprobs(policy, batch), expected)
         with trained.reference_weights():
             assert torch.equal(token_logprobs(policy, batch), expected)
+
+
+def test_compiled_layers_train_the_same(job, tile_masks):
+    with torch.compiler.set_stance("force_eager"):  # the layers are compiled functions that run as they are
+        compiled = run(changed(job, mode="tiles", mask=tile_masks["tiles"], compile=True))
+    plain = run(changed(job, mode="tiles", mask=tile_masks["tiles"]))
+    assert [step["loss"] for step in compiled["steps"]] == [step["loss"] for step in plain["steps"]]
+    assert compiled["n_tiled"] == plain["n_tiled"] == 6
+
+
+def test_compiling_wants_layers():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(SparseOptError, match="Sequential has no list of layers of one class"):
+        compile_layers(model)
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    compile_layers(torch.nn.Sequential(layers))
+    assert all(layer._compiled_call_impl is not None for layer in layers)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "shira"])
