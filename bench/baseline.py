@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot is not None and rows:
         plot(report, args.plot, shown.partition("\n")[0])
         print(f"plot: {args.plot}")
-    wrong = wrong_results(args.algorithm, rows)
+    wrong = wrong_results(args.algorithm, rows, compiled=args.compile)
     for line in wrong:
         print(f"WRONG RESULT: {line}", file=sys.stderr)
     return 1 if wrong or len(rows) < len(jobs) else 0

@@ -76,8 +76,6 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
         return type(self).forward(self, input)
     bias = self._parameters["bias"]
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
-            return type(self).forward(self, input)
         return _by_op(route, input, weight, bias)
     # Hooks of others than the optimizer want the dense gradient.
     if weight._backward_hooks or len(weight._post_accumulate_grad_hooks) != 1:
