@@ -61,6 +61,7 @@ def draw(report: Mapping[str, Any], curves: Mapping[int, Mapping[str, Curve]], o
     """A panel for each token count, with torch's dense products and a gather after them as lines across."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     rows, machine = report["kernels"]["rows"], report["environment"]["machine"]
     figure = Figure(figsize=(1.5 + 4.5 * len(curves), 4.5), layout="constrained")
@@ -76,7 +77,12 @@ def draw(report: Mapping[str, Any], curves: Mapping[int, Mapping[str, Curve]], o
                 name = row["work"].removesuffix(f", {tokens} tokens")
                 plot.axhline(row["ms"], color="black", linewidth=1, linestyle=lines[row["work"]], label=name)
         plot.set(xscale="log", yscale="log", xlabel="active tiles, %", ylabel="ms", title=f"{tokens} tokens")
-        plot.grid(which="both", alpha=0.2)
+        shown = sorted({100 * density for curve in patterns.values() for density in curve})
+        plot.set_xticks(shown, [f"{percent:g}" for percent in shown])
+        plot.minorticks_off()
+        plot.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        plot.yaxis.set_major_formatter("{x:g}")
+        plot.grid(alpha=0.2)
         plot.legend(fontsize=8)
     figure.suptitle(
         f"Weight gradients of all layers, {machine.get('gpu', {}).get('name', machine['cpu'])}", fontsize=11

@@ -67,6 +67,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._bases: list[base_weights.BaseWeights] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._routed: list[tuple[nn.Module, Route]] = []
+        # A layer with a forward of its own refers to itself: without this its memory would wait for the collector.
+        weakref.finalize(self, tile_linears.restore, self._routed).atexit = False
         self._frozen: list[Parameter] = []
         self._carriers: dict[torch.device, gradients.Carrier] = {}
         self._clip_coef: Tensor | None = None
@@ -178,7 +180,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for handle in self._handles:
             handle.remove()
         tile_linears.restore(self._routed)
-        self._handles, self._routed = [], []
+        self._handles = []
         self._tell_hooks()
 
     @property

@@ -147,7 +147,8 @@ def install(bucket: Bucket, model: nn.Module, optimizer: SparseOptimizer) -> lis
     return changed
 
 
-def restore(changed: Iterable[tuple[nn.Module, Route]]) -> None:
-    """Undo `install`."""
+def restore(changed: list[tuple[nn.Module, Route]]) -> None:
+    """Undo `install`, and empty the list of what it changed."""
     for module, route in changed:
         tile_backward.remove(module, route)
+    changed.clear()

@@ -124,7 +124,8 @@ def test_rows_are_judged_only_by_floors_that_are_counted_as_now(tmp_path):
     path = tmp_path / "gpu_check.json"
     path.write_text(json.dumps(report))
     judged = report_tables.kernel_table(tmp_path)
-    verdicts = targets.judge(report["kernels"]["rows"])
+    # Those of weight gradients have a table of their own.
+    verdicts = targets.judge([row for row in report["kernels"]["rows"] if not targets.is_weight_gradient(row)])
     n_met = sum(verdict.met for verdict in verdicts)
     assert 0 < n_met < len(verdicts)
     assert f"{len(verdicts)} targets: {n_met} met, {len(verdicts) - n_met} missed." in judged

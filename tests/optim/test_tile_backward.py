@@ -638,3 +638,21 @@ def test_a_second_optimizer_on_tile_weights_is_refused_when_gradients_come(devic
     with pytest.raises(RuntimeError, match="second sparse optimizer"):
         loss_of(model, batch(device)).backward()
     assert first.mask == second.mask
+
+
+def test_model_and_optimizer_go_without_the_collector():
+    model = nn.Sequential(nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 64))
+    weights = {name: param for name, param in model.named_parameters() if param.dim() == 2}
+    optimizer = SparseAdamW(model, MaskSet.random(weights, density=0.3, pattern="tile64"), tile_backward=True)
+    model(torch.randn(5, 128)).square().mean().backward()
+    optimizer.step()
+    seen = [weakref.ref(param) for param in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert all("forward" not in vars(module) for module in model)
+        del model, weights
+        assert all(param() is None for param in seen)
+    finally:
+        gc.enable()
