@@ -39,7 +39,7 @@ from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.encoding import TokenBatch, TokenSequence, collate, load_examples
 from sparse_opt.trainers.grpo import group_advantages, grpo_loss
 from sparse_opt.trainers.logprobs import completion_logprobs, token_logprobs
-from sparse_opt.trainers.models import frozen_copy, load_policy, load_tokenizer
+from sparse_opt.trainers.models import compile_layers, frozen_copy, load_policy, load_tokenizer
 from sparse_opt.trainers.options import TrainingOptions
 from sparse_opt.trainers.order import ShuffledOrder
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
@@ -162,20 +162,6 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
         0,
         parts,
     )
-
-
-def compile_layers(model: nn.Module) -> None:
-    """`torch.compile` each layer of a model in place, the usual regional compilation: layers of one class share code.
-
-    Raises:
-        SparseOptError: the model has no list of layers of one class.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    layers = [layer for found in lists if len({type(layer) for layer in found}) == 1 for layer in found]
-    if not layers:
-        raise SparseOptError(f"--compile: {type(model).__name__} has no list of layers of one class")
-    for layer in layers:
-        layer.compile()
 
 
 def _shira_indices(model: nn.Module) -> list[Tensor]:

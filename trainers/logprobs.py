@@ -5,6 +5,9 @@ gradients, would be alive in a step. Where a model's logits are nothing but its 
 slice of the vocabulary at a time from the hidden states and never stand together, forward or backward
 (`linear_logprobs`). Every other model's are taken as it gives them (`selected_logprobs`). Which of the two holds is
 found out, not assumed: see `output_layer.py`.
+
+Where the model's layers are compiled, so is the work on a slice's logits between its two matrix products: a kernel or
+two that read the logits and write what the second product takes, in place of a pass over them for each operation.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .encoding import TokenBatch
-from .models import skip_padding_masks
+from .models import has_compiled_layers, skip_padding_masks
 from .output_layer import hidden_states, plain_head
 
 # Logits alive at once: 2^24 elements are 64 MiB in fp32.
@@ -71,7 +74,8 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
         # Where there is no mask of tokens, transformers makes one that keeps packed sequences apart.
         inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
     head = plain_head(model)
-    weight_grad = None if head is None else _WeightGrad.of(head.weight)
+    fused = has_compiled_layers(model)
+    weight_grad = None if head is None else _WeightGrad.of(head.weight, fused=fused)
     hidden = None if head is None else hidden_states(model, head, inputs)
     rows: Tensor | None = None
     if head is None or hidden is None:
@@ -84,7 +88,7 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
             rows = output.hidden_states[-1][:, -n_positions:-1]
     else:
         rows = hidden[:, -n_positions:-1]
-        logprobs = _linear_logprobs(rows, head.weight, labels, temperature, weight_grad)
+        logprobs = _linear_logprobs(rows, head.weight, labels, temperature, weight_grad, fused=fused)
     return torch.where(batch.completion_mask[:, batch.first_trained :], logprobs, 0.0), rows
 
 
@@ -168,7 +172,9 @@ def _positions(labels: Tensor, first_word: int, n_words: int) -> tuple[Tensor, T
 # From hidden states
 
 
-def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, *, fused: bool = False
+) -> Tensor:
     """log_softmax(hidden @ weight.T / temperature)[..., labels] without ever holding the logits: [...] fp32.
 
     The logits are made a slice of the vocabulary at a time, rounded to the inputs' dtype as a linear layer rounds them,
@@ -190,15 +196,22 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature:
         weight: [V, H] of the same dtype.
         labels: [...] int64.
         temperature: the logits are divided by it.
+        fused: compile what is done to a slice of logits between the two matrix products.
 
     Raises:
         ValueError: the dtypes of hidden and weight differ.
     """
-    return _linear_logprobs(hidden, weight, labels, temperature, _WeightGrad.of(weight))
+    return _linear_logprobs(hidden, weight, labels, temperature, _WeightGrad.of(weight, fused=fused), fused=fused)
 
 
 def _linear_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, weight_grad: _WeightGrad | None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    weight_grad: _WeightGrad | None,
+    *,
+    fused: bool,
 ) -> Tensor:
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden states are {hidden.dtype} and the output layer's weight {weight.dtype}, wanted one")
@@ -209,6 +222,7 @@ def _linear_logprobs(
         labels.reshape(-1),
         temperature,
         weight_grad,
+        fused,
     )
     return flat.view(labels.shape)
 
@@ -222,13 +236,14 @@ class _WeightGrad:
     arrives at the parameter once.
     """
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, *, fused: bool):
+        self.fused = fused
         self.work: tuple[Tensor, Tensor, Tensor, Tensor, float] | None = None
         self.token: Tensor = _WeightGradNode.apply(weight, self)
 
     @classmethod
-    def of(cls, weight: Tensor) -> _WeightGrad | None:
-        return cls(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+    def of(cls, weight: Tensor, *, fused: bool) -> _WeightGrad | None:
+        return cls(weight, fused=fused) if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 class _WeightGradNode(torch.autograd.Function):
@@ -246,10 +261,16 @@ class _WeightGradNode(torch.autograd.Function):
         (hidden, labels, log_norm, grad_selected, temperature), owner.work = owner.work, None
         grad_weight = torch.empty_like(weight)
         for words in _word_slices(len(hidden), len(weight)):
-            grad_logits = _grad_logits(
-                hidden @ weight[words].T, labels, log_norm, grad_selected, temperature, words.start
-            )
-            torch.mm(grad_logits.to(weight.dtype).T, hidden, out=grad_weight[words])
+            logits = hidden @ weight[words].T
+            if owner.fused:
+                local, factor = labels[:, None] - words.start, (grad_selected / temperature)[:, None]
+                grad_logits = _compiled(_fused_grad_logits)(
+                    logits, local, log_norm[:, None], factor, factor.new_full((), temperature)
+                )
+            else:
+                grad_logits = _grad_logits(logits, labels, log_norm, grad_selected, temperature, words.start)
+                grad_logits = grad_logits.to(weight.dtype)
+            torch.mm(grad_logits.T, hidden, out=grad_weight[words])
         return grad_weight, None
 
 
@@ -263,6 +284,7 @@ class _LinearLogprobs(torch.autograd.Function):
         labels: Tensor,  # [N]
         temperature: float,
         weight_grad: _WeightGrad | None,
+        fused: bool,
     ) -> Tensor:
         wants_grad = ctx.needs_input_grad[0]
         top = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)  # the largest logit so far
@@ -271,6 +293,14 @@ class _LinearLogprobs(torch.autograd.Function):
         mixed = torch.zeros_like(hidden, dtype=torch.float32) if wants_grad else None  # the same sum of their weights
         for words in _word_slices(len(hidden), len(weight)):
             logits = hidden @ weight[words].T
+            if fused:
+                terms, top, own, others, shrink = _compiled(_fold)(
+                    logits, labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
+                )
+                if mixed is not None:
+                    mixed.mul_(shrink)
+                    _addmm_(mixed, terms, weight[words])
+                continue
             local, inside = _positions(labels, words.start, logits.shape[1])
             own = torch.where(inside, logits.gather(1, local), own)
             before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True))
@@ -300,7 +330,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
         hidden, labels, log_norm, grad_hidden = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_selected[:, None] * grad_hidden).to(hidden.dtype)
@@ -308,7 +338,61 @@ class _LinearLogprobs(torch.autograd.Function):
         if ctx.weight_grad is not None:
             ctx.weight_grad.work = (hidden.detach(), labels, log_norm, grad_selected, ctx.temperature)
             grad_token = hidden.new_zeros(())
-        return grad_hidden, None, grad_token, None, None, None
+        return grad_hidden, None, grad_token, None, None, None, None
+
+
+# Of a slice, compiled
+
+
+def _fold(
+    logits: Tensor, local: Tensor, top: Tensor, own: Tensor, others: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `_LinearLogprobs.forward` does with a slice's logits, as one function without in-place writes or scatters.
+
+    Args:
+        logits: [N, W].
+        local: [N, 1] int64, the labels' columns in the slice; outside of 0 to W - 1 where they are not in it.
+        top, own, others: [N, 1] fp32, of the slices before.
+        temperature: [] fp32: a tensor, so that a kernel serves every temperature.
+
+    Returns:
+        [N, W] exp((logit - top) / temperature) of the logits' dtype, 0 at the label; then top, own and others with this
+        slice, and exp((top before - top) / temperature), which the sums before it are to be multiplied by.
+    """
+    n_words = logits.shape[1]
+    inside = (local >= 0) & (local < n_words)
+    own = torch.where(inside, logits.gather(1, local.clamp(0, n_words - 1)).float(), own)
+    before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True).float())
+    exponentials = ((logits.float() - top) / temperature).exp()
+    exponentials = torch.where(_columns(logits) == local, 0.0, exponentials)
+    shrink = ((before - top) / temperature).exp()
+    others = others * shrink + exponentials.sum(dim=1, keepdim=True)
+    return exponentials.to(logits.dtype), top, own, others, shrink
+
+
+def _fused_grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: Tensor, temperature: Tensor) -> Tensor:
+    """`_grad_logits` without in-place writes or scatters, rounded to the logits' dtype: [N, W].
+
+    Args:
+        logits: [N, W].
+        local: as in `_fold`.
+        log_norm, factor: [N, 1] fp32; factor is the gradient over the temperature.
+        temperature: as in `_fold`.
+    """
+    probabilities = (logits.float() / temperature - log_norm).exp()
+    return (((_columns(logits) == local).float() - probabilities) * factor).to(logits.dtype)
+
+
+def _columns(logits: Tensor) -> Tensor:
+    if logits.shape[1] % 16 == 0:
+        pass  # asked for the guard: a compiler that knows it may read and write whole vectors of a row
+    return torch.arange(logits.shape[1], device=logits.device)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under torch.compile, for all sizes: slices differ at the vocabulary's end, and batches in length."""
+    return torch.compile(function, dynamic=True)
 
 
 def _word_slices(n_rows: int, n_words: int) -> list[slice]:

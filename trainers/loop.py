@@ -39,7 +39,7 @@ from sparse_opt.errors import SparseOptError
 
 from .checkpoints import Checkpoints, Stateful
 from .encoding import TokenBatch, TokenSequence, collate
-from .models import load_policy, load_tokenizer, resolve_device
+from .models import compile_layers, load_policy, load_tokenizer, resolve_device
 from .optimizers import adapt, make_optimizer, make_scheduler
 from .options import TrainingOptions, model_slug
 from .order import ShuffledOrder
@@ -112,6 +112,8 @@ class TrainingRun:
         self.pad_id: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         self._load_data(data_loader(data, config) if isinstance(data, str) else data)
         self.model: Any = adapt(config, load_policy(config, self.device))
+        if config.compile:
+            compile_layers(self.model)
         self.optimizer = make_optimizer(config, self.model)
         self._scheduler = make_scheduler(config, self.optimizer)
         self._order = ShuffledOrder(len(self.data), config.seed)

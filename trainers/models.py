@@ -184,6 +184,48 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).requires_grad_(False)
 
 
+def compile_layers(model: nn.Module) -> None:
+    """`torch.compile` each layer of a model in place, the usual regional compilation: layers of one class share code.
+
+    Names in the state dict stay as they are. Copies of the model are not compiled.
+
+    Raises:
+        ConfigError: the model has no list of layers of one class.
+    """
+    lists = list(_layer_lists(model))
+    if not lists:
+        raise ConfigError(f"option 'compile': {type(model).__name__} has no list of layers of one class")
+    for layers in lists:
+        for layer in layers:
+            layer.compile()
+
+
+def has_compiled_layers(model: nn.Module) -> bool:
+    """Whether the model's layers are compiled, as by `compile_layers`."""
+    layers = next(_layer_lists(model), None)
+    return layers is not None and layers[0]._compiled_call_impl is not None
+
+
+def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    """Lists of at least two modules of one class, outer ones first."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1:
+            yield module
+
+
+@contextmanager
+def running_eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's compiled layers run as they were written, in all threads: for shapes that hardly repeat.
+
+    A model without compiled layers runs so anyway.
+    """
+    if not has_compiled_layers(model):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0: of dropout modules, and the plain numbers that attention and layers keep.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparse_opt.optim import SparseAdamW
 
 from .logprobs import token_logprobs
-from .models import disable_dropout, frozen_copy, load_model, make_masks_skippable
+from .models import compile_layers, disable_dropout, frozen_copy, load_model, make_masks_skippable
 from .options import ReferenceOptions, TrainingOptions
 from .rollouts import Rollout
 
@@ -54,6 +54,8 @@ def make_reference(
         disable_dropout(separate)
         separate.requires_grad_(False)
         make_masks_skippable(separate)
+    if config.compile:
+        compile_layers(separate)
     if offload:
         separate.to("cpu")
         return Reference(separate, lambda: on_device(separate, device))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..models import running_eagerly
 from .sampling import Sampling, cut_at_eos, require_room
 
 
@@ -94,6 +95,8 @@ def generation_config(sampling: Sampling, pad_id: int, eos_ids: Sequence[int]) -
 def generating(model: Any, config: Any) -> Iterator[None]:
     """Inside, the model has these generation settings, and is in eval mode: activation checkpointing allows no cache.
 
+    Compiled layers run eagerly inside: a cache that grows by a token has another shape at each.
+
     transformers fills what a caller leaves open from the model's own settings, which may come from a file beside the
     weights: a temperature, penalties, forced or forbidden tokens. Outside, each module has its own mode again.
     """
@@ -102,7 +105,8 @@ def generating(model: Any, config: Any) -> Iterator[None]:
     model.generation_config = config
     try:
         model.eval()
-        yield
+        with running_eagerly(model):
+            yield
     finally:
         model.generation_config = before
         for module, mode in modes:

@@ -1,0 +1,166 @@
+"""Compiled layers: the same run, the same names, eager rollouts, and a fused pass over a slice of logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from rollout_models import snapshot
+from safetensors.torch import load_file
+from small_models import EPS, random_sequences, small
+from test_logprobs import Head, with_logits
+from transformers import LlamaConfig
+
+from sparse_opt.cli.main import main
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers import dpo
+from sparse_opt.trainers import logprobs as logprobs_module
+from sparse_opt.trainers.encoding import collate
+from sparse_opt.trainers.logprobs import linear_logprobs, token_logprobs
+from sparse_opt.trainers.models import compile_layers, frozen_copy, has_compiled_layers
+from sparse_opt.trainers.rollouts import ContinuousBatchingEngine, GenerateEngine, Sampling
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The fused functions are traced as they are for inductor, and run by torch; gives the graphs there are of each."""
+    made: list[str] = []
+
+    @functools.cache
+    def compiled(function):
+        def backend(graph, inputs):
+            made.append(function.__name__)
+            return graph.forward
+
+        return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    monkeypatch.setattr(logprobs_module, "_compiled", compiled)
+    return made
+
+
+@pytest.fixture(params=[28 * 64, 10**9], ids=["slices of 64", "one slice"])
+def chunk_elements(request, monkeypatch):
+    """Of 300 words: four slices of 64 and one of 44, or one slice."""
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 1)
+
+
+fused = functools.partial(linear_logprobs, fused=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_fused_logprobs_in_fp32_are_exact(chunk_elements, graphs, temperature):
+    head = Head(torch.float32, temperature)
+    eps, scale = EPS[torch.float32], 60 / temperature  # the largest logit; it is a sum of 24 products, each rounded
+    found, grad_hidden, grad_weight = head.run(fused)
+    torch.testing.assert_close(found.double(), head.selected, rtol=0, atol=24 * scale * eps)
+    # A probability's relative error is its exponent's error; sums of 300 and 28 of them times values of about 4.
+    torch.testing.assert_close(grad_hidden.double(), head.grads[0], rtol=0, atol=24 * scale * eps * 4)
+    torch.testing.assert_close(grad_weight.double(), head.grads[1], rtol=0, atol=24 * scale * eps * 28)
+    assert set(graphs) == {"_fold", "_fused_grad_logits"}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(chunk_elements, temperature):
+    head = Head(torch.bfloat16, temperature)
+    exact = [head.selected, *head.grads]
+    with torch.compiler.set_stance("force_eager"):
+        ours = head.run(fused)
+    for found, theirs, true in zip(ours, head.run(with_logits), exact, strict=True):
+        assert found.dtype == theirs.dtype
+        # Both round the logits to bf16; after that each rounds probabilities to bf16 once, before or after it applies
+        # the gradient that comes in.
+        assert (found - true).norm() <= 2 * (theirs - true).norm()
+
+
+def test_other_sizes_take_the_same_graph(graphs, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
+    for n in (5, 9, 12):
+        hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
+        fused(hidden, weight, torch.randint(240, (n,)), 0.9).sum().backward()
+    assert sorted(graphs) == ["_fold", "_fused_grad_logits"]
+
+
+def test_only_models_with_compiled_layers_are_fused(graphs):
+    model = small(LlamaConfig)
+    batch = collate(random_sequences(3, 211), pad_id=0)
+    plain = token_logprobs(model, batch, 0.8)
+    assert not graphs
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    found = token_logprobs(model, batch, 0.8)
+    assert graphs == ["_fold"]
+    # Logits of up to 40 are sums of 32 products; the layers' own values are the same.
+    torch.testing.assert_close(found, plain, rtol=0, atol=32 * 40 / 0.8 * EPS[torch.float32])
+
+
+# The option
+
+
+def test_a_compiled_run_is_the_run(tmp_path, model_folder, pairs_file, mask_file):
+    words = f"--policy_name {model_folder} --dataset {pairs_file} --dtype fp32 --device cpu --n_steps 2 --batch_size 2"
+    words += " --max_length 64 --learning_rate 1e-3 --seed 5 --sample_steps 2"
+    modes = {"dense": "", "sparse": f" --mode sparse --mask {mask_file}"}
+    for mode, more in modes.items():
+        losses, weights = [], []
+        for flag in ("false", "true"):
+            folder = tmp_path / mode / flag
+            with torch.compiler.set_stance("force_eager"):  # inductor takes long on a CPU
+                command = f"train dpo {words}{more} --compile {flag} --output_dir {folder}"
+                assert main(command.split()) == 0
+            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            losses.append([row["loss"] for row in rows])
+            weights.append(load_file(folder / "final" / "model.safetensors"))
+        # What is fused orders the sum of a label's probability otherwise: log-probabilities of 64 tokens, each of
+        # logits up to 20 or so, and beta 0.1.
+        assert losses[1] == pytest.approx(losses[0], abs=0.1 * 64 * 20 * EPS[torch.float32])
+        assert weights[0].keys() == weights[1].keys()
+        assert {name: tensor.shape for name, tensor in weights[0].items()} == {
+            name: tensor.shape for name, tensor in weights[1].items()
+        }
+
+
+def test_policy_and_second_model_are_compiled(dpo_options, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **_: compiled.append(layer))
+    run = dpo.TrainingRun(dpo_options(compile=True), "dpo", "preference")
+    assert compiled == list(run.model.model.layers)
+    run.reference()
+    assert len(compiled) == 4 and compiled[2] is not compiled[0]
+
+
+def test_names_stay():
+    model = small(LlamaConfig)
+    names = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
+    compile_layers(model)
+    assert has_compiled_layers(model) and not has_compiled_layers(frozen_copy(model))
+    assert [list(model.state_dict()), [name for name, _ in model.named_parameters()]] == names
+
+
+def test_models_without_layers_are_refused():
+    with pytest.raises(ConfigError, match="option 'compile': Sequential has no list of layers of one class"):
+        compile_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert not has_compiled_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("engine_class", [GenerateEngine, ContinuousBatchingEngine])
+def test_rollouts_run_eagerly(engine_class):
+    model, graphs = small(LlamaConfig), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    prompts, sampling = [[5, 6, 7], [8]], Sampling(4, temperature=0.0)
+    engine = engine_class(model, pad_id=0, eos_ids=[210])
+    expected = engine.generate(prompts, 1, sampling)
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    before = snapshot(model)
+    assert engine.generate(prompts, 1, sampling) == expected
+    assert graphs == [] and snapshot(model) == before
+    model(torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert graphs  # outside they are compiled
