@@ -384,8 +384,6 @@ def _fused_grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: 
 
 
 def _columns(logits: Tensor) -> Tensor:
-    if logits.shape[1] % 16 == 0:
-        pass  # asked for the guard: a compiler that knows it may read and write whole vectors of a row
     return torch.arange(logits.shape[1], device=logits.device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -82,7 +83,9 @@ def check_resumable(output_dir: Path, config: Any) -> None:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"option 'resume': cannot read {file}: {' '.join(str(error).split())}") from error
     now = yaml.safe_load(to_yaml(config))
-    for name in now.keys() | begun_with.keys():
+    # An option that came after the run was begun had its default then.
+    later = {field.name for field in fields(config) if getattr(config, field.name) == field.default} - begun_with.keys()
+    for name in (now.keys() | begun_with.keys()) - later:
         before, after = begun_with.get(name), now.get(name)
         if before != after and name not in _FREE_TO_CHANGE:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import yaml
 from stopping import assert_same_run, rows, stop, stop_and_resume
 from transformers import AutoModelForCausalLM
 
@@ -124,6 +125,17 @@ def test_other_options_are_refused(monkeypatch, options, changes, said):
     stop(monkeypatch, dpo.train, options("run"), 2)
     with pytest.raises(ConfigError, match=said):
         dpo.train(dataclasses.replace(options("run"), resume=True, **changes))
+
+
+def test_an_option_that_came_later_had_its_default(monkeypatch, options, tmp_path):
+    stop(monkeypatch, dpo.train, options("run"), 2)
+    file = tmp_path / "run" / "options.yaml"
+    begun_with = yaml.safe_load(file.read_text())
+    del begun_with["compile"]
+    file.write_text(yaml.safe_dump(begun_with))
+    with pytest.raises(ConfigError, match="was begun with compile None, not True"):
+        dpo.train(dataclasses.replace(options("run"), resume=True, compile=True))
+    dpo.train(dataclasses.replace(options("run"), resume=True))
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "weights"])
