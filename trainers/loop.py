@@ -314,17 +314,20 @@ class TrainingRun:
 
     # At the end
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, beside: Callable[[Path], object] | None = None) -> dict[str, Any]:
         """Save the final model, which plain transformers loads, and return the run's summary.
 
         In mode lora the adapters are saved too, and then merged into the weights.
+
+        Args:
+            beside: writes what else belongs to the final model into the folder it is given, before that has its name.
         """
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
         model = self.model
         if self.config.mode == "lora":
             save_checkpoint(model, self.tokenizer, self.output_dir / ADAPTER_FOLDER)
             model = model.merge_and_unload()
-        save_checkpoint(model, self.tokenizer, checkpoint)
+        save_checkpoint(model, self.tokenizer, checkpoint, beside)
         rows = self._metrics.rows
         times = [name for name in rows[0] if name.endswith("_time_s")]
         evaluations = self._evaluations.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -162,10 +163,18 @@ def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:
         aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def save_checkpoint(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write model and tokenizer in Hugging Face format; `folder` appears when all of it is on disk, or not at all."""
+def save_checkpoint(
+    model: nn.Module, tokenizer: Any, folder: Path, beside: Callable[[Path], object] | None = None
+) -> None:
+    """Write model and tokenizer in Hugging Face format; `folder` appears when all of it is on disk, or not at all.
+
+    Args:
+        beside: writes what else belongs into the folder it is given.
+    """
     with new_folder(folder) as aside:
         save_into(model, tokenizer, aside)
+        if beside is not None:
+            beside(aside)
 
 
 def save_into(model: nn.Module, tokenizer: Any, folder: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -533,6 +532,4 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 completion_length=rollout.batch.n_trained / len(rollout),
                 ended=rollout.ended.float().mean(),
             )
-        summary = run.finish()
-        critic.save(Path(summary["checkpoint"]))
-        return summary
+        return run.finish(beside=critic.save)

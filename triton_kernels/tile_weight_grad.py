@@ -34,10 +34,11 @@ class TileOptions(NamedTuple):
         }
 
 
-# By tile size and operand size. Chosen by what fits on sm_90, and to be measured: 16-bit operands keep 64 KiB (tile 64)
-# and 96 KiB (tile 128) of shared memory, so that three and two programs have room on a multiprocessor with 227 KiB; a
-# group of 4 warps takes 64 rows of a wgmma; two programs of 8 warps have 128 registers for each thread. fp32 operands
-# are multiplied by FMAs out of registers, which a long step would spill.
+# By tile size and operand size, chosen by what fits on sm_90; on an H200 as fast as the CUDA kernel, within 10 % where
+# calls are large (docs/performance.md). 16-bit operands keep 64 and 96 KiB of shared memory (tile 64 and 128), so
+# that three and two programs have room on a multiprocessor with 227 KiB; a group of 4 warps takes 64 rows of a wgmma;
+# two programs of 8 warps have 128 registers for each thread. fp32 operands are multiplied by FMAs out of registers,
+# which a long step would spill.
 TILE_OPTIONS = {
     (64, 2): TileOptions(64, 4, 4),
     (128, 2): TileOptions(64, 8, 3, 128),
@@ -45,7 +46,7 @@ TILE_OPTIONS = {
     (128, 4): TileOptions(16, 8, 2),
 }
 # A tile's tokens are split where active tiles are fewer than these programs for each multiprocessor, but no part is
-# shorter than LEAST_TOKENS, and the parts' sums are SCRATCH_BYTES at most. To be measured.
+# shorter than LEAST_TOKENS, and the parts' sums are SCRATCH_BYTES at most: the CUDA kernel's, which were measured.
 PROGRAMS_PER_MULTIPROCESSOR = 3
 LEAST_TOKENS = 1024
 MOST_SPLITS = 8
