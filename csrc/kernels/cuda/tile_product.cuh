@@ -58,12 +58,13 @@ __device__ __forceinline__ void multiply_add<float16>(float (&sum)[4], const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// How a block works on a tile: threads, tokens of a step, steps in shared memory at a time. On an H200, of the weights of
-// a Llama-3.2-3B's 28 layers, a launch for each layer, wgmma, ms at 2.5 % for 8192 and 1024 tokens, and at 10 %: tile64
-// 5.4, 1.0, 15.1, 2.4; with 3 stages 6.3, 1.2, 15.7, 2.4; with 32 tokens and 6 stages 6.4, 1.1, 15.3, 2.3. tile128 4.1,
-// 0.8, 9.7, 2.3; with 2 stages 4.2, 1.0, 11.8, 2.6. Products of two steps in flight, loads after the products, and hints
-// to fetch 256 bytes changed nothing or cost. (Stores in pairs came later: 0.9 and 2.3 for 1024 tokens in tile64, 0.7
-// and 1.7 in tile128.) All fit into 99 KiB, what a block has on GPUs that are not a data center's.
+// How a block works on a tile: threads, tokens of a step, steps in shared memory at a time. On an H200, of the weights
+// of a Llama-3.2-3B's 28 layers, a launch for each layer, wgmma, ms at 2.5 % for 8192 and 1024 tokens, and at 10 %:
+// tile64 5.4, 1.0, 15.1, 2.4; with 3 stages 6.3, 1.2, 15.7, 2.4; with 32 tokens and 6 stages 6.4, 1.1, 15.3, 2.3.
+// tile128 4.1, 0.8, 9.7, 2.3; with 2 stages 4.2, 1.0, 11.8, 2.6. Products of two steps in flight, loads after the
+// products, and hints to fetch 256 bytes changed nothing or cost. (Stores in pairs came later: 0.9 and 2.3 for 1024
+// tokens in tile64, 0.7 and 1.7 in tile128.) All fit into 99 KiB, what a block has on GPUs that are not a data
+// center's.
 template <typename T, int Tile>
 struct TileShape {
   static constexpr int kThreads = Tile == 64 ? 128 : 256;
