@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise ValueError(f"grad_dtype is {grad_dtype}, wanted one of {FLOAT_DTYPES}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}, wanted a positive number or None")
+        if grads == "compact" and _several_processes():
+            warnings.warn(
+                "compact gradients are this process's own, and DistributedDataParallel does not average them (with "
+                "find_unused_parameters=True it does not even notice); use grads='dense' under it",
+                stacklevel=3,
+            )
         self.grads = grads
         self.max_grad_norm = max_grad_norm
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
@@ -550,3 +557,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         raise TypeError(
             f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()"
         )
+
+
+def _several_processes() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

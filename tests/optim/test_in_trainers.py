@@ -254,3 +254,13 @@ def test_momentum_turned_on_later_is_refused(device):
     loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="was 0 when the optimizer was built"):
         optimizer.step()
+
+
+def test_compact_gradients_among_several_processes_warn(monkeypatch, device):
+    model = make_model(device)
+    mask = MaskSet.random(model, density=0.5)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    SparseAdamW(model, mask, grads="dense").close()  # what DistributedDataParallel averages
+    with pytest.warns(UserWarning, match="compact gradients are this process's own.*use grads='dense'"):
+        SparseAdamW(model, mask)
