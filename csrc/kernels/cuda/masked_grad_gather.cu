@@ -2,25 +2,12 @@
 // 64-byte granule of the dense tensors that the mask touches. Each block leaves one partial sum of squares, and a
 // second kernel adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor
 // by tensor and add up once.
+#include "block_sum.cuh"
 #include "kernels.h"
 #include "slots.cuh"
 
 namespace sparse_opt::cuda {
 namespace {
-
-// Sum over the block, valid in thread 0. Every thread calls it, once.
-template <typename T>
-__device__ __forceinline__ T block_sum(T value) {
-  __shared__ T warp_sums[kThreads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  T sum = 0;
-  if (threadIdx.x == 0) {
-    for (int warp = 0; warp < kThreads / 32; ++warp) sum += warp_sums[warp];
-  }
-  return sum;
-}
 
 template <typename Layout, typename Dense, typename Out, int Capacity>
 __global__ void __launch_bounds__(kThreads)
@@ -53,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
     *args.found_inf = __int_as_float(0x7f800000);
   }
   if (partial_sums != nullptr) {
-    const float block_total = block_sum(sum);
+    const float block_total = block_sum<kThreads>(sum);
     if (threadIdx.x == 0) partial_sums[table.block_offset + blockIdx.x] = block_total;
   }
 }
@@ -68,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_con
        block += kThreads) {
     sum += static_cast<double>(partials[block]);
   }
-  const double total = block_sum(sum);
+  const double total = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) sum_sq[table.segment_offset + blockIdx.x] = static_cast<float>(total);
 }
 

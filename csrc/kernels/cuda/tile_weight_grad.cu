@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "block_sum.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "segment_table.cuh"
@@ -37,20 +38,6 @@ struct TileTable {
   int32_t count;
   int64_t block_offset;  // this launch's first block within the call
 };
-
-// Sum over the block, valid in thread 0. Every thread calls it, once.
-template <int Threads>
-__device__ __forceinline__ float tile_sum(float value) {
-  __shared__ float warp_sums[Threads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  if (threadIdx.x == 0) {
-    for (int warp = 0; warp < Threads / 32; ++warp) sum += warp_sums[warp];
-  }
-  return sum;
-}
 
 // Leaves this block's sums, and says whether it is the last of its tile; if so, `sums` are those of all, added in
 // order.
@@ -206,7 +193,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     *args.found_inf = __int_as_float(0x7f800000);
   }
   if (partial_sums != nullptr) {
-    const float total = tile_sum<Shape::kThreads>(stored.squares);
+    const float total = block_sum<Shape::kThreads>(stored.squares);
     if (threadIdx.x == 0) partial_sums[table.first_partial[matrix] + block - table.first_block[matrix]] = total;
   }
 }
@@ -273,8 +260,9 @@ bool aligned(const TileArguments& args) {
 }  // namespace
 
 // Parts of the tokens pay where blocks are few and each still has many steps: what the parts leave for each other is
-// 4 n^2 bytes twice. On an H200, 28 launches of 154 tiles of 128, 8192 tokens: 5.6 ms whole, 4.9 in two, 4.6 in three;
-// of 614 tiles of 64: 5.6, 6.1, 6.2; and at 1024 tokens parts cost more than they gain, however few the tiles.
+// 4 n^2 bytes twice. On an H200 with mma.sync, 28 launches of 154 tiles of 128, 8192 tokens: 5.6 ms whole, 4.9 in
+// two, 4.6 in three; of 614 tiles of 64: 5.6, 6.1, 6.2; and at 1024 tokens parts cost more than they gain, however few
+// the tiles.
 TileScratch tile_scratch(const TileArguments& args) {
   constexpr int64_t kBlocksPerMultiprocessor = 3, kLeastTokens = 1024, kMostSplits = 8;
   TileScratch scratch;

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace sparse_opt::cuda {
+
+// Sum over a block of so many threads, valid in thread 0. Every thread calls it, once.
+template <int Threads, typename T>
+__device__ __forceinline__ T block_sum(T value) {
+  __shared__ T warp_sums[Threads / 32];
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  T sum = 0;
+  if (threadIdx.x == 0) {
+    for (int warp = 0; warp < Threads / 32; ++warp) sum += warp_sums[warp];
+  }
+  return sum;
+}
+
+}  // namespace sparse_opt::cuda
