@@ -58,7 +58,9 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
     // Under autograd at::linear multiplies such an input whole, else batch by batch, which rounds otherwise.
     const bool folds = !route->transposed && input.dim() > 2 && !input.is_contiguous();
     const at::Tensor folded = folds ? rows_of(input) : input;
-    context->save_for_backward({folded, input.requires_grad() ? weight : at::Tensor()});
+    // A view that autograd does not see would not tell it of changes in place.
+    const at::Tensor& kept = folded.is_alias_of(input) ? input : folded;
+    context->save_for_backward({kept, input.requires_grad() ? weight : at::Tensor()});
     if (!folds) return product(input, weight, bias, route->transposed);
     at::Tensor out = at::mm(folded, weight.t()).view(with_last(input.sizes(), weight.size(0)));
     return bias.has_value() && bias->defined() ? out.add_(*bias) : out;

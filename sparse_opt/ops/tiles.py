@@ -42,9 +42,12 @@ def tile_table(positions: Tensor, shape: Sequence[int], tile_size: int, *, first
     # The slots from one row to the next are the active elements of the tile's first row.
     stride = torch.searchsorted(position, (tile_row + 1) * columns) - torch.searchsorted(position, tile_row * columns)
     sizes = (rows - tile_row).clamp(max=tile_size) * (columns - tile_column).clamp(max=tile_size)
-    if int(sizes.sum()) != position.numel():
+    across = -(-columns // tile_size)
+    tile, held = torch.unique(row // tile_size * across + column // tile_size, return_counts=True)
+    begun = tile_row // tile_size * across + tile_column // tile_size
+    if not torch.equal(tile, begun) or not torch.equal(held, sizes):
         raise ValueError(
-            f"tile_table: {position.numel()} positions, but {first.numel()} tiles of {tile_size} begin among them, "
-            f"which hold {int(sizes.sum())}; wanted whole aligned tiles"
+            f"tile_table: {position.numel()} positions lie in {tile.numel()} tiles of {tile_size}, of which "
+            f"{first.numel()} begin among them and hold {int(sizes.sum())}; wanted whole aligned tiles"
         )
     return torch.stack([tile_row, tile_column, first + first_slot, stride], dim=1)

@@ -152,7 +152,7 @@ def test_tile_table_lists_the_tiles_of_a_mask(shape, tile_size):
 def test_tile_table_refuses_what_is_not_whole_tiles():
     whole = MaskSet.random({"w": (128, 128)}, density=0.5, pattern="tile64")["w"]
     for positions in (whole[1:], whole[:-1], torch.arange(64), torch.tensor([5])):
-        with pytest.raises(ValueError, match=rf"tile_table: {len(positions)} positions, but .* wanted whole aligned"):
+        with pytest.raises(ValueError, match=rf"tile_table: {len(positions)} positions lie in .* wanted whole aligned"):
             ops.tile_table(positions, (128, 128), 64)
     with pytest.raises(ValueError, match="tile_table: tile_size is 32, wanted 64 or 128"):
         ops.tile_table(whole, (128, 128), 32)
@@ -436,3 +436,13 @@ def test_tiles_wrong_argument_is_named(what):
     with pytest.raises(ValueError, match="tile_weight_grad_: " + message):
         ops.tile_weight_grad_(*[arguments.pop(name) for name in names], **arguments)
     assert_bits(call.out, before)
+
+
+def test_tile_table_refuses_smaller_tiles_that_are_as_many_elements():
+    mask = torch.zeros(256, 256, dtype=torch.bool)
+    for row, column in ((0, 0), (0, 1), (0, 3), (1, 1)):
+        mask[64 * row : 64 * row + 64, 64 * column : 64 * column + 64] = True
+    positions = mask.view(-1).nonzero().view(-1)
+    assert len(ops.tile_table(positions, (256, 256), 64)) == 4
+    with pytest.raises(ValueError, match="wanted whole aligned tiles"):
+        ops.tile_table(positions, (256, 256), 128)
