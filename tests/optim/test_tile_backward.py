@@ -660,7 +660,8 @@ def test_model_and_optimizer_go_without_the_collector():
 
 def test_an_input_that_was_changed_in_place_raises():
     layer = nn.Linear(128, 128)
-    optimizer = SparseAdamW(layer, MaskSet.random({"weight": layer.weight}, density=0.5, pattern="tile64"), tile_backward=True)
+    mask = MaskSet.random({"weight": layer.weight}, density=0.5, pattern="tile64")
+    optimizer = SparseAdamW(layer, mask, tile_backward=True)
     for base in (torch.randn(3, 5, 128), torch.randn(3, 5, 256)):
         x = base[..., :128]  # of the second a part, which can be seen as a matrix all the same
         loss = layer(x).square().mean()
