@@ -8,6 +8,10 @@
 
 #include <algorithm>
 
+#ifdef SPARSE_OPT_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
 #include "native.h"
 
 namespace sparse_opt {
@@ -42,6 +46,14 @@ c10::Stream stream_of(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// A graph that is being captured may not wait for work outside of it.
+bool is_capturing([[maybe_unused]] at::Device device) {
+#ifdef SPARSE_OPT_WITH_CUDA
+  if (device.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#endif
+  return false;
+}
+
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
@@ -60,7 +72,8 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       last_pass_(params_.size(), Pass::kNone),
       received_(params_.size()),
       came_by_tiles_(params_.size()),
-      pending_stream_(stream_of(indices_.device())) {
+      pending_stream_(stream_of(indices_.device())),
+      last_stream_(pending_stream_) {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
   if (index_bases_.has_value()) {
     const int64_t frames = indices_.numel() / kIndexFrame + 1;
@@ -122,14 +135,29 @@ bool BoundParams::take_grads() {
   return true;
 }
 
+// Passes over the buffers come in the order of the calls, also where those come on different streams: they may have
+// slots, partial sums and counters in common. All that has been given to the other stream until now is waited for.
+void BoundParams::follow_last_pass() {
+  const c10::Stream current = stream_of(indices_.device());
+  if (current == last_stream_ || is_capturing(current.device())) return;
+  c10::Event done(current.device_type());
+  done.record(last_stream_);
+  done.block(current);
+  last_stream_ = current;
+}
+
 void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
                           const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+  const std::lock_guard lock(mutex_);
+  gather_locked(i, grad, out, accumulate, sum_sq, found_inf);
+}
+
+void BoundParams::gather_locked(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
+                                const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   SPARSE_OPT_CHECK(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
                    " elements, wanted ", numels_[i]);
-  if (tiles_.defined()) {
-    const std::lock_guard lock(pending_mutex_);
-    if (waits(i)) flush_locked();
-  }
+  if (waits(i)) flush_locked();
+  follow_last_pass();
   begin_pass(i, Pass::kGather);
   if (partial_sums_.defined()) {
     static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
@@ -148,11 +176,12 @@ void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) 
 }
 
 bool BoundParams::receive(size_t i) {
+  const std::lock_guard lock(mutex_);
   at::Tensor& grad = params_[i].mutable_grad();
   if (!grad.defined() && came_by_tiles(i)) return true;
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  gather_(static_cast<int64_t>(i), std::exchange(grad, at::Tensor()), out_, received_[i], sum_sq_, std::nullopt);
+  gather_locked(static_cast<int64_t>(i), std::exchange(grad, at::Tensor()), out_, received_[i], sum_sq_, std::nullopt);
   received_[i] = true;
   return true;
 }
@@ -199,15 +228,27 @@ void BoundParams::check_tile_operands(int64_t i, const at::Tensor& left, const a
 void BoundParams::tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out,
                              bool accumulate, const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   check_tile_operands(i, left, right);
-  flush();
+  const std::lock_guard lock(mutex_);
+  flush_locked();
   tile_grads_({{static_cast<size_t>(i), left, right, version_of(left), version_of(right)}}, out, accumulate, sum_sq,
               found_inf);
+  came_by_tiles_[i] = 1;
+}
+
+void BoundParams::came_elsewhere_(int64_t i, const at::Tensor& squares, const at::Tensor& sum_sq) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const std::lock_guard lock(mutex_);
+  follow_last_pass();
+  begin_pass(i, Pass::kElsewhere);
+  (partial_sums_.defined() ? partial_sums_.narrow(0, first_partial_.at(i), 1) : sum_sq.narrow(0, i, 1)).copy_(squares);
+  received_.at(i) = true;
   came_by_tiles_[i] = 1;
 }
 
 void BoundParams::tile_grads_(const std::vector<Pending>& list, const at::Tensor& out, bool accumulate,
                               const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  follow_last_pass();
   std::vector<at::Tensor> lefts, rights;
   std::vector<int64_t> starts, ends, first_partials;
   for (const Pending& p : list) {
@@ -245,7 +286,7 @@ bool BoundParams::waits(size_t i) const {
 bool BoundParams::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
   if (!receiving_) return take_tiles_ && take_tiles_(i, left, right);
   check_tile_operands(static_cast<int64_t>(i), left, right);
-  const std::lock_guard lock(pending_mutex_);
+  const std::lock_guard lock(mutex_);
   const c10::Stream stream = stream_of(tiles_.device());
   if (!pending_.empty()) {
     const bool alike = pending_accumulates_ == received_[i] && pending_stream_ == stream &&
@@ -285,32 +326,22 @@ void BoundParams::flush_at_the_end() {
 }
 
 void BoundParams::flush() {
-  if (!tiles_.defined()) return;
-  const std::lock_guard lock(pending_mutex_);
+  const std::lock_guard lock(mutex_);
   flush_locked();
+  follow_last_pass();
 }
 
 void BoundParams::flush_locked() {
   if (pending_.empty()) return;
   const std::vector<Pending> list = std::move(pending_);
   forget_pending();
-  const c10::Stream current = stream_of(tiles_.device());
-  if (pending_stream_ == current) {
-    tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
-    return;
-  }
-  // The tensors are the other stream's, and so is their memory.
-  c10::Event done(tiles_.device().type());
-  {
-    const c10::StreamGuard guard(pending_stream_);
-    tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
-    done.record(pending_stream_);
-  }
-  done.block(current);
+  // The tensors are that stream's, and so is their memory.
+  const c10::StreamGuard guard(pending_stream_);
+  tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
 }
 
 void BoundParams::drop_pending() {
-  const std::lock_guard lock(pending_mutex_);
+  const std::lock_guard lock(mutex_);
   forget_pending();
   std::fill(came_by_tiles_.begin(), came_by_tiles_.end(), char{0});
 }

@@ -48,6 +48,10 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out, bool accumulate,
                   const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
 
+  // A gradient of parameter i has been written into its slots, or added to them, by other calls; `squares`, [1], is the
+  // sum of the squares that stand there now.
+  void came_elsewhere_(int64_t i, const at::Tensor& squares, const at::Tensor& sum_sq);
+
   // What a linear layer's backward function calls: tile_grad_ into the buffers of receive_into, but not at once. Few
   // tiles leave a GPU idle, so gradients wait for each other: until there are enough, until they hold too much memory,
   // until one of them cannot go with the others, until the backward pass ends, or until flush(). While told not to
@@ -55,7 +59,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   using TakeTiles = std::function<bool(size_t i, const at::Tensor& left, const at::Tensor& right)>;
   bool receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
   void take_tiles_with(TakeTiles take) { take_tiles_ = std::move(take); }
-  void flush();
+  void flush();  // the buffers may be read after it, on the stream that is current
   void drop_pending();
   // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop_pending().
   bool came_by_tiles(size_t i) const { return came_by_tiles_.at(i) != 0; }
@@ -95,9 +99,12 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
     at::Tensor left, right;
     uint32_t left_version, right_version;
   };
-  enum class Pass : uint8_t { kNone, kGather, kTiles };
+  enum class Pass : uint8_t { kNone, kGather, kTiles, kElsewhere };
   void lay_out_partial_sums();
   void begin_pass(size_t i, Pass pass);
+  void follow_last_pass();
+  void gather_locked(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
+                     const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
   void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;
   void tile_grads_(const std::vector<Pending>& list, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
                    const std::optional<at::Tensor>& found_inf);
@@ -128,11 +135,11 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   at::Tensor counters_;  // on a GPU: int, 0 between calls
   TakeTiles take_tiles_;
   std::vector<char> came_by_tiles_;
-  // Backward passes of several threads may meet here.
-  std::mutex pending_mutex_;
+  // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes.
+  std::mutex mutex_;
   std::vector<Pending> pending_;
   bool pending_accumulates_ = false;
-  c10::Stream pending_stream_;
+  c10::Stream pending_stream_, last_stream_;  // the last one is that of the last pass over the buffers
   int64_t pending_tiles_ = 0, pending_bytes_ = 0, most_tiles_ = 0, most_bytes_ = 0;
   int ending_graph_ = -1;  // the backward pass at whose end flush() will be called
 };

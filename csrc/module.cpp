@@ -91,6 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a)
       .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "accumulate"_a, "sum_sq"_a,
            "found_inf"_a, Unlocked())
+      .def("came_elsewhere_", &BoundParams::came_elsewhere_, "i"_a, "squares"_a, "sum_sq"_a, Unlocked())
       .def(
           "take_tiles_with",
           [](BoundParams& bound, py::function take) { bound.take_tiles_with(without_lock(std::move(take))); }, "take"_a)
@@ -122,5 +123,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            "found_inf"_a, "stochastic_rounding"_a, "seed"_a);
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
-      .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked());
+      .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())
+      .def("is_captured", &TileRoute::is_captured);
 }

@@ -36,16 +36,6 @@ at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const Opti
   return at::addmm(*bias, input.view({-1, input.size(-1)}), weight).view(with_last(input.sizes(), weight.size(1)));
 }
 
-// Whether torch.autograd.grad wants the gradient itself, for which nothing is accumulated anywhere.
-bool is_captured(const at::Tensor& param) {
-  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr || wanted->empty()) return false;
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
-  if (!accumulator) return false;
-  const auto found = wanted->find(&*accumulator);
-  return found != wanted->end() && found->second.captures_ != nullptr;
-}
-
 class TileLinear : public torch::autograd::Function<TileLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
@@ -87,7 +77,7 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
     if (context->needs_input_grad(1)) {
       const auto& [left, right] = route->transposed ? std::tie(input_rows, grad_rows) : std::tie(grad_rows, input_rows);
       const std::shared_ptr<BoundParams> bound = route->bound.lock();
-      const bool takes = bound != nullptr && !is_captured(bound->param(route->i));
+      const bool takes = bound != nullptr && !route->is_captured();
       if (!takes || !bound->receive_tiles(route->i, left, right)) found[1] = at::mm(left.t(), right);
     }
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
@@ -104,6 +94,16 @@ bool is_plain(const at::Tensor& input) {
 }
 
 }  // namespace
+
+bool TileRoute::is_captured() const {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  const std::shared_ptr<BoundParams> owner = bound.lock();
+  if (owner == nullptr || wanted == nullptr || wanted->empty()) return false;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(owner->param(i));
+  if (!accumulator) return false;
+  const auto found = wanted->find(&*accumulator);
+  return found != wanted->end() && found->second.captures_ != nullptr;
+}
 
 at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,
                        const OptionalTensor& bias) {

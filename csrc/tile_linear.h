@@ -17,6 +17,10 @@ struct TileRoute : torch::CustomClassHolder {
   TileRoute(std::weak_ptr<BoundParams> bound, size_t i, bool transposed)
       : bound(std::move(bound)), i(i), transposed(transposed) {}
 
+  // Whether, in the backward pass that this thread runs, torch.autograd.grad wants the gradient itself, for which
+  // nothing is accumulated anywhere.
+  bool is_captured() const;
+
   std::weak_ptr<BoundParams> bound;
   size_t i;
   bool transposed;  // the weight is [in, out], as in transformers' Conv1D

@@ -23,14 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sparse_opt.optim.tile_backward import Route, route_of
+
 from .encoding import TokenBatch
 from .models import has_compiled_layers, skip_padding_masks
 from .output_layer import hidden_states, plain_head
 
 # Logits alive at once: 2^24 elements are 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
-# Narrower slices would read the hidden states more often than the products cost.
-_LEAST_WORDS = 2048
+# Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow ones leave a GPU idle. Of this many
+# words a slice takes 32 KiB in fp32 for each token, a hundredth of what a Llama-3.2-3B's layers keep for it.
+_LEAST_WORDS = 8192
 
 
 def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -75,7 +78,7 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
         inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
     head = plain_head(model)
     fused = has_compiled_layers(model)
-    weight_grad = None if head is None else _WeightGrad.of(head.weight, fused=fused)
+    weight_grad = None if head is None else _WeightGrad.of(head.weight, route_of(head), fused=fused)
     hidden = None if head is None else hidden_states(model, head, inputs)
     rows: Tensor | None = None
     if head is None or hidden is None:
@@ -201,7 +204,7 @@ def linear_logprobs(
     Raises:
         ValueError: the dtypes of hidden and weight differ.
     """
-    return _linear_logprobs(hidden, weight, labels, temperature, _WeightGrad.of(weight, fused=fused), fused=fused)
+    return _linear_logprobs(hidden, weight, labels, temperature, _WeightGrad.of(weight, None, fused=fused), fused=fused)
 
 
 def _linear_logprobs(
@@ -233,17 +236,18 @@ class _WeightGrad:
     Autograd runs the youngest of the nodes that are ready. The node made here, before the model's forward pass, is
     older than all of the model's, so it runs when they are done and their activations freed: the gradient, 0.73 GiB for
     128k words of 3072, never stands beside them. With tied embeddings it meets the embedding's there, and the sum
-    arrives at the parameter once.
+    arrives at the parameter once. Where an optimizer takes the weight's active tiles alone, no more than these are made
+    of it, slice by slice into the optimizer's buffer.
     """
 
-    def __init__(self, weight: Tensor, *, fused: bool):
-        self.fused = fused
+    def __init__(self, weight: Tensor, route: Route | None, *, fused: bool):
+        self.route, self.fused = route, fused
         self.work: tuple[Tensor, Tensor, Tensor, Tensor, float] | None = None
         self.token: Tensor = _WeightGradNode.apply(weight, self)
 
     @classmethod
-    def of(cls, weight: Tensor, *, fused: bool) -> _WeightGrad | None:
-        return cls(weight, fused=fused) if weight.requires_grad and torch.is_grad_enabled() else None
+    def of(cls, weight: Tensor, route: Route | None, *, fused: bool) -> _WeightGrad | None:
+        return cls(weight, route, fused=fused) if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 class _WeightGradNode(torch.autograd.Function):
@@ -255,22 +259,28 @@ class _WeightGradNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor | None, None]:
         (weight,) = ctx.saved_tensors
         owner = ctx.owner()
         (hidden, labels, log_norm, grad_selected, temperature), owner.work = owner.work, None
-        grad_weight = torch.empty_like(weight)
-        for words in _word_slices(len(hidden), len(weight)):
+
+        def grad_logits(words: slice) -> Tensor:
             logits = hidden @ weight[words].T
             if owner.fused:
                 local, factor = labels[:, None] - words.start, (grad_selected / temperature)[:, None]
-                grad_logits = _compiled(_fused_grad_logits)(
+                return _compiled(_fused_grad_logits)(
                     logits, local, log_norm[:, None], factor, factor.new_full((), temperature)
                 )
-            else:
-                grad_logits = _grad_logits(logits, labels, log_norm, grad_selected, temperature, words.start)
-                grad_logits = grad_logits.to(weight.dtype)
-            torch.mm(grad_logits.T, hidden, out=grad_weight[words])
+            found = _grad_logits(logits, labels, log_norm, grad_selected, temperature, words.start)
+            return found.to(weight.dtype)
+
+        slices = _word_slices(len(hidden), len(weight))
+        parts = ((words.start, grad_logits(words)) for words in slices)
+        if owner.route is not None and owner.route.take_rows(parts, hidden):
+            return None, None
+        grad_weight = torch.empty_like(weight)
+        for words in slices:
+            torch.mm(grad_logits(words).T, hidden, out=grad_weight[words])
         return grad_weight, None
 
 
@@ -294,12 +304,15 @@ class _LinearLogprobs(torch.autograd.Function):
         for words in _word_slices(len(hidden), len(weight)):
             logits = hidden @ weight[words].T
             if fused:
-                terms, top, own, others, shrink = _compiled(_fold)(
-                    logits, labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
-                )
-                if mixed is not None:
+                found = logits, labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
+                if mixed is None:
+                    top, own, others = _compiled(_fold_sums)(*found)
+                else:
+                    terms, top, own, others, shrink = _compiled(_fold)(*found)
                     mixed.mul_(shrink)
                     _addmm_(mixed, terms, weight[words])
+                    del terms
+                del found, logits  # not beside the next slice's
                 continue
             local, inside = _positions(labels, words.start, logits.shape[1])
             own = torch.where(inside, logits.gather(1, local), own)
@@ -317,6 +330,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if mixed is not None:
                 mixed.mul_(shrink)
                 _addmm_(mixed, exponentials.to(weight.dtype), weight[words])
+            del exponentials  # not beside the next slice's
         exponent = own.sub_(top).div_(temperature)
         total = exponent.exp() + others
         log_total = total.log()
@@ -368,6 +382,11 @@ def _fold(
     shrink = ((before - top) / temperature).exp()
     others = others * shrink + exponentials.sum(dim=1, keepdim=True)
     return exponentials.to(logits.dtype), top, own, others, shrink
+
+
+def _fold_sums(*found: Tensor) -> tuple[Tensor, ...]:
+    """top, own and others of `_fold`, for a forward pass without gradient."""
+    return _fold(*found)[1:4]
 
 
 def _fused_grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: Tensor, temperature: Tensor) -> Tensor:

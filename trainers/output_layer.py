@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparse_opt.optim.tile_backward import has_plain_forward
+
 from .models import skip_padding_masks
 
 logger = logging.getLogger(__name__)
 
 # Models that were seen to do something to their output layer's product, with what they were like (`_state`).
+_taking_out = threading.Lock()
 _REFUSED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -37,7 +40,7 @@ def plain_head(model: nn.Module) -> nn.Linear | None:
     if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter:
         return None
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(head) or torch.is_autocast_enabled(head.weight.device.type):
+    if any(hooks) or not has_plain_forward(head) or torch.is_autocast_enabled(head.weight.device.type):
         return None
     if model in _REFUSED and _REFUSED[model] == _state(model, head):
         return None
@@ -91,18 +94,27 @@ def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
 
     def forward(input: Tensor) -> Tensor:
         if threading.get_ident() != owner:
-            return type(head).forward(head, input)
+            output: Tensor = type(head).forward(head, input) if own is None else own(input)
+            return output
         stand_in = _StandIn.of_product(input, head.weight)
         seen.append((input, stand_in))
         return stand_in
 
-    if vars(head).setdefault("forward", forward) is not forward:  # looks and sets in one step
+    with _taking_out:
+        own = vars(head).get("forward")
+        if has_plain_forward(head):
+            head.forward = forward  # type: ignore[method-assign]
+    if vars(head).get("forward") is not forward:
         yield None
         return
     try:
         yield seen
     finally:
-        del head.forward
+        with _taking_out:
+            if own is None:
+                del head.forward
+            else:
+                head.forward = own  # type: ignore[method-assign]
 
 
 class _LogitsAreUsedError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,23 @@ class Tiles:
     starts: list[int]  # of each parameter; equal to its end for one that has none here
     ends: list[int]
     tile_size: int
+    _first_rows: dict[int, list[int]] = field(default_factory=dict)
+
+    def of_rows(self, i: int, begin: int, end: int) -> Tensor:
+        """The tiles of parameter i's rows [begin, end) as the table of a matrix of these rows alone.
+
+        Raises:
+            ValueError: a tile lies on both sides of the first row.
+        """
+        if begin % self.tile_size:
+            raise ValueError(f"rows from {begin} on: wanted a multiple of the tile size, {self.tile_size}")
+        table = self.table[self.starts[i] : self.ends[i]]
+        if i not in self._first_rows:  # on the host, where slices are cut; waits for the device this once
+            self._first_rows[i] = table[:, 0].tolist()
+        first_rows = self._first_rows[i]
+        part = table[bisect_left(first_rows, begin) : bisect_left(first_rows, end)].clone()
+        part[:, 0] -= begin
+        return part
 
 
 @dataclass(eq=False)
@@ -66,6 +84,15 @@ class Bucket(Segments):
     def mark_tiles(self, i: int) -> None:
         """Parameter i's gradient has come by tiles; its hook will be called without one. A native object knows."""
         self._came_by_tiles.add(i)
+
+    def mark_rows(self, i: int, squares: Tensor) -> None:
+        """Parameter i's gradient has come by tiles, in calls for a part of its rows; `squares`, [1], is their sum."""
+        if self.native is not None:
+            self.native.came_elsewhere_(i, squares, self.sum_sq)
+            return
+        self.sum_sq[i : i + 1] = squares
+        self.mark_tiles(i)
+        self.mark_received(i)
 
     def came_by_tiles(self, i: int) -> bool:
         """Whether a gradient of parameter i has come by tiles since `drop_gradients`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +110,37 @@ def tiles_(bucket: Bucket, i: int, left: Tensor, right: Tensor, found_inf: Tenso
         )
         bucket.mark_tiles(i)
     bucket.mark_received(i)
+
+
+def tile_rows_(
+    bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor, found_inf: Tensor | None
+) -> None:
+    """`tiles_` where left [tokens, rows] comes in parts of consecutive columns: (the part's first row, its columns).
+
+    Together they are all rows. Only one part need be alive at a time.
+    """
+    assert bucket.grad is not None and bucket.tiles is not None
+    bucket.finish_gradients()
+    accumulate = bucket.received[i]
+    squares = []
+    for first_row, left in parts:
+        tiles = bucket.tiles.of_rows(i, first_row, first_row + left.shape[1])
+        squares.append(torch.zeros_like(bucket.sum_sq[:1]))
+        bucket.ops.tile_weight_grad_(
+            bucket.grad,
+            [left.contiguous()],
+            [right.contiguous()],
+            tiles,
+            [0],
+            [len(tiles)],
+            tile_size=bucket.tiles.tile_size,
+            scale=None,
+            accumulate=accumulate,
+            sum_sq=squares[-1],
+            found_inf=found_inf,
+        )
+        del left  # not beside the next one
+    bucket.mark_rows(i, torch.cat(squares).sum(0, keepdim=True))
 
 
 def gather_all_(bucket: Bucket) -> None:

@@ -289,11 +289,22 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
         """The gradient of parameter i is left^T @ right: keep its active tiles. False if they are not ours to keep."""
-        if not self._handles or all(b is not bucket for b in self._buckets):
+        if not self._takes_tiles(bucket):
             return False
         self._refuse_gradient(bucket, i)
         gradients.tiles_(bucket, i, left.detach(), right.detach(), self._begin_gradient(bucket))
         return True
+
+    def _receive_tile_rows(self, bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
+        """`_receive_tiles` of a left operand in parts, none of which is asked for if the answer is False."""
+        if not self._takes_tiles(bucket):
+            return False
+        self._refuse_gradient(bucket, i)
+        gradients.tile_rows_(bucket, i, parts, right.detach(), self._begin_gradient(bucket))
+        return True
+
+    def _takes_tiles(self, bucket: Bucket) -> bool:
+        return bool(self._handles) and any(b is bucket for b in self._buckets)
 
     def _refuse_gradient(self, bucket: Bucket, i: int) -> None:
         if self._inside_base:

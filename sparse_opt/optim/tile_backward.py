@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,27 @@ class Route:
             return False
         return optimizer._receive_tiles(bucket, self._i, left, right)
 
+    def take_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
+        """`take` for a left operand, [tokens, rows], that never stands whole, as a large vocabulary's logits.
+
+        To be called in a backward pass, with what the layer's own would be called with.
+
+        Args:
+            parts: (first row, [tokens, rows from it on]), together all rows. First rows are multiples of the mask's
+                tile size. A part may be let go when the next one is asked for.
+            right: [tokens, columns].
+
+        Returns:
+            False, and no part was asked for, where the gradient is to be a dense one: the optimizer does not take it
+            any more, others' hooks want it, or `torch.autograd.grad` does.
+        """
+        optimizer, bucket = self._optimizer(), self._bucket()
+        if optimizer is None or bucket is None or _has_others_hooks(self.weight):
+            return False
+        if self.native is not None and self.native.is_captured():
+            return False
+        return optimizer._receive_tile_rows(bucket, self._i, parts, right)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
@@ -77,12 +99,22 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     bias = self._parameters["bias"]
     if torch.compiler.is_compiling():
         return _by_op(route, input, weight, bias)
-    # Hooks of others than the optimizer want the dense gradient.
-    if weight._backward_hooks or len(weight._post_accumulate_grad_hooks) != 1:
+    if _has_others_hooks(weight):
         return type(self).forward(self, input)
     if route.native is not None:
         return route.native.linear(input, weight, bias)
     return _by_op(route, input, weight, bias) if route.leads_somewhere() else type(self).forward(self, input)
+
+
+def _has_others_hooks(weight: Parameter) -> bool:
+    """Whether hooks of others than the optimizer want the dense gradient."""
+    return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks) != 1
+
+
+def route_of(module: nn.Module) -> Route | None:
+    """Where the gradient of a layer's weight goes tile by tile, for code that takes the weight out of the layer."""
+    route: Route | None = getattr(module, "_tile_route", None)
+    return route if route is not None and module._parameters["weight"] is route.weight else None
 
 
 def has_plain_forward(module: nn.Module) -> bool:

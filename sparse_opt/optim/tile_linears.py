@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ PAYS_BELOW = {64: 0.3, 128: 0.4}
 
 @dataclass(eq=False)
 class Linear:
-    """A layer and its weight, which nothing else in the model has."""
+    """A layer, the only one of its kind that has its weight."""
 
     module: nn.Module
     transposed: bool  # the weight is [in, out]
@@ -39,22 +39,18 @@ def find(model: nn.Module) -> tuple[dict[Parameter, Linear], dict[Parameter, str
     """The weights of linear layers that can take tiles, and why other parameters of the model can't.
 
     The layers are `torch.nn.Linear` and transformers' `Conv1D` themselves, not subclasses, with the forward of their
-    class. The model's output embedding keeps its dense gradient: training code takes its weight out of the layer.
+    class. A weight may be tied to embeddings; what comes from those stays dense, and is added.
     """
     owners: dict[Parameter, list[tuple[str, nn.Module]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
                 owners.setdefault(param, []).append((name, module))
-    heads: list[nn.Module | None] = [
-        cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(type(m), "get_output_embeddings")
-    ]
     linears, why = {}, {}
     for param, found in owners.items():
-        name, module = found[0]
-        reason = "it is tied: more than one module has it" if len(found) > 1 else _why_not(name, param, module)
-        if not reason and any(module is head for head in heads):
-            reason = "it is the output embedding's"
+        layers = [(name, module) for name, module in found if type(module) is not nn.Embedding] or found
+        name, module = layers[0]
+        reason = "it is tied: more than one layer has it" if len(layers) > 1 else _why_not(name, param, module)
         if reason:
             why[param] = reason
         else:

@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 import os
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -233,6 +235,68 @@ def test_waiting_tiles_give_the_same_bits(device, native):
         found.append((tiles.clip_grad_norm_(1.0), *(g for g in grads if g is not None)))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_backward_passes_of_two_threads_add_up_with_tiles(device, native):
+    """Of two gradients the sum does not depend on which comes first.
+
+    Dense ones are another matter: torch accumulates in `.grad` while another thread's hook may be taking it away.
+    """
+
+    def without_biases(device):
+        return nn.Sequential(*(nn.Linear(a, a, bias=False) for a in (SIZES[0],) * 3)).to(device)
+
+    model, tiles, _, _ = pair(device, without_biases)
+    tiles._buckets[0].native.set_waiting(10**9, 10**12)
+    x = [batch(device, seed) for seed in range(2)]
+    for each in x:
+        loss_of(model, each).backward()
+    expected = [g.clone() for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            tiles.zero_grad()
+            start = threading.Barrier(2)
+
+            def run(each, start=start):
+                loss = loss_of(model, each)
+                start.wait()
+                loss.backward()
+
+            list(pool.map(run, x))
+            found = [g for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_tiles_of_layers_on_several_streams(native):
+    """Few tiles and many tokens: each launch splits its tokens, and the parts meet in counters of all launches."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(256, 256, bias=False, device=device) for _ in range(6))
+    mask = MaskSet.random(layers, density=0.1, pattern="tile64", seed=1)
+    optimizer = SparseSGD(layers, mask, lr=1e-2, tile_backward=True)
+    optimizer._buckets[0].native.set_waiting(1, 10**12)
+    x = torch.randn(20000, 256, device=device, requires_grad=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+
+    def gradients(spread):
+        optimizer.zero_grad()
+        losses = []
+        here = torch.cuda.current_stream()
+        for i, layer in enumerate(layers):
+            stream = streams[i % 3] if spread else here
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                losses.append(layer(x).square().mean())
+        for stream in streams:
+            here.wait_stream(stream)
+        torch.stack(losses).sum().backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        return [norm.clone(), *(optimizer.compact_grad(p).clone() for p in layers.parameters())]
+
+    expected = gradients(spread=False)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(spread=True), expected, strict=True))
 
 
 class _FailsBackward(torch.autograd.Function):
@@ -545,7 +609,7 @@ def test_who_takes_tiles(device):
         return _Mixed().to(device)
 
     model, tiles, twin, dense = pair(device, mixed, density=0.6)
-    assert tiles.tiled_parameters == ("plain.weight",)
+    assert tiles.tiled_parameters == ("plain.weight", "head.weight")
     tokens = torch.arange(100, device=device).view(5, 20)
     for m in (model, twin):
         m(tokens).square().mean().backward()
@@ -557,7 +621,7 @@ def test_who_takes_tiles(device):
         return model
 
     model, tiles, twin, dense = pair(device, tied, density=0.6)
-    assert tiles.tiled_parameters == ("plain.weight",)
+    assert tiles.tiled_parameters == ("embedding.weight", "plain.weight")
     for m in (model, twin):
         m(tokens).square().mean().backward()
     assert_same_gradients(tiles, dense)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 
 import pytest
@@ -59,7 +60,24 @@ def pair(model, density=0.4, **options):
 
 
 def test_hundred_tile_steps_of_a_language_model_err_as_little_as_dense_ones(model):
-    """Both runs against one in fp64: the error of tiles is at most twice that of the dense path."""
+    """Both runs against one in fp64: the error of tiles is at most twice that of the dense path.
+
+    Errors of rounding grow by a factor that training and chance give them, from start to start several times as large:
+    geometric means over three starts are compared.
+    """
+    errors = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if seed and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        errors.append(_errors_of_a_hundred_steps(copy.deepcopy(model)))
+    ours, theirs = (math.prod(column) ** (1 / len(errors)) for column in zip(*errors, strict=True))
+    assert 0 < ours <= 2 * theirs
+
+
+def _errors_of_a_hundred_steps(model):
+    """Distances of a run by tiles and of one by dense gradients from one in fp64."""
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model)
     mask = MaskSet.random(model, density=0.4, pattern="tile64", seed=1)
     reference = torch.optim.AdamW(exact.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
@@ -69,7 +87,8 @@ def test_hundred_tile_steps_of_a_language_model_err_as_little_as_dense_ones(mode
     ]
     names = optimizers[0].tiled_parameters
     kinds = {type(model.get_submodule(name.removesuffix(".weight"))).__name__ for name in names}
-    assert kinds == ({"Conv1D"} if "gpt2" in type(model).__name__.lower() else {"Linear"}) and len(names) >= 4
+    assert kinds == ({"Conv1D", "Embedding"} if "gpt2" in type(model).__name__.lower() else {"Linear"})
+    assert len(names) >= 5
     start = [p.detach().clone() for p in exact.parameters()]
     active = {name: mask.bool(name) for name in mask.names}
     for step in range(100):
@@ -89,8 +108,8 @@ def test_hundred_tile_steps_of_a_language_model_err_as_little_as_dense_ones(mode
 
     params = list(exact.parameters())
     ours, theirs = distance(model.parameters(), params), distance(twin.parameters(), params)
-    assert 0 < ours <= 2 * theirs
     assert theirs < 1e-3 * distance(params, start)  # the runs have gone somewhere, together
+    return ours, theirs
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
@@ -110,12 +129,17 @@ def test_tiles_under_transformers_checkpointing(model, reentrant):
 
 def test_tiles_with_tied_embeddings(tiny_llama):
     model = tiny_llama(num_hidden_layers=1, tie_word_embeddings=True, **SIZES)
-    tiles, twin, dense = pair(model)
-    assert not any("embed" in name or "head" in name for name in tiles.tiled_parameters)
-    for m in (model, twin):
-        loss_of(m, batch()).backward()
-    assert tiles.compact_grad(model.lm_head.weight) is not None
-    assert_same_gradients(tiles, dense, rtol=48 * EPS32)
+    """The output layer's part comes by tiles, the embedding's is dense, and they add up."""
+    tiles, twin, dense = pair(model, max_grad_norm=1e-3)
+    assert "model.embed_tokens.weight" in tiles.tiled_parameters
+    for seed in range(2):
+        for m in (model, twin):
+            loss_of(m, batch(seed)).backward()
+        # A sum of 48 products and of the embedding's 48 rows, in each of two passes.
+        assert_same_gradients(tiles, dense, rtol=4 * 48 * EPS32)
+    for optimizer in (tiles, dense):
+        optimizer.step()
+    torch.testing.assert_close(tiles.grad_norm, dense.grad_norm, rtol=4 * 48 * EPS32, atol=0)
 
 
 def test_tiles_under_autocast(model):

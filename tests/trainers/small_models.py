@@ -39,7 +39,7 @@ def small(config_class, **changes):
     sizes = {"vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     if config_class not in (GPT2Config, GPTJConfig):
         sizes |= {"intermediate_size": 48, "num_key_value_heads": 2}
-    config = config_class(**sizes, pad_token_id=0, bos_token_id=None, eos_token_id=1, **changes)
+    config = config_class(**sizes | changes, pad_token_id=0, bos_token_id=None, eos_token_id=1)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
