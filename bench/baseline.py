@@ -43,8 +43,9 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.errors import ConfigError
+from sparse_opt.mask_finding import select_names
 from sparse_opt.mask_patterns import PATTERNS
 from sparse_opt.trainers.adapters import require_shira_rank, shira_rank
 
@@ -76,6 +77,7 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse --plot dpo.png
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
+  sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
   sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
@@ -131,6 +133,7 @@ def _parser() -> CommandParser:
     what.add_argument(
         "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
     )
+    add_tensor_choice(parser.add_argument_group("whose weights random masks take"))
     what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
     what.add_argument(
         "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
@@ -190,6 +193,8 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"--mask {args.mask}: no such file"
     if args.mask is not None and args.pattern is not None:
         return f"--pattern {args.pattern} is of a random mask, and --mask {args.mask} has its own: leave one out"
+    if args.mask is not None and "tiles" not in args.modes and (args.include or args.exclude or args.mlp_only):
+        return f"--include, --exclude and --mlp_only choose for random masks, and --mask {args.mask} is no such"
     if args.work_dir is not None and not args.work_dir.is_dir():
         return f"--work_dir {args.work_dir}: no such folder"
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -251,7 +256,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
                 "seed",
                 "dataset",
             ),
-            *("density", "pattern", "tile_pattern"),
+            *("density", "pattern", "tile_pattern", "include", "exclude", "mlp_only"),
         )
     }
     report = {
@@ -297,7 +302,12 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
 
 
 def _random_mask(model: nn.Module, args: argparse.Namespace, pattern: str) -> MaskSet:
-    mask = MaskSet.random(model, density=args.density, pattern=pattern, seed=args.seed)
+    parameters = dict(model.named_parameters())
+    names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
+    if not names:
+        raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
+    chosen = {name: parameters[name] for name in names}
+    mask = MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
     if not mask.nnz:
         raise ConfigError(f"--density {args.density:g} of matrices this small is no {pattern} unit")
     return mask

@@ -181,6 +181,10 @@ def heading(report: dict[str, Any]) -> str:
     share = "" if mask is None or "sparse" not in settings["modes"] else _share(report, mask, "sparse")
     if "tiles" in settings["modes"]:
         share += _share(report, report["tile_mask"], "tiles")
+    for choice in ("include", "exclude"):
+        if settings.get(choice):
+            share += f", random masks {choice} {' '.join(settings[choice])}"
+    share += ", random masks of feed-forward blocks alone" if settings.get("mlp_only") else ""
     rank = f", LoRA of rank {settings['lora_rank']}" if "lora" in settings["modes"] else ""
     rank += f", SHiRA of rank {settings['shira_rank']}" if "shira" in settings["modes"] else ""
     name = machine.get("gpu", {}).get("name", machine["cpu"])

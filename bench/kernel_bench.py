@@ -73,7 +73,7 @@ class KernelBench:
     device: torch.device
     backends: Sequence[str]
     densities: Sequence[float] = (0.025, 0.1)
-    patterns: Sequence[str] = ("run16", "run32", "tile64")
+    patterns: Sequence[str] = ("run16", "run32", "tile64", "tile128")
     pattern_density: float = 0.025
     delta_numel: int = 2**30
     delta_densities: Sequence[float] = (0.01, 0.025, 0.1)

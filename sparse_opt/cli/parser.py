@@ -56,7 +56,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout instead of text")
 
 
-def add_tensor_choice(parser: argparse.ArgumentParser) -> None:
+def add_tensor_choice(parser: argparse._ActionsContainer) -> None:
     """`--include`, `--exclude`, `--mlp_only`: the arguments of `mask_finding.select_names`."""
     for flag, text in (("--include", "only tensors whose name matches one of these"), ("--exclude", "none of these")):
         parser.add_argument(flag, nargs="+", action="extend", metavar="PATTERN", help=f"{text}, such as '*.layers.3.*'")

@@ -98,9 +98,9 @@ def test_grpo_with_a_picture(tmp_path, bench):
     assert code == 0, err
     report = json.loads((tmp_path / "baseline.json").read_text())
     assert [row["mode"] for row in report["rows"]] == ["tiles", "dense"]
-    # Of each layer gate, up and down, one tile of 32 each; 2.5 % of the others is no tile.
-    assert [row["n_tiled"] for row in report["rows"]] == [2 * 3, 0]
-    assert "active in tile64 in mode tiles (6 weight gradients by tiles); 1 prompt(s)" in out
+    # Of each layer gate, up and down, one tile of 32 each, and the output layer; 2.5 % of the others is no tile.
+    assert [row["n_tiled"] for row in report["rows"]] == [1 + 2 * 3, 0]
+    assert "active in tile64 in mode tiles (7 weight gradients by tiles); 1 prompt(s)" in out
     assert report["mask"] is None
     assert report["tile_mask"]["nnz"] == report["rows"][0]["n_trained"]
     for row in report["rows"]:
@@ -133,6 +133,8 @@ def test_grpo_with_a_picture(tmp_path, bench):
             ["dpo", "--small", "--modes", "tiles", "--density", 0.001],
             "--density 0.001 of matrices this small is no tile64 unit",
         ),
+        (["dpo", "--small", "--mask", __file__, "--modes", "sparse", "--exclude", "*norm*"], "is no such"),
+        (["dpo", "--small", "--exclude", "*"], "no tensor of the model is chosen by include, exclude and mlp_only"),
         (["dpo", "--small", "--model_name", "x"], "--small makes a model of its own"),
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl wants a model"),
         (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
@@ -222,6 +224,21 @@ def test_each_mode_has_its_mask(tmp_path, monkeypatch, bench, words, patterns):
         "tile_pattern": given.get("--tile_pattern", "tile64"),
         "batch_size": 4,
     }
+
+
+def test_random_masks_of_chosen_tensors(tmp_path, bench):
+    options = ("--modes", "sparse,tiles", "--density", 0.2, "--n_steps", 2, "--n_warmup", 0, "--sequence_length", 16)
+    found = {}
+    for words in ((), ("--exclude", "*norm*")):
+        code, out, err = bench("dpo", "--small", *options, *words)
+        assert code == 0, err
+        report = json.loads((tmp_path / "baseline.json").read_text())
+        found[words] = report["mask"]["nnz"], report["tile_mask"]["nnz"]
+        assert report["settings"]["exclude"] == (list(words[1:]) or None)
+        assert ("random masks exclude *norm*" in out) == bool(words)
+    # Five norms of 256 elements have a fifth of them, or one of their four runs of 64.
+    with_norms, without = found.values()
+    assert with_norms[0] - without[0] == 5 * 51 and with_norms[1] - without[1] == 5 * 64
 
 
 def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch, bench):
