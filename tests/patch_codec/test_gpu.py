@@ -357,10 +357,13 @@ def test_tensors_on_another_device(gpu, level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_memory_for_the_records(gpu, level):
     """The scratch fits and the records do not: a torch error, the tensors as they were, and the next call is sound."""
+    # What other tests have left would be room for the records, and so would the rest of a large cached block that a
+    # tensor was cut from.
+    gc.collect()
+    torch.cuda.empty_cache()
     source = torch.Generator(gpu).manual_seed(26)
     old = torch.randint(-(2**15), 2**15, (2**28,), dtype=torch.int16, device=gpu, generator=source)
     new = torch.randint(-(2**15), 2**15, (2**28,), dtype=torch.int16, device=gpu, generator=source)
-    gc.collect()  # what other tests have left would be room for the records
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(gpu).total_memory
     held = torch.cuda.memory_reserved(gpu)
