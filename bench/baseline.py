@@ -13,15 +13,16 @@ elements); a run prints what it measured beside it:
 | bf16 weights | 2 x 3.21 G | 5.98 |
 | indices; two fp32 moments; bf16 gradients; base weights | (4 + 8 + 2 + 2) x 80.3 M | 1.20 |
 | activations that the backward pass reads | 28 layers x 135 MB | 3.52 |
-| a slice of logits in fp32, with two bf16 copies | (4 + 2 x 2) x 2^24 | 0.13 |
+| a slice of logits in fp32, with a bf16 copy | (4 + 2) x 2^24 | 0.09 |
 
 The activations are counted from what autograd saves, for 1024 tokens of a layer: per norm an fp32 copy of its input,
 its bf16 cast and its output (2 x 25 MB); q, k, v and the attention's output (17 MB); gate, its activation, up and
 their product (67 MB). Not in the peak, though a plain step has them there: the logits, their gradient and fp32 copies,
 which are made in slices; the output layer's weight gradient, 0.73 GiB, which is made when the activations are gone;
 copies of keys and values for each query head, as attention goes without a mask (`trainers.logprobs`,
-`trainers.models`). With activation checkpointing the peak is at the end of the backward pass, where the tied
-embedding's two gradients of 0.73 GiB meet. Compact gradients in fp32 would add 0.15 GiB; they are bf16 as the dense
+`trainers.models`). Without the norms' vectors in the mask (`--exclude '*norm*'`) the bf16 casts, 6.3 MB each, are not
+kept. With activation checkpointing the peak is at the end of the backward pass, where the tied embedding's two
+gradients of 0.73 GiB meet; by tiles there is one. Compact gradients in fp32 would add 0.15 GiB; they are bf16 as the dense
 ones they are taken from.
 """
 
