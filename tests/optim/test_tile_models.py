@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 
 import pytest
 import torch
@@ -15,11 +14,7 @@ from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 EPS32 = torch.finfo(torch.float32).eps
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
 
-
-@pytest.fixture(autouse=True)
-def not_under_the_interpreter():
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("takes minutes under Triton's interpreter")
+pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
 
 
 def gpt2():
