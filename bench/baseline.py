@@ -22,8 +22,8 @@ which are made in slices; the output layer's weight gradient, 0.73 GiB, which is
 copies of keys and values for each query head, as attention goes without a mask (`trainers.logprobs`,
 `trainers.models`). Without the norms' vectors in the mask (`--exclude '*norm*'`) the bf16 casts, 6.3 MB each, are not
 kept. With activation checkpointing the peak is at the end of the backward pass, where the tied embedding's two
-gradients of 0.73 GiB meet; by tiles there is one. Compact gradients in fp32 would add 0.15 GiB; they are bf16 as the dense
-ones they are taken from.
+gradients of 0.73 GiB meet; by tiles there is one. Compact gradients in fp32 would add 0.15 GiB; they are bf16 as the
+dense ones they are taken from.
 """
 
 from __future__ import annotations

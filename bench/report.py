@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,3 +52,18 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_w
     """The same as a Markdown table; the first ``n_words`` columns flush left, the others flush right."""
     rule = ["---" if i < n_words else "---:" for i in range(len(headers))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(headers), rule, *map(list, rows)])
+
+
+def kernel_report(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    """What `kernels` or `gpu_check` wrote, for a figure of it; the call ends where it or matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("matplotlib is not installed, which draws the figure: pip install 'sparse-opt[plot]'")
+    if not path.is_file():
+        parser.error(f"results {path}: no such file")
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        parser.error(f"results {path}: not JSON: {error}")
+    if "kernels" not in report:
+        parser.error(f"results {path}: they hold {', '.join(report)}, wanted 'kernels'")
+    return report

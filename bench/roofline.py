@@ -7,8 +7,6 @@ the only roof, and bytes are the axis that tells the rows apart. Weight gradient
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import targets
-from .report import why_unwritable
+from .report import kernel_report, why_unwritable
 
 MARKERS = {"cuda": "o", "triton": "s", "cpu": "D", "torch": "x"}
 
@@ -29,16 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--density", type=float, default=0.025, help="of the rows to show (%(default)s)")
     args = parser.parse_args(argv)
     output = args.output or args.results.with_name("roofline.png")
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("matplotlib is not installed, which draws the figure: pip install 'sparse-opt[plot]'")
-    if not args.results.is_file():
-        parser.error(f"results {args.results}: no such file")
-    try:
-        report = json.loads(args.results.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        parser.error(f"results {args.results}: not JSON: {error}")
-    if "kernels" not in report:
-        parser.error(f"results {args.results}: they hold {', '.join(report)}, wanted 'kernels'")
+    report = kernel_report(parser, args.results)
     points = points_of(report["kernels"]["rows"], args.density)
     if not points:
         parser.error(f"results {args.results}: no row with bytes at density {args.density:g}")

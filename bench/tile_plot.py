@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import targets
-from .report import why_unwritable
+from .report import kernel_report, why_unwritable
 from .tile_gradients import TILE_PATTERNS
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -25,15 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="PNG (default: tile_gradients.png beside the results)")
     args = parser.parse_args(argv)
     output = args.output or args.results.with_name("tile_gradients.png")
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("matplotlib is not installed, which draws the figure: pip install 'sparse-opt[plot]'")
-    if not args.results.is_file():
-        parser.error(f"results {args.results}: no such file")
-    try:
-        report = json.loads(args.results.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        parser.error(f"results {args.results}: not JSON: {error}")
-    curves = curves_of(report.get("kernels", {}).get("rows", ()))
+    report = kernel_report(parser, args.results)
+    curves = curves_of(report["kernels"]["rows"])
     if not any(curves.values()):
         parser.error(f"results {args.results}: no row of weight gradients by tiles")
     if problem := why_unwritable(output):
