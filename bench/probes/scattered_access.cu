@@ -111,7 +111,7 @@ void row(uint4* memory, double share, unsigned* sink) {
                                    units.begin(), Chosen{static_cast<uint32_t>(share * 4294967295.0)});
   const int64_t n = end - units.begin();
   const int* list = thrust::raw_pointer_cast(units.data());
-  std::printf("%5d B  %4.0f %%  %8.0f %8.0f %12.0f %8.0f\n", 16 * Lanes, 100 * share,
+  std::printf("%5d B  %4.1f %%  %8.0f %8.0f %12.0f %8.0f\n", 16 * Lanes, 100 * share,
               gigabytes_per_second<Lanes, Access::kRead>(memory, list, n, sink),
               gigabytes_per_second<Lanes, Access::kWrite>(memory, list, n, sink),
               gigabytes_per_second<Lanes, Access::kReadWrite>(memory, list, n, sink),
@@ -127,7 +127,7 @@ int main() {
   check(cudaMalloc(&sink, sizeof(unsigned)));
   check(cudaMemset(memory, 1, kBytes));
   std::printf("   unit  share      read    write   read+write     part\n");
-  for (const double share : {0.15, 0.33, 0.56, 0.81, 1.0}) {
+  for (const double share : {0.025, 0.15, 0.33, 0.56, 0.81, 1.0}) {
     row<2>(memory, share, sink);
     row<4>(memory, share, sink);
     row<8>(memory, share, sink);

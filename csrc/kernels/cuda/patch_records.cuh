@@ -17,6 +17,10 @@ __device__ __forceinline__ void report_damage(const PatchArguments& args, int64_
   atomicMin(reinterpret_cast<unsigned long long*>(args.bad_tile), static_cast<unsigned long long>(number));
 }
 
+__device__ __forceinline__ uint32_t low_bits(int width) {
+  return width >= 32 ? 0xffffffffu : (1u << width) - 1u;
+}
+
 // launch(table, its number of tiles), with the new tensors and the old ones as companions; the old ones as both where
 // there are no others.
 template <typename Launch>
