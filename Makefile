@@ -38,7 +38,7 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test
 	$(PYTEST) tests/$*
 
 test-reference: $(VENV)/.test
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/test_logprobs_tiles.py
 
 test-triton: $(VENV)/.test
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "not test_runs or many_steps"

@@ -194,8 +194,9 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"--mask {args.mask}: no such file"
     if args.mask is not None and args.pattern is not None:
         return f"--pattern {args.pattern} is of a random mask, and --mask {args.mask} has its own: leave one out"
-    if args.mask is not None and "tiles" not in args.modes and (args.include or args.exclude or args.mlp_only):
-        return f"--include, --exclude and --mlp_only choose for random masks, and --mask {args.mask} is no such"
+    random = "tiles" in args.modes or ("sparse" in args.modes and args.mask is None)
+    if not random and (args.include or args.exclude or args.mlp_only):
+        return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
     if args.work_dir is not None and not args.work_dir.is_dir():
         return f"--work_dir {args.work_dir}: no such folder"
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -7,9 +7,11 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <limits>
 
 #ifdef SPARSE_OPT_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 #endif
 
 #include "native.h"
@@ -46,10 +48,14 @@ c10::Stream stream_of(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// A graph that is being captured may not wait for work outside of it.
-bool is_capturing([[maybe_unused]] at::Device device) {
+// Whether work on the stream is recorded in a graph, which may not wait for work outside of it, nor be waited for.
+bool is_captured([[maybe_unused]] c10::Stream stream) {
 #ifdef SPARSE_OPT_WITH_CUDA
-  if (device.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  if (stream.device_type() == at::kCUDA) {
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::CUDAStream(stream).stream(), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
 #endif
   return false;
 }
@@ -139,7 +145,7 @@ bool BoundParams::take_grads() {
 // slots, partial sums and counters in common. All that has been given to the other stream until now is waited for.
 void BoundParams::follow_last_pass() {
   const c10::Stream current = stream_of(indices_.device());
-  if (current == last_stream_ || is_capturing(current.device())) return;
+  if (current == last_stream_ || is_captured(current) || is_captured(last_stream_)) return;
   c10::Event done(current.device_type());
   done.record(last_stream_);
   done.block(current);
@@ -235,13 +241,22 @@ void BoundParams::tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor
   came_by_tiles_[i] = 1;
 }
 
-void BoundParams::came_elsewhere_(int64_t i, const at::Tensor& squares, const at::Tensor& sum_sq) {
+void BoundParams::add_values_(int64_t i, const at::Tensor& values, const at::Tensor& out, const at::Tensor& sum_sq,
+                              const OptionalTensor& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const std::lock_guard lock(mutex_);
+  if (waits(i)) flush_locked();
   follow_last_pass();
-  begin_pass(i, Pass::kElsewhere);
-  (partial_sums_.defined() ? partial_sums_.narrow(0, first_partial_.at(i), 1) : sum_sq.narrow(0, i, 1)).copy_(squares);
-  received_.at(i) = true;
+  const at::Tensor slots = out.narrow(0, starts_.at(i), ends_[i] - starts_[i]);
+  slots.copy_(received_[i] ? slots.to(at::kFloat).add_(values) : values);
+  const at::Tensor stored = slots.to(at::kFloat);
+  begin_pass(i, Pass::kAdded);
+  (partial_sums_.defined() ? partial_sums_.narrow(0, first_partial_[i], 1) : sum_sq.narrow(0, i, 1))
+      .copy_(stored.square().sum());
+  if (found_inf.has_value()) {
+    found_inf->masked_fill_(stored.isfinite().all().logical_not_(), std::numeric_limits<double>::infinity());
+  }
+  received_[i] = true;
   came_by_tiles_[i] = 1;
 }
 
@@ -337,7 +352,12 @@ void BoundParams::flush_locked() {
   forget_pending();
   // The tensors are that stream's, and so is their memory.
   const c10::StreamGuard guard(pending_stream_);
-  tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
+  try {
+    tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
+  } catch (...) {  // what stands in the slots is of an earlier step
+    for (const Pending& p : list) received_[p.i] = pending_accumulates_;
+    throw;
+  }
 }
 
 void BoundParams::drop_pending() {

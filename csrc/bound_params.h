@@ -48,9 +48,10 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out, bool accumulate,
                   const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
 
-  // A gradient of parameter i has been written into its slots, or added to them, by other calls; `squares`, [1], is the
-  // sum of the squares that stand there now.
-  void came_elsewhere_(int64_t i, const at::Tensor& squares, const at::Tensor& sum_sq);
+  // Put a gradient of parameter i, fp32 [its slots], into its slots of `out`, or add it to what was received there;
+  // `sum_sq` stands when it does after gather_.
+  void add_values_(int64_t i, const at::Tensor& values, const at::Tensor& out, const at::Tensor& sum_sq,
+                   const std::optional<at::Tensor>& found_inf);
 
   // What a linear layer's backward function calls: tile_grad_ into the buffers of receive_into, but not at once. Few
   // tiles leave a GPU idle, so gradients wait for each other: until there are enough, until they hold too much memory,
@@ -99,7 +100,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
     at::Tensor left, right;
     uint32_t left_version, right_version;
   };
-  enum class Pass : uint8_t { kNone, kGather, kTiles, kElsewhere };
+  enum class Pass : uint8_t { kNone, kGather, kTiles, kAdded };
   void lay_out_partial_sums();
   void begin_pass(size_t i, Pass pass);
   void follow_last_pass();
@@ -135,7 +136,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   at::Tensor counters_;  // on a GPU: int, 0 between calls
   TakeTiles take_tiles_;
   std::vector<char> came_by_tiles_;
-  // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes.
+  // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes. The ops are
+  // called under it, so what sees them called (a dispatch mode) must not call back.
   std::mutex mutex_;
   std::vector<Pending> pending_;
   bool pending_accumulates_ = false;

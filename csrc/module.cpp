@@ -91,7 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a)
       .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "accumulate"_a, "sum_sq"_a,
            "found_inf"_a, Unlocked())
-      .def("came_elsewhere_", &BoundParams::came_elsewhere_, "i"_a, "squares"_a, "sum_sq"_a, Unlocked())
+      .def("add_values_", &BoundParams::add_values_, "i"_a, "values"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())
       .def(
           "take_tiles_with",
           [](BoundParams& bound, py::function take) { bound.take_tiles_with(without_lock(std::move(take))); }, "take"_a)
@@ -124,5 +124,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
       .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())
-      .def("is_captured", &TileRoute::is_captured);
+      .def("wanted", &TileRoute::wanted);
 }

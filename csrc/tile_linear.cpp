@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -77,7 +78,7 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
     if (context->needs_input_grad(1)) {
       const auto& [left, right] = route->transposed ? std::tie(input_rows, grad_rows) : std::tie(grad_rows, input_rows);
       const std::shared_ptr<BoundParams> bound = route->bound.lock();
-      const bool takes = bound != nullptr && !route->is_captured();
+      const bool takes = bound != nullptr && std::strcmp(route->wanted(), "returned") != 0;
       if (!takes || !bound->receive_tiles(route->i, left, right)) found[1] = at::mm(left.t(), right);
     }
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
@@ -95,14 +96,14 @@ bool is_plain(const at::Tensor& input) {
 
 }  // namespace
 
-bool TileRoute::is_captured() const {
-  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+const char* TileRoute::wanted() const {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   const std::shared_ptr<BoundParams> owner = bound.lock();
-  if (owner == nullptr || wanted == nullptr || wanted->empty()) return false;
+  if (owner == nullptr || executed == nullptr || executed->empty()) return "accumulated";
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(owner->param(i));
-  if (!accumulator) return false;
-  const auto found = wanted->find(&*accumulator);
-  return found != wanted->end() && found->second.captures_ != nullptr;
+  const auto found = accumulator ? executed->find(&*accumulator) : executed->end();
+  if (found == executed->end() || !found->second.should_execute()) return "nothing";
+  return found->second.captures_ != nullptr ? "returned" : "accumulated";
 }
 
 at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,

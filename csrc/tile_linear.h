@@ -17,9 +17,9 @@ struct TileRoute : torch::CustomClassHolder {
   TileRoute(std::weak_ptr<BoundParams> bound, size_t i, bool transposed)
       : bound(std::move(bound)), i(i), transposed(transposed) {}
 
-  // Whether, in the backward pass that this thread runs, torch.autograd.grad wants the gradient itself, for which
-  // nothing is accumulated anywhere.
-  bool is_captured() const;
+  // What the backward pass that this thread runs does with the weight's gradient: "accumulated", "returned" (by
+  // torch.autograd.grad, which accumulates nothing anywhere), or "nothing".
+  const char* wanted() const;
 
   std::weak_ptr<BoundParams> bound;
   size_t i;

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_opt.optim.tile_backward import has_plain_forward
+from sparse_opt.optim.tile_backward import has_plain_forward, install, route_of
 
 from .models import skip_padding_masks
 
 logger = logging.getLogger(__name__)
 
 # Models that were seen to do something to their output layer's product, with what they were like (`_state`).
-_taking_out = threading.Lock()
 _REFUSED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_taking_out = threading.Lock()  # around looking at a layer's forward and setting it
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
@@ -111,10 +111,10 @@ def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
         yield seen
     finally:
         with _taking_out:
-            if own is None:
+            if vars(head).get("forward") is forward:
                 del head.forward
-            else:
-                head.forward = own  # type: ignore[method-assign]
+                if (route := route_of(head)) is not None:  # as it is now: an optimizer may have been closed meanwhile
+                    install(head, route)
 
 
 class _LogitsAreUsedError(Exception):

@@ -49,12 +49,11 @@ class SparseAdamW(SparseOptimizer):
             no dense gradient of these is ever made. Forward pass and input gradients are the same to the bit. The
             layers get a `forward` of their own, which `detach` and `close` take back. None: where it pays, by the
             weight's density; True: wherever it can; False: nowhere. `tiled_parameters` names who takes it. Not:
-            embeddings and the output embedding, weights of two modules, parametrized layers, subclasses, layers that
-            have another forward, weights with hooks of others'. They keep the dense gradient, and so does a use of a
-            weight outside of its layer; both add up. Differentiating twice (create_graph=True) raises, and so does
-            torch's compiled autograd, but for a model that is compiled itself. Under `torch.compile`, and on the
-            backends reference and triton, a backward pass through such a layer adds to the compact gradient also where
-            `torch.autograd.grad` asks for other gradients only.
+            embeddings, weights of several layers, parametrized layers, subclasses, layers that have another forward,
+            weights with hooks of others'. They keep the dense gradient, and so do the embedding's part of a tied
+            weight and a use of a weight outside of its layer; both add up. Differentiating twice (create_graph=True)
+            raises, and so does torch's compiled autograd, but for a model that is compiled itself. Under
+            `torch.compile`, and on the backends reference and triton, `torch.autograd.grad` of such a weight raises.
         backend: reference, cpu, triton, cuda; default by `sparse_opt.backends`.
 
     Raises:

@@ -85,12 +85,18 @@ class Bucket(Segments):
         """Parameter i's gradient has come by tiles; its hook will be called without one. A native object knows."""
         self._came_by_tiles.add(i)
 
-    def mark_rows(self, i: int, squares: Tensor) -> None:
-        """Parameter i's gradient has come by tiles, in calls for a part of its rows; `squares`, [1], is their sum."""
+    def add_values_(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
+        """Add a gradient of parameter i that has come by tiles, fp32 [its slots], to the compact one, or begin it."""
+        assert self.grad is not None
         if self.native is not None:
-            self.native.came_elsewhere_(i, squares, self.sum_sq)
+            self.native.add_values_(i, values, self.grad, self.sum_sq, found_inf)
             return
-        self.sum_sq[i : i + 1] = squares
+        slots = self.grad[self.segment(i)]
+        slots.copy_(slots.float().add_(values) if self.received[i] else values)
+        stored = slots.float()
+        self.sum_sq[i] = stored.square().sum()
+        if found_inf is not None:
+            found_inf.masked_fill_(~stored.isfinite().all(), torch.inf)
         self.mark_tiles(i)
         self.mark_received(i)
 

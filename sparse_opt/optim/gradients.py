@@ -117,17 +117,17 @@ def tile_rows_(
 ) -> None:
     """`tiles_` where left [tokens, rows] comes in parts of consecutive columns: (the part's first row, its columns).
 
-    Together they are all rows. Only one part need be alive at a time.
+    Together they are all rows. Only one part need be alive at a time, and the compact gradient is what it was until all
+    have come.
     """
-    assert bucket.grad is not None and bucket.tiles is not None
-    bucket.finish_gradients()
-    accumulate = bucket.received[i]
-    squares = []
+    assert bucket.tiles is not None
+    start, end = bucket.starts[i], bucket.ends[i]
+    values = torch.zeros(end - start, device=bucket.device)
     for first_row, left in parts:
         tiles = bucket.tiles.of_rows(i, first_row, first_row + left.shape[1])
-        squares.append(torch.zeros_like(bucket.sum_sq[:1]))
+        tiles[:, 2] -= start
         bucket.ops.tile_weight_grad_(
-            bucket.grad,
+            values,
             [left.contiguous()],
             [right.contiguous()],
             tiles,
@@ -135,12 +135,12 @@ def tile_rows_(
             [len(tiles)],
             tile_size=bucket.tiles.tile_size,
             scale=None,
-            accumulate=accumulate,
-            sum_sq=squares[-1],
-            found_inf=found_inf,
+            accumulate=False,
+            sum_sq=None,
+            found_inf=None,
         )
         del left  # not beside the next one
-    bucket.mark_rows(i, torch.cat(squares).sum(0, keepdim=True))
+    bucket.add_values_(i, values, found_inf)
 
 
 def gather_all_(bucket: Bucket) -> None:

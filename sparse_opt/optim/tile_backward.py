@@ -38,6 +38,9 @@ class Route:
         self.weight = weight
         self.transposed = transposed
         self.native = None if bucket.native is None else bucket.native.route(i, transposed)
+        self._accumulator = None
+        if self.native is None and weight.requires_grad:  # which ops can't ask for: autograd does not see into them
+            self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
         self.number = torch.tensor([next(_numbers)])
         self._optimizer, self._bucket, self._i = weakref.ref(optimizer), weakref.ref(bucket), i
         _routes[int(self.number)] = self
@@ -51,6 +54,25 @@ class Route:
         if optimizer is None or bucket is None:
             return False
         return optimizer._receive_tiles(bucket, self._i, left, right)
+
+    def wanted(self) -> str:
+        """What the backward pass that runs does with the weight's gradient: "accumulated", "returned" or "nothing".
+
+        It is returned by `torch.autograd.grad`, which accumulates nothing anywhere.
+        """
+        if self.native is not None:
+            wanted: str = self.native.wanted()
+            return wanted
+        if self._accumulator is None:
+            return "accumulated"
+        try:
+            return "accumulated" if torch._C._will_engine_execute_node(self._accumulator) else "nothing"
+        except RuntimeError as error:
+            if "only be called during the backward pass" in str(error):
+                return "accumulated"  # the op was called by itself
+            if "autograd.grad" in str(error):
+                return "returned"
+            raise
 
     def take_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`take` for a left operand, [tokens, rows], that never stands whole, as a large vocabulary's logits.
@@ -69,7 +91,7 @@ class Route:
         optimizer, bucket = self._optimizer(), self._bucket()
         if optimizer is None or bucket is None or _has_others_hooks(self.weight):
             return False
-        if self.native is not None and self.native.is_captured():
+        if self.wanted() != "accumulated":
             return False
         return optimizer._receive_tile_rows(bucket, self._i, parts, right)
 
@@ -198,9 +220,15 @@ def _linear_backward(
             "build the optimizer with tile_backward=False"
         )
     found = _routes.get(int(route))
+    wanted = "accumulated" if found is None else found.wanted()
+    if wanted == "returned":
+        raise RuntimeError(
+            "torch.autograd.grad wants a weight's gradient, of which this layer makes the active tiles alone, for its "
+            "optimizer; build the optimizer with tile_backward=False"
+        )
     grad_rows, input_rows = _rows(grad_output), _rows(input)
     operands = (input_rows, grad_rows) if transposed else (grad_rows, input_rows)
-    if found is None or not found.take(*operands):
+    if found is None or (wanted == "accumulated" and not found.take(*operands)):
         raise RuntimeError(
             "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
         )

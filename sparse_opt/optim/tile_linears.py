@@ -48,7 +48,7 @@ def find(model: nn.Module) -> tuple[dict[Parameter, Linear], dict[Parameter, str
                 owners.setdefault(param, []).append((name, module))
     linears, why = {}, {}
     for param, found in owners.items():
-        layers = [(name, module) for name, module in found if type(module) is not nn.Embedding] or found
+        layers = [(name, module) for name, module in found if not _is_dense_embedding(module)] or found
         name, module = layers[0]
         reason = "it is tied: more than one layer has it" if len(layers) > 1 else _why_not(name, param, module)
         if reason:
@@ -56,6 +56,10 @@ def find(model: nn.Module) -> tuple[dict[Parameter, Linear], dict[Parameter, str
         else:
             linears[param] = Linear(module, type(module) is not nn.Linear)
     return linears, why
+
+
+def _is_dense_embedding(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and not module.sparse
 
 
 def _why_not(name: str, param: Parameter, module: nn.Module) -> str:

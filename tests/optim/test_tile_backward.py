@@ -275,6 +275,7 @@ def test_a_waiting_tensor_that_is_changed_is_noticed(device, native):
     tiles._buckets[0].native.set_waiting(10**9, 10**12)
     with pytest.raises(ValueError, match="changed in place before its weight gradient was made"):
         model[2](_ChangesItsOutput.apply(model[0](batch(device)))).sum().backward()
+    assert tiles.compact_grad(model[0].weight) is None  # what stands there is nobody's gradient
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
@@ -348,6 +349,17 @@ def test_autograd_grad_beside_tiles(device, native):
     asked = [torch.autograd.grad(loss_of(m, x), [m[0].weight, m[2].weight]) for m in (model, twin)]
     assert all(torch.equal(a, b) for a, b in zip(*asked, strict=True))
     assert all(tiles.compact_grad(p) is None for p in model.parameters())
+
+
+def test_autograd_grad_beside_tiles_of_a_backend_without_native_layers():
+    model, tiles, twin, _ = pair(torch.device("cpu"), backend="reference")
+    x = batch("cpu").requires_grad_()
+    (ours,) = torch.autograd.grad(loss_of(model, x), x)
+    (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
+    assert torch.equal(ours, theirs)
+    assert all(tiles.compact_grad(p) is None for p in model.parameters())
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad wants a weight's gradient"):
+        torch.autograd.grad(loss_of(model, x), [model[0].weight])
 
 
 def test_a_tile_layer_is_not_differentiated_twice(device):

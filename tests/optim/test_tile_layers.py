@@ -190,6 +190,21 @@ def test_who_takes_tiles(device):
     assert_same_gradients(tiles, dense)
 
 
+def test_a_weight_tied_to_an_embedding_with_sparse_gradients_stays_dense(device):
+    def tied(device):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(128, 192, sparse=True), nn.Linear(192, 128)
+        head.weight = embedding.weight
+        return nn.Sequential(embedding, nn.Linear(192, 192), head).to(device)
+
+    model, tiles, twin, dense = pair(device, tied)
+    assert tiles.tiled_parameters == ("1.weight",)
+    tokens = torch.arange(100, device=device).view(5, 20)
+    for m in (model, twin):
+        m(tokens).square().mean().backward()  # torch adds a sparse and a strided gradient to a strided one
+    assert_same_gradients(tiles, dense)
+
+
 def test_tiles_are_taken_where_they_pay(device):
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(64, 128)).to(device)
     mask = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from small_models import grads_of, plain_logprobs, random_sequences, small
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.trainers import logprobs as logprobs_module
 from sparse_opt.trainers.encoding import collate
 from sparse_opt.trainers.logprobs import token_logprobs
 
 EPS32 = torch.finfo(torch.float32).eps
+ours = pytest.mark.skipif(
+    backends.choose("tile_weight_grad_", "cpu") != "cpu", reason="layers of other backends raise without an optimizer"
+)
 N_WORDS = 331  # ragged at the end
 SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
 
@@ -116,6 +121,58 @@ def test_the_dense_gradient_where_it_is_asked_for(tied):
     assert torch.equal(tiles.compact_grad(model.lm_head.weight), theirs[0][active])
 
 
+def test_backward_passes_of_two_threads_add_up():
+    """Whichever comes first, and also where one takes all logits at once, as the layer is out for the other one."""
+    model, tiles, _, _ = make(tied=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "lm_head.weight")  # torch's own accumulation takes no hooks in two threads
+    for n in (5, 3):
+        loss_of(model, n).backward()
+    expected = tiles.compact_grad(model.lm_head.weight).clone()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            tiles.zero_grad()
+            start = threading.Barrier(2)
+
+            def run(n, start=start):
+                loss = loss_of(model, n)
+                start.wait()
+                loss.backward()
+
+            list(pool.map(run, (5, 3)))
+            found = tiles.compact_grad(model.lm_head.weight)
+            assert (found - expected).abs().max() <= 200 * EPS32 * expected.abs().max()
+            torch.testing.assert_close(tiles.clip_grad_norm_(1.0), expected.norm(), rtol=100 * EPS32, atol=0)
+
+
+def test_a_backward_pass_that_fails_leaves_the_gradient_as_it_was(monkeypatch):
+    model, tiles, _, _ = make(tied=False)
+    loss_of(model).backward()
+    before = tiles.compact_grad(model.lm_head.weight).clone()
+    made, fails_at = logprobs_module._grad_logits, len(logprobs_module._word_slices(1, N_WORDS))
+
+    def fails(*args):
+        nonlocal fails_at
+        fails_at -= 1
+        if not fails_at:
+            raise RuntimeError("on purpose")
+        return made(*args)
+
+    monkeypatch.setattr(logprobs_module, "_grad_logits", fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss_of(model, 3).backward()
+    assert torch.equal(tiles.compact_grad(model.lm_head.weight), before)
+
+
+@ours
+def test_closing_in_the_forward_pass_gives_the_output_layer_back():
+    model, tiles, _, _ = make(tied=False)
+    model.model.norm.register_forward_hook(lambda *_: tiles.close())
+    loss_of(model).backward()
+    assert "forward" not in vars(model.lm_head) and model.lm_head.weight.grad is not None
+
+
+@ours
 def test_closing_between_forward_and_backward_leaves_the_output_layers_dense_gradient():
     model, tiles, twin, dense = make(tied=False)
     losses = [loss_of(m) for m in (model, twin)]
