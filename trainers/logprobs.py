@@ -237,7 +237,7 @@ class _WeightGrad:
     older than all of the model's, so it runs when they are done and their activations freed: the gradient, 0.73 GiB for
     128k words of 3072, never stands beside them. With tied embeddings it meets the embedding's there, and the sum
     arrives at the parameter once. Where an optimizer takes the weight's active tiles alone, no more than these are made
-    of it, slice by slice into the optimizer's buffer.
+    of it, from a slice of words at a time.
     """
 
     def __init__(self, weight: Tensor, route: Route | None, *, fused: bool):
