@@ -14,9 +14,10 @@ from sparse_opt.cli import quickstart_data
 from sparse_opt.optim import tile_linears
 
 EPS32 = torch.finfo(torch.float32).eps
-TILED = (  # the last one is tied to the output layer
-    *("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"),
-    "model.embed_tokens.weight",
+TILED = (
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.embed_tokens.weight",  # tied to the output layer
 )
 
 
