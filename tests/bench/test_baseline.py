@@ -227,19 +227,34 @@ def test_each_mode_has_its_mask(tmp_path, monkeypatch, bench, words, patterns):
     }
 
 
-def test_random_masks_of_chosen_tensors(tmp_path, bench):
-    options = ("--modes", "sparse,tiles", "--density", 0.2, "--n_steps", 2, "--n_warmup", 0, "--sequence_length", 16)
-    found = {}
-    for words in ((), ("--exclude", "*norm*")):
-        code, out, err = bench("dpo", "--small", *options, *words)
-        assert code == 0, err
-        report = json.loads((tmp_path / "baseline.json").read_text())
-        found[words] = report["mask"]["nnz"], report["tile_mask"]["nnz"]
-        assert report["settings"]["exclude"] == (list(words[1:]) or None)
-        assert ("random masks exclude *norm*" in out) == bool(words)
-    # Five norms of 256 elements have a fifth of them, or one of their four runs of 64.
-    with_norms, without = found.values()
-    assert with_norms[0] - without[0] == 5 * 51 and with_norms[1] - without[1] == 5 * 64
+@pytest.mark.parametrize("words", [(), ("--exclude", "*norm*"), ("--include", "*q_proj*", "*norm*"), ("--mlp_only",)])
+def test_random_masks_of_chosen_tensors(tmp_path, monkeypatch, bench, words):
+    masks = {}
+    monkeypatch.setattr(baseline, "_run", lambda job, *args, **kwargs: masks.update({job.mode: MaskSet.load(job.mask)}))
+    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
+    _, out, _ = bench("dpo", "--small", "--modes", "sparse,tiles", "--density", 0.4, *words)
+    for mask in masks.values():
+        kinds = {name.split(".")[-2].split("_")[-1] for name in mask.names if mask[name].numel()}
+        assert (
+            kinds
+            == {
+                (): {"tokens", "proj", "layernorm", "norm"},
+                ("--exclude", "*norm*"): {"tokens", "proj"},
+                ("--include", "*q_proj*", "*norm*"): {"proj", "layernorm", "norm"},
+                ("--mlp_only",): {"proj"},
+            }[words]
+        )
+        if words == ("--mlp_only",):
+            assert all(".mlp." in name for name in mask.names)
+    settings = json.loads((tmp_path / "baseline.json").read_text())["settings"]
+    assert [settings[name] for name in ("include", "exclude", "mlp_only")] == [
+        list(words[1:]) if words[:1] == ("--include",) else None,
+        list(words[1:]) if words[:1] == ("--exclude",) else None,
+        words == ("--mlp_only",),
+    ]
+    said = {"--include": "random masks include *q_proj* *norm*", "--exclude": "random masks exclude *norm*"}
+    said["--mlp_only"] = "random masks of feed-forward blocks alone"
+    assert [text in out for text in said.values()] == [words[:1] == (flag,) for flag in said]
 
 
 def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch, bench):

@@ -58,10 +58,10 @@ def test_hundred_tile_steps_of_a_language_model_err_as_little_as_dense_ones(mode
     """Both runs against one in fp64: the error of tiles is at most twice that of the dense path.
 
     Errors of rounding grow by a factor that training and chance give them, from start to start several times as large:
-    geometric means over three starts are compared.
+    geometric means over two starts are compared.
     """
     errors = []
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         for module in model.modules():
             if seed and hasattr(module, "reset_parameters"):

@@ -19,7 +19,8 @@ from sparse_opt.trainers.logprobs import token_logprobs
 
 EPS32 = torch.finfo(torch.float32).eps
 ours = pytest.mark.skipif(
-    backends.choose("tile_weight_grad_", "cpu") != "cpu", reason="layers of other backends raise without an optimizer"
+    backends.choose("tile_weight_grad_", "cpu") != "cpu",
+    reason="another backend's layers raise without an optimizer, and take no lock",
 )
 N_WORDS = 331  # ragged at the end
 SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
@@ -121,6 +122,7 @@ def test_the_dense_gradient_where_it_is_asked_for(tied):
     assert torch.equal(tiles.compact_grad(model.lm_head.weight), theirs[0][active])
 
 
+@ours
 def test_backward_passes_of_two_threads_add_up():
     """Whichever comes first, and also where one takes all logits at once, as the layer is out for the other one."""
     model, tiles, _, _ = make(tied=False)
