@@ -26,9 +26,9 @@ N_WORDS = 331  # ragged at the end
 SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
 
 
-def make(tied, **options):
+def make(tied, device="cpu", **options):
     """A model with tiles in its output layer, its optimizer, and a twin without."""
-    model = small(LlamaConfig, tie_word_embeddings=tied, **SIZES)
+    model = small(LlamaConfig, tie_word_embeddings=tied, **SIZES).to(device)
     twin = copy.deepcopy(model)
     mask = MaskSet.random(model, density=0.4, pattern="tile64", seed=0)
     tiles = SparseAdamW(model, mask, tile_backward=True, **options)
@@ -39,8 +39,8 @@ def make(tied, **options):
 
 
 def loss_of(model, n=5, of=token_logprobs):
-    found = of(model, collate(random_sequences(n, N_WORDS), pad_id=0))
-    return (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum()
+    found = of(model, collate(random_sequences(n, N_WORDS), pad_id=0).to(model.device))
+    return (found * torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)).sum()
 
 
 def assert_same(tiles, dense):
@@ -60,8 +60,8 @@ def slices(request, monkeypatch):
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype):
-    model, tiles, twin, dense = make(tied, grad_dtype=grad_dtype, max_grad_norm=1e-3)
+def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device):
+    model, tiles, twin, dense = make(tied, device, grad_dtype=grad_dtype, max_grad_norm=1e-3)
     for n in (5, 3):
         for m in (model, twin):
             loss_of(m, n).backward()
