@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstring>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -78,7 +78,7 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
     if (context->needs_input_grad(1)) {
       const auto& [left, right] = route->transposed ? std::tie(input_rows, grad_rows) : std::tie(grad_rows, input_rows);
       const std::shared_ptr<BoundParams> bound = route->bound.lock();
-      const bool takes = bound != nullptr && std::strcmp(route->wanted(), "returned") != 0;
+      const bool takes = bound != nullptr && std::string_view(route->wanted()) != "returned";
       if (!takes || !bound->receive_tiles(route->i, left, right)) found[1] = at::mm(left.t(), right);
     }
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {

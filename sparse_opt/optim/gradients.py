@@ -123,13 +123,14 @@ def tile_rows_(
     assert bucket.tiles is not None
     start, end = bucket.starts[i], bucket.ends[i]
     values = torch.zeros(end - start, device=bucket.device)
+    right = right.contiguous()
     for first_row, left in parts:
         tiles = bucket.tiles.of_rows(i, first_row, first_row + left.shape[1])
         tiles[:, 2] -= start
         bucket.ops.tile_weight_grad_(
             values,
             [left.contiguous()],
-            [right.contiguous()],
+            [right],
             tiles,
             [0],
             [len(tiles)],
