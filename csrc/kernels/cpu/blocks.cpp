@@ -5,6 +5,11 @@
 #include "../rounding.h"
 #include "multiversion.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define SPARSE_OPT_AVX512
+#include <immintrin.h>
+#endif
+
 namespace sparse_opt::cpu {
 namespace {
 
@@ -26,7 +31,42 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
   for (int64_t k = 0; k < n; ++k) target[k] = stochastic_round<T>(values[k], random[k]);
 }
 
+#ifdef SPARSE_OPT_AVX512
+[[gnu::target("avx512f")]] void gather_avx512(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
+  for (int64_t k = 0; k < n; k += 16) {
+    const auto lanes = static_cast<__mmask16>(n - k >= 16 ? 0xffff : (1 << (n - k)) - 1);
+    const __m512i at = _mm512_maskz_loadu_epi32(lanes, indices + k);
+    _mm512_mask_storeu_epi32(out + k, lanes, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, at, dense, 4));
+  }
+}
+
+[[gnu::target("avx512f")]] void scatter_avx512(uint32_t* dense, const int32_t* indices, int64_t n,
+                                               const uint32_t* values) {
+  for (int64_t k = 0; k < n; k += 16) {
+    const auto lanes = static_cast<__mmask16>(n - k >= 16 ? 0xffff : (1 << (n - k)) - 1);
+    const __m512i at = _mm512_maskz_loadu_epi32(lanes, indices + k);
+    _mm512_mask_i32scatter_epi32(dense, lanes, at, _mm512_maskz_loadu_epi32(lanes, values + k), 4);
+  }
+}
+
+const bool has_avx512 = __builtin_cpu_supports("avx512f");
+#endif
+
 }  // namespace
+
+void gather_words(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
+#ifdef SPARSE_OPT_AVX512
+  if (has_avx512) return gather_avx512(dense, indices, n, out);
+#endif
+  gather_words<uint32_t, int32_t>(dense, indices, n, out);
+}
+
+void scatter_words(uint32_t* dense, const int32_t* indices, int64_t n, const uint32_t* values) {
+#ifdef SPARSE_OPT_AVX512
+  if (has_avx512) return scatter_avx512(dense, indices, n, values);
+#endif
+  scatter_words<uint32_t, int32_t>(dense, indices, n, values);
+}
 
 SPARSE_OPT_MULTIVERSION
 void widen(const Segments& segments, int64_t segment, int64_t begin, int64_t size, int32_t* __restrict positions) {
@@ -84,30 +124,13 @@ void round_stochastically(DType dtype, const float* values, const uint32_t* rand
   }
 }
 
-void prefetch(DType dtype, const void* dense, const BlockIndices& block) {
-  if (dtype == DType::kFloat32) {
-    block.prefetch<uint32_t>(dense);
-  } else {
-    block.prefetch<uint16_t>(dense);
-  }
-}
-
-void gather_as_float(DType dtype, const void* dense, const BlockIndices& block, float* out) {
-  if (dtype == DType::kFloat32) {
-    block.gather<uint32_t>(dense, out);
-    return;
-  }
+void gather_halves(DType dtype, const void* dense, const BlockIndices& block, float* out) {
   alignas(64) uint16_t words[kBlock];
   block.gather<uint16_t>(dense, words);
   convert_to_float(dtype, words, block.size, out);
 }
 
-void scatter_from_float(DType dtype, const float* values, const uint32_t* random, const BlockIndices& block,
-                        void* dense) {
-  if (dtype == DType::kFloat32) {
-    block.scatter<uint32_t>(dense, values);
-    return;
-  }
+void scatter_halves(DType dtype, const float* values, const uint32_t* random, const BlockIndices& block, void* dense) {
   alignas(64) uint16_t words[kBlock];
   if (random != nullptr) {
     round_stochastically(dtype, values, random, block.size, words);

@@ -43,14 +43,14 @@ void collect(const DeltaArguments& args, int64_t first, int64_t last) {
 }
 
 template <typename Word>
-void apply_chunks(const MoveArguments& args, const std::vector<Chunk>& chunks, int64_t first, int64_t last) {
-  for (int64_t c = first; c < last; ++c) {
-    void* dense = args.segments.dense[chunks[c].segment];
+void apply_chunks(const MoveArguments& args, const Work& work, int64_t first, int64_t last) {
+  work.for_each_stretch(first, last, [&](const Chunk& chunk) {
+    void* dense = args.segments.dense[chunk.segment];
     const auto prefetch = [&](const BlockIndices& block) { block.prefetch<Word>(dense); };
-    for_each_block(args.segments, chunks[c], prefetch, [&](const BlockIndices& block) {
+    for_each_block(args.segments, chunk, 1, prefetch, [&](const BlockIndices& block) {
       block.scatter<Word>(dense, static_cast<const Word*>(args.compact) + block.begin);
     });
-  }
+  });
 }
 
 }  // namespace
@@ -93,16 +93,16 @@ void delta_apply(const MoveArguments& args, ParallelFor parallel_for) {
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     switch (args.element_size) {
       case 1:
-        apply_chunks<uint8_t>(args, work.chunks, first, last);
+        apply_chunks<uint8_t>(args, work, first, last);
         break;
       case 2:
-        apply_chunks<uint16_t>(args, work.chunks, first, last);
+        apply_chunks<uint16_t>(args, work, first, last);
         break;
       case 4:
-        apply_chunks<uint32_t>(args, work.chunks, first, last);
+        apply_chunks<uint32_t>(args, work, first, last);
         break;
       case 8:
-        apply_chunks<uint64_t>(args, work.chunks, first, last);
+        apply_chunks<uint64_t>(args, work, first, last);
         break;
     }
   });

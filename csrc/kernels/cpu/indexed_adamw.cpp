@@ -22,15 +22,16 @@ void update(const AdamWScalars& scalars, int64_t n, const float* __restrict g, f
 void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   const Work work(args.segments);
+  const int tensors = args.dense_grads != nullptr ? 2 : 1;
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     StepBlock step_block;
     alignas(64) float exp_avg[kBlock], exp_avg_sq[kBlock];
-    for (int64_t c = first; c < last; ++c) {
-      const int64_t segment = work.chunks[c].segment;
+    work.for_each_stretch(first, last, [&](const Chunk& chunk) {
+      const int64_t segment = chunk.segment;
       const auto step = static_cast<int64_t>(args.steps[segment]);
       const auto scalars = adamw_scalars(args, *args.lr, step);
       const auto prefetch = [&](const BlockIndices& block) { prefetch_step(args, segment, block); };
-      for_each_block(args.segments, work.chunks[c], prefetch, [&](const BlockIndices& block) {
+      for_each_block(args.segments, chunk, tensors, prefetch, [&](const BlockIndices& block) {
         step_block.load(args, segment, step, block);
         float* m = load_state(args, args.exp_avg, block, exp_avg);
         float* v = load_state(args, args.exp_avg_sq, block, exp_avg_sq);
@@ -39,7 +40,7 @@ void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for) {
         store_state(args, v, step_block.exp_avg_sq_random, block, args.exp_avg_sq);
         step_block.store_param(args, segment, block);
       });
-    }
+    });
   });
 }
 

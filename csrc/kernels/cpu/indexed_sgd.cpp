@@ -19,15 +19,16 @@ void update(const SgdScalars& scalars, int64_t n, const float* __restrict g, flo
 void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   const Work work(args.segments);
+  const int tensors = args.dense_grads != nullptr ? 2 : 1;
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     StepBlock step_block;
     alignas(64) float momentum_buffer[kBlock] = {};
-    for (int64_t c = first; c < last; ++c) {
-      const int64_t segment = work.chunks[c].segment;
+    work.for_each_stretch(first, last, [&](const Chunk& chunk) {
+      const int64_t segment = chunk.segment;
       const auto step = static_cast<int64_t>(args.steps[segment]);
       const auto scalars = sgd_scalars(args, *args.lr, step);
       const auto prefetch = [&](const BlockIndices& block) { prefetch_step(args, segment, block); };
-      for_each_block(args.segments, work.chunks[c], prefetch, [&](const BlockIndices& block) {
+      for_each_block(args.segments, chunk, tensors, prefetch, [&](const BlockIndices& block) {
         step_block.load(args, segment, step, block);
         float* b = momentum_buffer;
         if (scalars.has_momentum) b = load_state(args, args.momentum_buffer, block, momentum_buffer);
@@ -35,7 +36,7 @@ void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for) {
         if (scalars.has_momentum) store_state(args, b, step_block.exp_avg_random, block, args.momentum_buffer);
         step_block.store_param(args, segment, block);
       });
-    }
+    });
   });
 }
 

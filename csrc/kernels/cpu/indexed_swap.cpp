@@ -9,29 +9,29 @@ namespace sparse_opt::cpu {
 namespace {
 
 template <typename Word>
-void swap_chunks(const MoveArguments& args, const std::vector<Chunk>& chunks, int64_t first, int64_t last) {
+void swap_chunks(const MoveArguments& args, const Work& work, int64_t first, int64_t last) {
   alignas(64) Word held[kBlock];
-  for (int64_t c = first; c < last; ++c) {
-    void* dense = args.segments.dense[chunks[c].segment];
+  work.for_each_stretch(first, last, [&](const Chunk& chunk) {
+    void* dense = args.segments.dense[chunk.segment];
     const auto prefetch = [&](const BlockIndices& block) { block.prefetch<Word>(dense); };
-    for_each_block(args.segments, chunks[c], prefetch, [&](const BlockIndices& block) {
+    for_each_block(args.segments, chunk, 1, prefetch, [&](const BlockIndices& block) {
       Word* compact = static_cast<Word*>(args.compact) + block.begin;
       block.gather<Word>(dense, held);
       block.scatter<Word>(dense, compact);
       std::memcpy(compact, held, block.size * sizeof(Word));
     });
-  }
+  });
 }
 
 template <typename Word>
-void take_chunks(const MoveArguments& args, const std::vector<Chunk>& chunks, int64_t first, int64_t last) {
-  for (int64_t c = first; c < last; ++c) {
-    void* dense = args.segments.dense[chunks[c].segment];
+void take_chunks(const MoveArguments& args, const Work& work, int64_t first, int64_t last) {
+  work.for_each_stretch(first, last, [&](const Chunk& chunk) {
+    void* dense = args.segments.dense[chunk.segment];
     const auto prefetch = [&](const BlockIndices& block) { block.prefetch<Word>(dense); };
-    for_each_block(args.segments, chunks[c], prefetch, [&](const BlockIndices& block) {
+    for_each_block(args.segments, chunk, 1, prefetch, [&](const BlockIndices& block) {
       block.gather<Word>(dense, static_cast<Word*>(args.compact) + block.begin);
     });
-  }
+  });
 }
 
 // call.template operator()<Word>(), of the element size
@@ -54,14 +54,14 @@ void with_word(int element_size, Call call) {
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
-    with_word(args.element_size, [&]<typename Word>() { swap_chunks<Word>(args, work.chunks, first, last); });
+    with_word(args.element_size, [&]<typename Word>() { swap_chunks<Word>(args, work, first, last); });
   });
 }
 
 void indexed_take(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
-    with_word(args.element_size, [&]<typename Word>() { take_chunks<Word>(args, work.chunks, first, last); });
+    with_word(args.element_size, [&]<typename Word>() { take_chunks<Word>(args, work, first, last); });
   });
 }
 

@@ -62,7 +62,7 @@ void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for) {
       double sum = 0.0;
       const void* dense = args.segments.dense[work.chunks[c].segment];
       const auto ahead = [&](const BlockIndices& block) { prefetch(args.dense_dtype, dense, block); };
-      for_each_block(args.segments, work.chunks[c], ahead, [&](const BlockIndices& block) {
+      for_each_block(args.segments, work.chunks[c], 1, ahead, [&](const BlockIndices& block) {
         void* out = at(args.out, block.begin, out_size);
         gather_as_float(args.dense_dtype, dense, block, g);
         if (args.accumulate) convert_to_float(args.out_dtype, out, block.size, held);
