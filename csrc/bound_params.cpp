@@ -14,6 +14,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include "beside_backward.h"
 #include "native.h"
 
 namespace sparse_opt {
@@ -43,6 +44,15 @@ int64_t enough_tiles(int64_t tile_size) {
   return tile_size == 64 ? 528 : 132;
 }
 constexpr int64_t kMostBytes = int64_t{512} << 20;
+
+// A hook's gather of one matrix is over before it has filled a GPU, and so is what comes before and after it: beside
+// the next product of the backward pass it costs less. Longer ones have no need of it, and their gradients should not
+// be held; shorter ones cost the host more than the GPU. Nor may others have the memory, who might write it meanwhile:
+// the parameter's own tensor and autograd's have it.
+bool belongs_beside(const at::Tensor& grad) {
+  const size_t bytes = grad.storage().nbytes();
+  return grad.is_cuda() && bytes >= size_t{1} << 20 && bytes <= size_t{128} << 20 && grad.storage().use_count() <= 2;
+}
 
 c10::Stream stream_of(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -87,6 +97,14 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       own_bases_[i] = index_bases_->narrow(0, static_cast<int64_t>(i), frames);
   }
   lay_out_partial_sums();
+}
+
+// The buffers' memory is of streams that may not have waited for a gather, where a backward pass raised.
+BoundParams::~BoundParams() {
+  try {
+    finish_gathers();
+  } catch (const c10::Error&) {  // of an earlier kernel: whoever waits for the device is told
+  }
 }
 
 void BoundParams::lay_out_partial_sums() {
@@ -177,6 +195,8 @@ void BoundParams::gather_locked(int64_t i, const at::Tensor& grad, const at::Ten
 }
 
 void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) {
+  const std::lock_guard lock(mutex_);
+  finish_gathers();
   out_ = out;
   sum_sq_ = sum_sq;
 }
@@ -187,9 +207,24 @@ bool BoundParams::receive(size_t i) {
   if (!grad.defined() && came_by_tiles(i)) return true;
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  gather_locked(static_cast<int64_t>(i), std::exchange(grad, at::Tensor()), out_, received_[i], sum_sq_, std::nullopt);
+  const at::Tensor taken = std::exchange(grad, at::Tensor());
+  const c10::Stream current = stream_of(indices_.device());
+  const auto gather = [&] { gather_locked(static_cast<int64_t>(i), taken, out_, received_[i], sum_sq_, std::nullopt); };
+  if (belongs_beside(taken) && !is_captured(current)) {
+    BesideBackward::run(taken, current, gather);
+    flush_at_the_end();
+  } else {
+    gather();
+  }
   received_[i] = true;
   return true;
+}
+
+// The current stream waits for them, and the one that a gradient is held for.
+void BoundParams::finish_gathers() {
+  if (!indices_.is_cuda()) return;
+  BesideBackward::let_go(indices_.device());
+  follow_last_pass();
 }
 
 void BoundParams::sum_squares_(const at::Tensor& sum_sq) {
@@ -343,7 +378,7 @@ void BoundParams::flush_at_the_end() {
 void BoundParams::flush() {
   const std::lock_guard lock(mutex_);
   flush_locked();
-  follow_last_pass();
+  finish_gathers();
 }
 
 void BoundParams::flush_locked() {
@@ -362,6 +397,7 @@ void BoundParams::flush_locked() {
 
 void BoundParams::drop_pending() {
   const std::lock_guard lock(mutex_);
+  finish_gathers();
   forget_pending();
   std::fill(came_by_tiles_.begin(), came_by_tiles_.end(), char{0});
 }

@@ -19,6 +19,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
  public:
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
               std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases);
+  ~BoundParams();
 
   // Whether any parameter has a gradient.
   bool has_grads() const;
@@ -34,7 +35,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
 
   // What the hooks of gradient_hook.h do while they are told to: gather_ the gradient that parameter i has into the
   // buffers named here, and let it go. False, and nothing done, if they are told not to, or it has none or one that is
-  // not strided.
+  // not strided. On a GPU this goes on beside the backward pass, on a stream of its own, and the gradient is held until
+  // the next one comes, the pass ends, or flush() is called.
   void receive_into(const at::Tensor& out, const at::Tensor& sum_sq);
   void set_receiving(bool receiving) { receiving_ = receiving; }
   bool receive(size_t i);
@@ -104,6 +106,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void lay_out_partial_sums();
   void begin_pass(size_t i, Pass pass);
   void follow_last_pass();
+  void finish_gathers();
   void gather_locked(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
                      const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
   void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;

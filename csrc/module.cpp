@@ -104,7 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             return c10::make_intrusive<TileRoute>(bound, i, transposed);
           },
           "i"_a, "transposed"_a)
-      .def("receive_into", &BoundParams::receive_into, "out"_a, "sum_sq"_a)
+      .def("receive_into", &BoundParams::receive_into, "out"_a, "sum_sq"_a, Unlocked())
       .def("set_receiving", &BoundParams::set_receiving, "receiving"_a)
       .def_property("received", &BoundParams::received, &BoundParams::set_received)
       .def("mark_received", &BoundParams::mark_received, "i"_a)

@@ -153,3 +153,134 @@ def test_gradients_that_must_not_come_are_refused(model, python_calls):
     with pytest.raises(RuntimeError, match="arrived after clip_grad_norm_"):
         backward(model)
     assert len(python_calls) == 2
+
+
+@pytest.fixture
+def deep(device):
+    """Makes models that are alike, whose gradients are large enough for a GPU to be still making the next ones."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+
+    def make():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)]
+        return torch.nn.Sequential(*layers).to("cuda", torch.bfloat16)
+
+    return make
+
+
+def run_deep(model, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(512, 2048, device="cuda", generator=generator).bfloat16()
+    model(x).float().square().mean().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_what_is_gathered_beside_the_backward_pass(deep, other_stream):
+    model, twin = deep(), deep()
+    mask = MaskSet.random(model, density=0.025)
+    optimizer = SparseAdamW(model, mask, lr=1e-3)
+    stream = torch.cuda.Stream() if other_stream else torch.cuda.current_stream()
+    for seed in range(6):
+        twin.zero_grad()
+        run_deep(twin, seed)
+        stream.wait_stream(torch.cuda.current_stream())
+        before = torch.cuda.memory_allocated()
+        with torch.cuda.stream(stream):
+            run_deep(model, seed)
+        assert seed == 0 or torch.cuda.memory_allocated() == before, "the last gradient was let go when the pass ended"
+        for name, p in twin.named_parameters():  # read at once, on the stream that is current
+            expected = p.grad.view(-1)[mask[name].long().cuda()].float()
+            assert torch.equal(optimizer.compact_grad(model.get_parameter(name)).float(), expected), (seed, name)
+        optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+def test_a_pass_that_raises_while_a_gradient_is_gathered(deep):
+    model, twin = deep(), deep()
+    mask = MaskSet.random(model, density=0.025)
+    optimizer = SparseAdamW(model, mask)
+
+    def fail(grad):
+        raise RuntimeError("stop here")
+
+    handle = model[4].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="stop here"):
+        run_deep(model)
+    handle.remove()
+    optimizer.zero_grad()
+    run_deep(model, 1)
+    run_deep(twin, 1)
+    for name, p in twin.named_parameters():
+        expected = p.grad.view(-1)[mask[name].long().cuda()].float()
+        assert torch.equal(optimizer.compact_grad(model.get_parameter(name)).float(), expected), name
+
+
+@pytest.mark.gpu
+def test_an_optimizer_that_goes_while_a_gradient_is_gathered(deep):
+    for _ in range(3):
+        model = deep()
+        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.025))
+
+        def fail(grad):
+            raise RuntimeError("stop here")
+
+        model[4].weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="stop here"):
+            run_deep(model)
+        del optimizer
+        gc.collect()  # its buffers are free, and are taken at once
+        taken = [torch.full((2**20,), float(k), device="cuda") for k in range(64)]
+        torch.cuda.synchronize()
+        assert all((tensor == k).all() for k, tensor in enumerate(taken))
+
+
+@pytest.mark.gpu
+def test_one_gradient_is_held_however_many_groups_there_are(deep):
+    model = deep()
+    groups = [{"params": [named], "lr": 1e-3 * k} for k, named in enumerate(model.named_parameters(), 1)]
+    optimizer = SparseAdamW(groups, MaskSet.random(model, density=0.025))
+    peaks = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run_deep(model)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    activations = 12 * 512 * 2048 * 2 + 3 * 512 * 2048 * 4
+    assert peaks[1] < activations + 4 * model[0].weight.nbytes, "of 12 weights' gradients"
+
+
+@pytest.mark.gpu
+def test_a_gradient_in_memory_of_others_is_gathered_in_its_turn(deep):
+    workspace = torch.empty(2048, 2048, device="cuda", dtype=torch.bfloat16)
+
+    class Linear(torch.autograd.Function):
+        """A linear layer that makes every weight gradient in the same memory, if it is told to."""
+
+        @staticmethod
+        def forward(ctx, x, weight, reuse):
+            ctx.save_for_backward(x, weight)
+            ctx.reuse = reuse
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            made = workspace if ctx.reuse else torch.empty_like(workspace)
+            torch.mm(grad.t(), x, out=made)
+            return grad @ weight, made.view(2048, 2048), None
+
+    model, twin = deep(), deep()
+    mask = MaskSet.random(model, density=0.025)
+    optimizer = SparseAdamW(model, mask)
+    x = torch.randn(512, 2048, device="cuda").bfloat16()
+    for m, reuse in ((model, True), (twin, False)):
+        y = x
+        for layer in m:
+            y = Linear.apply(y, layer.weight, reuse)
+        y.float().square().mean().backward()
+    for name, p in twin.named_parameters():
+        expected = p.grad.view(-1)[mask[name].long().cuda()].float()
+        assert torch.equal(optimizer.compact_grad(model.get_parameter(name)).float(), expected), name

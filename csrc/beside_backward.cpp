@@ -1,0 +1,54 @@
+#include "beside_backward.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <map>
+#include <memory>
+
+namespace sparse_opt {
+
+// Null where there is none and none is made: a stream is only taken where one is wanted.
+BesideBackward* BesideBackward::of(at::Device device, bool make) {
+  // Never destroyed: at the end of the process the device may be gone before it.
+  static auto& of_devices = *new std::map<c10::DeviceIndex, std::unique_ptr<BesideBackward>>;
+  static auto& mutex = *new std::mutex;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<BesideBackward>& own = of_devices[device.index()];
+  if (own == nullptr && make) own = std::make_unique<BesideBackward>(device);
+  return own.get();
+}
+
+BesideBackward::BesideBackward(at::Device device)
+    : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      is_made_(device.type()),
+      is_done_(device.type()) {}
+
+void BesideBackward::run(const at::Tensor& gradient, c10::Stream made, const std::function<void()>& work) {
+  BesideBackward& own = *of(made.device(), /*make=*/true);
+  const std::lock_guard lock(own.mutex_);
+  own.is_made_.record(made);
+  own.is_made_.block(own.stream_);
+  {
+    const c10::StreamGuard guard(own.stream_);
+    work();
+  }
+  own.let_go_locked();
+  own.is_done_.record(own.stream_);
+  own.held_ = {gradient, made};
+}
+
+void BesideBackward::let_go(at::Device device) {
+  BesideBackward* own = of(device, /*make=*/false);
+  if (own == nullptr) return;
+  const std::lock_guard lock(own->mutex_);
+  own->let_go_locked();
+}
+
+void BesideBackward::let_go_locked() {
+  if (!held_.has_value()) return;
+  is_done_.block(held_->stream);
+  held_.reset();
+}
+
+}  // namespace sparse_opt
