@@ -15,7 +15,10 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,9 @@ from .report import why_unwritable, write_json
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
-GPU_TESTS = ("ops", "optim", "patch_codec", "delta", "masks", "analysis", "bench")
+# Folders of tests, in parts that run side by side. What needs much of a GPU's memory stands at the beginning of one and
+# at the end of the other.
+GPU_TESTS = (("ops", "optim", "bench"), ("delta", "masks", "analysis", "patch_codec"))
 # Seconds that a part may take before it counts as failed.
 TESTS_LIMIT_S, SANITIZER_LIMIT_S = 450, 200
 
@@ -96,23 +101,35 @@ def _build(report: dict[str, Any], device: torch.device) -> list[str]:
 def _tests(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
     """The tests marked `gpu`, where they need no more than torch and pytest; on a CPU the tests of the ops."""
     _title("tests")
-    selection = [str(args.tests / "ops")]
-    if device.type == "cuda":
-        selection = [str(args.tests / folder) for folder in GPU_TESTS] + ["-m", "gpu"]
-    options = ["-q", "-p", "no:cacheprovider", *shlex.split(args.pytest_options)]
+    parts, marked = (GPU_TESTS, ["-m", "gpu"]) if device.type == "cuda" else ((("ops",),), [])
+    options = ["-q", "-p", "no:cacheprovider", *marked, *shlex.split(args.pytest_options)]
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", *selection, *options, f"--junit-xml={results}"]
-        code, seconds = _run(command, TESTS_LIMIT_S)
-        counts = _junit_counts(results) if results.is_file() else {}
-    report["tests"] = {"exit_code": code, "seconds": seconds, **counts}
-    if code == 0 and counts.get("passed", 0) > 0:
+        results = [Path(folder) / f"{part[0]}.xml" for part in parts]
+
+        def run(k: int) -> tuple[int | None, float]:
+            folders = [str(args.tests / name) for name in parts[k]]
+            command = [sys.executable, "-m", "pytest", *folders, *options, f"--junit-xml={results[k]}"]
+            return _run(command, TESTS_LIMIT_S, output=results[k].with_suffix(".txt") if len(parts) > 1 else None)
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(parts)) as pool:
+            codes = [code for code, _ in pool.map(run, range(len(parts)))]
+        seconds = round(time.perf_counter() - began, 1)
+        for path in sorted(Path(folder).glob("*.txt")):
+            print(path.read_text(), flush=True)
+        counts: Counter[str] = Counter()
+        for path in results:
+            counts += _junit_counts(path) if path.is_file() else Counter()
+    found = {kind: counts[kind] for kind in ("passed", "failed", "skipped")}
+    code = next((code for code in codes if code != 0), 0)
+    report["tests"] = {"exit_code": code, "seconds": seconds, **found}
+    if code == 0 and counts["passed"] > 0:
         return []
-    return [f"tests: exit code {code}, {counts or 'no results'} (see the output of pytest above)"]
+    return [f"tests: exit code {code}, {found if counts else 'no results'} (see the output of pytest above)"]
 
 
-def _junit_counts(results: Path) -> dict[str, int]:
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
+def _junit_counts(results: Path) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for case in ElementTree.parse(results).iter("testcase"):
         kinds = {child.tag for child in case}
         kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
@@ -144,15 +161,22 @@ def _sanitizer(report: dict[str, Any], device: torch.device) -> list[str]:
     return failures
 
 
-def _run(command: list[str], limit_s: float, variables: dict[str, str] | None = None) -> tuple[int | None, float]:
-    """Run a command whose output goes where ours goes: (its exit code, None past the limit; seconds)."""
+def _run(
+    command: list[str], limit_s: float, variables: dict[str, str] | None = None, output: Path | None = None
+) -> tuple[int | None, float]:
+    """Run a command, its output to a file or where ours goes: (its exit code, None past the limit; seconds)."""
     sys.stdout.flush()
     began = time.perf_counter()
-    try:
-        code: int | None = subprocess.run(command, env={**os.environ, **(variables or {})}, timeout=limit_s).returncode
-    except subprocess.TimeoutExpired:
-        code = None
-        print(f"stopped after {limit_s:.0f} s")
+    environ = {**os.environ, **(variables or {})}
+    with ExitStack() as stack:
+        file = stack.enter_context(output.open("w")) if output is not None else None
+        try:
+            code: int | None = subprocess.run(
+                command, env=environ, timeout=limit_s, stdout=file, stderr=subprocess.STDOUT if file else None
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+            print(f"stopped after {limit_s:.0f} s", file=file)
     return code, round(time.perf_counter() - began, 1)
 
 
