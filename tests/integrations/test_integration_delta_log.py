@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from sparse_opt import DeltaLog, MaskSet, atomic_files
 from sparse_opt.errors import ConfigError, DeltaLogError
@@ -79,26 +80,24 @@ def test_a_resumed_run_appends(lab, watch, tmp_path):
     assert not (tmp_path / "late").exists()
 
 
-class FullDisk(TrainerCallback):
-    """From the end of a step on, nothing can be written."""
+def full_from(step: int):
+    """A `save_file` for which the disk is full from this step of the log on, whenever its writer comes to it."""
+    save_file = atomic_files.save_file
 
-    def __init__(self, monkeypatch, step: int) -> None:
-        self.monkeypatch, self.step = monkeypatch, step
+    def save(tensors, path, metadata):
+        if int(re.search(r"step_(\d+)", path.name)[1]) >= step:
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.monkeypatch.setattr(atomic_files, "save_file", self.refuse)
-
-    def refuse(self, *args, **kwargs):
-        raise OSError(28, "No space left on device")
+    return save
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_full_disk(lab, watch, tmp_path, monkeypatch, on_error):
     trainer, watched = lab("Trainer", max_steps=6), watch(6)
     trainer.add_callback(watched)
-    trainer.add_callback(FullDisk(monkeypatch, 3))
     trainer.add_callback(DeltaLogCallback(tmp_path / "log", on_error=on_error))
+    monkeypatch.setattr(atomic_files, "save_file", full_from(3))
     message = "step 3: cannot be written: No space left on device"
     with (
         pytest.raises(DeltaLogError, match=message) if on_error == "raise" else pytest.warns(UserWarning, match=message)
