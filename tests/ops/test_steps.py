@@ -125,6 +125,20 @@ def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype,
     check(RUNS[op], case, place, rounds=1, compact=compact)
 
 
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("layout", ["element", "narrow"])
+@pytest.mark.parametrize("op", RUNS)
+def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
+    """All in fp32, whose steps on a CPU look up to 512 slots ahead in a ring of 1024, 16 at a time."""
+    lengths = [n + off for n in (16, 256, 512, 768, 1024, 2048, 8192) for off in (-1, 0, 1)]
+    case = make(torch.device(place[0]), shapes=[(n,) for n in lengths], mask="full", layout=layout)
+    case.extra["grad_scale"] = torch.tensor([3.0], device=place[0])
+    case.extra["clip_coef"] = torch.tensor([0.7], device=place[0])
+    check(RUNS[op], case, place, compact=compact)
+    scattered = make(torch.device(place[0]), shapes=[(60000,), (3,), (9000,)], layout=layout)
+    check(RUNS[op], scattered, place, compact=compact)
+
+
 @pytest.mark.parametrize("layout", ["run2", "run8", "run128", "run2048"])
 @pytest.mark.parametrize("op", RUNS)
 def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, layout, place):

@@ -1,12 +1,12 @@
 #include "blocks.h"
 
+#include <cstdlib>
 #include <cstring>
 
 #include "../rounding.h"
 #include "multiversion.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SPARSE_OPT_AVX512
+#ifdef SPARSE_OPT_X86_GCC
 #include <immintrin.h>
 #endif
 
@@ -31,7 +31,7 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
   for (int64_t k = 0; k < n; ++k) target[k] = stochastic_round<T>(values[k], random[k]);
 }
 
-#ifdef SPARSE_OPT_AVX512
+#ifdef SPARSE_OPT_X86_GCC
 [[gnu::target("avx512f")]] void gather_avx512(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
   for (int64_t k = 0; k < n; k += 16) {
     const auto lanes = static_cast<__mmask16>(n - k >= 16 ? 0xffff : (1 << (n - k)) - 1);
@@ -48,22 +48,33 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
     _mm512_mask_i32scatter_epi32(dense, lanes, at, _mm512_maskz_loadu_epi32(lanes, values + k), 4);
   }
 }
-
-const bool has_avx512 = __builtin_cpu_supports("avx512f");
 #endif
 
 }  // namespace
 
+bool has_avx512() {
+#ifdef SPARSE_OPT_X86_GCC
+  static const bool has = [] {
+    const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
+    const bool less = wanted != nullptr && (std::strcmp(wanted, "avx2") == 0 || std::strcmp(wanted, "default") == 0);
+    return !less && __builtin_cpu_supports("x86-64-v4");
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
+
 void gather_words(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
-#ifdef SPARSE_OPT_AVX512
-  if (has_avx512) return gather_avx512(dense, indices, n, out);
+#ifdef SPARSE_OPT_X86_GCC
+  if (has_avx512()) return gather_avx512(dense, indices, n, out);
 #endif
   gather_words<uint32_t, int32_t>(dense, indices, n, out);
 }
 
 void scatter_words(uint32_t* dense, const int32_t* indices, int64_t n, const uint32_t* values) {
-#ifdef SPARSE_OPT_AVX512
-  if (has_avx512) return scatter_avx512(dense, indices, n, values);
+#ifdef SPARSE_OPT_X86_GCC
+  if (has_avx512()) return scatter_avx512(dense, indices, n, values);
 #endif
   scatter_words<uint32_t, int32_t>(dense, indices, n, values);
 }

@@ -4,6 +4,7 @@
 #include "kernels.h"
 #include "multiversion.h"
 #include "step_block.h"
+#include "step_lanes.h"
 
 namespace sparse_opt::cpu {
 namespace {
@@ -19,6 +20,7 @@ void update(const SgdScalars& scalars, int64_t n, const float* __restrict g, flo
 void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   const Work work(args.segments);
+  const bool in_lanes = takes_lanes(args);
   const int tensors = args.dense_grads != nullptr ? 2 : 1;
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     StepBlock step_block;
@@ -27,6 +29,7 @@ void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for) {
       const int64_t segment = chunk.segment;
       const auto step = static_cast<int64_t>(args.steps[segment]);
       const auto scalars = sgd_scalars(args, *args.lr, step);
+      if (in_lanes) return sgd_lanes(args, chunk, scalars);
       const auto prefetch = [&](const BlockIndices& block) { prefetch_step(args, segment, block); };
       for_each_block(args.segments, chunk, tensors, prefetch, [&](const BlockIndices& block) {
         step_block.load(args, segment, step, block);
