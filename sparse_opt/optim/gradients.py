@@ -1,59 +1,14 @@
-"""Compact gradients: hooks that gather each dense gradient as soon as autograd has made it, and free it."""
+"""Compact gradients: the passes that make them, of dense gradients and of the operands that tiles are products of."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .buckets import Bucket
-
-if TYPE_CHECKING:
-    from .sparse_optimizer import SparseOptimizer
-
-
-class Carrier:
-    """Lets `torch.amp.GradScaler` see compact gradients, which are not in any `.grad`.
-
-    The scaler multiplies each `.grad` it finds in the parameter groups by 1/scale and looks for inf and NaN in it.
-    While gradients wait, a parameter of one element stands at the end of the first group. Its `.grad` starts at 1, the
-    gather turns it to inf when a gradient is not finite, and what the scaler leaves in it is the factor that the
-    compact gradients still have to be multiplied by.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.param = Parameter(torch.zeros(1, device=device))
-        self.factor = torch.ones(1, device=device)
-
-    @property
-    def shown(self) -> bool:
-        return self.param.grad is not None
-
-    def show(self, group: dict[str, Any]) -> None:
-        if not self.shown:
-            self.factor.fill_(1.0)
-            self.param.grad = self.factor
-            group["params"].append(self.param)
-
-    def hide(self, group: dict[str, Any]) -> None:
-        if self.shown:
-            self.param.grad = None
-            group["params"][:] = [p for p in group["params"] if p is not self.param]
-
-
-def hook(optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket], i: int) -> Callable[[Tensor], None]:
-    """For `register_post_accumulate_grad_hook` of the bucket's parameter i. Keeps neither alive."""
-
-    def gather(param: Tensor) -> None:
-        owner, target = optimizer(), bucket()
-        if owner is not None and target is not None:
-            owner._receive(target, i, param)
-
-    return gather
 
 
 def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
@@ -75,18 +30,6 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
             **bucket.layout([i]),
         )
     bucket.mark_received(i)
-
-
-def take_tiles(
-    optimizer: weakref.ref[SparseOptimizer], bucket: weakref.ref[Bucket]
-) -> Callable[[int, Tensor, Tensor], bool]:
-    """For a native bucket, which calls it with what it does not take by itself. Keeps neither alive."""
-
-    def take(i: int, left: Tensor, right: Tensor) -> bool:
-        owner, target = optimizer(), bucket()
-        return owner is not None and target is not None and owner._receive_tiles(target, i, left, right)
-
-    return take
 
 
 def tiles_(bucket: Bucket, i: int, left: Tensor, right: Tensor, found_inf: Tensor | None) -> None:

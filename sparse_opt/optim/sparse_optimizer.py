@@ -16,7 +16,7 @@ from ..masks import MaskSet
 from . import base_weights, gradients, state_io, tile_linears
 from .binding import FLOAT_DTYPES, active_parameters, build_buckets
 from .buckets import Bucket, compact
-from .tile_backward import Route
+from .intake import GradientIntake
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 
@@ -72,15 +72,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
         self._bases: list[base_weights.BaseWeights] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._routed: list[tuple[nn.Module, Route]] = []
-        # A layer with a forward of its own refers to itself: without this its memory would wait for the collector.
-        weakref.finalize(self, tile_linears.restore, self._routed).atexit = False
         self._frozen: list[Parameter] = []
-        self._carriers: dict[torch.device, gradients.Carrier] = {}
-        self._clip_coef: Tensor | None = None
-        self._stepped = False  # the gradients that wait have been stepped with
-        self._inside_base = self._groups_fixed = self._closed = False
+        self._groups_fixed = self._closed = False
 
         if isinstance(params, nn.Module):
             params = getattr(params, "_orig_mod", params)  # of torch.compile, which puts it before every name
@@ -89,6 +82,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
         super().__init__(params, defaults)
         self._groups_fixed = True
+        self._intake = GradientIntake(self.param_groups, compact=grads == "compact", amp_scaling=amp_scaling)
         self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
         buckets = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
@@ -117,8 +111,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
         buckets = build_buckets(self.param_groups, active, pattern, self._op, self.backend)
-        model = None if self._model is None else self._model()
-        tile_linears.choose(buckets, model, pattern, grads=self.grads, wanted=self.tile_backward)
+        tile_linears.choose(buckets, self._root(), pattern, grads=self.grads, wanted=self.tile_backward)
         for bucket in buckets:
             self._allocate(bucket)
         return buckets
@@ -127,16 +120,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         self, buckets: list[Bucket], bases: list[base_weights.BaseWeights], active: dict[Parameter, Tensor]
     ) -> None:
         """Train these from now on: the part of binding that changes the model."""
-        self._remove_hooks()
         self._buckets, self._bases = buckets, bases
         self._freeze(p for _, p in self._named() if p not in active)
         self._publish_state()
         if self.grads == "compact":
-            self._add_hooks()
-            self.zero_grad()
-            if self.amp_scaling:
-                self._carriers = {b.device: gradients.Carrier(b.device) for b in buckets}
-            self._tell_hooks()
+            super().zero_grad()
+        self._intake.adopt(buckets, self._root())
+
+    def _root(self) -> nn.Module | None:
+        return None if self._model is None else self._model()
 
     def _allocate(self, bucket: Bucket) -> None:
         for name in self._state_names(bucket.group):
@@ -167,29 +159,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             p.requires_grad_(True)
         self._frozen = []
 
-    def _add_hooks(self) -> None:
-        for bucket in self._buckets:
-            if bucket.native is not None:
-                bucket.native.receive_into(bucket.grad, bucket.sum_sq)
-            for i, param in enumerate(bucket.params):
-                run = gradients.hook(weakref.ref(self), weakref.ref(bucket), i)
-                self._handles.append(param.register_post_accumulate_grad_hook(run))
-                if bucket.native is not None:  # does the work of `run` wherever it only gathers
-                    bucket.native.hook(i, param._post_accumulate_grad_hooks)
-            model = None if self._model is None else self._model()
-            if bucket.tiles is not None and model is not None:
-                if bucket.native is not None:
-                    bucket.native.take_tiles_with(gradients.take_tiles(weakref.ref(self), weakref.ref(bucket)))
-                self._routed += tile_linears.install(bucket, model, self)
-        self._tell_hooks()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        tile_linears.restore(self._routed)
-        self._handles = []
-        self._tell_hooks()
-
     @property
     def tiled_parameters(self) -> tuple[str, ...]:
         """The names of the parameters whose gradients are made tile by tile, by the layers whose weights they are."""
@@ -206,7 +175,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         State stays, and so does `base_weights`.
         """
-        self._remove_hooks()
+        self._intake.detach()
         self._unfreeze()
 
     @torch.no_grad()
@@ -217,15 +186,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.refresh_master_weights()
         active = {p for bucket in self._buckets for p in bucket.params}
         self._freeze(p for _, p in self._named() if p not in active)
-        if self.grads == "compact":
-            self._add_hooks()
+        self._intake.attach(self._root())
 
     def close(self) -> None:
         """Give the model back: remove the hooks, give layers their forward back, and unfreeze what was frozen.
 
         The optimizer can't step after it.
         """
-        if self._inside_base:
+        if self._intake.inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
         self.detach()
         self._closed = True
@@ -253,7 +221,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients wait for a step, or the model holds its base weights.
         """
         self._refuse("set_mask")
-        if not self._stepped and any(any(b.received) for b in self._buckets):
+        if self._intake.waits():
             raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
         mask, active = active_parameters(dict(self._named()), mask, self._frozen)
         buckets = self._build(active, mask.pattern)
@@ -264,80 +232,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._adopt(buckets, bases, active)
 
     # Gradients
-
-    def _tell_hooks(self) -> None:
-        """Let native hooks do `_receive`'s work while it would only gather; to be called when that has changed."""
-        refusing = self._inside_base or self._stepped or self._carriers or self._clip_coef is not None
-        plain = bool(self._handles) and not refusing
-        for bucket in self._buckets:
-            if bucket.native is not None:
-                bucket.native.set_receiving(plain)
-
-    def _receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
-        """A dense gradient has been made: keep its active elements and free it."""
-        grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
-        if grad is None and bucket.came_by_tiles(i):
-            return
-        self._refuse_gradient(bucket, i)
-        if grad is None:
-            raise RuntimeError(
-                f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
-            )
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, wanted a strided tensor")
-        gradients.gather_(bucket, i, grad.detach(), self._begin_gradient(bucket))
-
-    def _receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
-        """The gradient of parameter i is left^T @ right: keep its active tiles. False if they are not ours to keep."""
-        if not self._takes_tiles(bucket):
-            return False
-        self._refuse_gradient(bucket, i)
-        gradients.tiles_(bucket, i, left.detach(), right.detach(), self._begin_gradient(bucket))
-        return True
-
-    def _receive_tile_rows(self, bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`_receive_tiles` of a left operand in parts, none of which is asked for if the answer is False."""
-        if not self._takes_tiles(bucket):
-            return False
-        self._refuse_gradient(bucket, i)
-        gradients.tile_rows_(bucket, i, parts, right.detach(), self._begin_gradient(bucket))
-        return True
-
-    def _takes_tiles(self, bucket: Bucket) -> bool:
-        return bool(self._handles) and any(b is bucket for b in self._buckets)
-
-    def _refuse_gradient(self, bucket: Bucket, i: int) -> None:
-        if self._inside_base:
-            raise RuntimeError(
-                f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained"
-            )
-        if self._clip_coef is not None:
-            raise RuntimeError(
-                f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
-            )
-
-    def _begin_gradient(self, bucket: Bucket) -> Tensor | None:
-        """Make ready for a gradient that is accepted; what turns to inf if it is not finite, where a scaler looks."""
-        if self._stepped:
-            self._forget()
-        carrier = self._carriers.get(bucket.device) if self._carriers else None
-        if carrier is None:
-            return None
-        carrier.show(self.param_groups[0])
-        return carrier.factor
-
-    def _forget(self) -> None:
-        """The next gradients begin anew. Nothing is written: they overwrite the compact buffer."""
-        self._stepped = False
-        self._clip_coef = None
-        for bucket in self._buckets:
-            bucket.drop_gradients()
-        self._hide_carriers()
-        self._tell_hooks()
-
-    def _hide_carriers(self) -> None:
-        for carrier in self._carriers.values():
-            carrier.hide(self.param_groups[0])
 
     def compact_grad(self, param: Parameter) -> Tensor | None:
         """[nnz of param] the waiting compact gradient, a view; None if there is none (or with grads='dense')."""
@@ -354,7 +248,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         Compact gradients that have been stepped with are forgotten anyway when the next ones arrive, so that a trainer
         which clears only `model.zero_grad()` does not add them up.
         """
-        self._forget()
+        self._intake.forget()
         super().zero_grad(set_to_none or self.grads == "compact")
 
     def _norm(self) -> Tensor:
@@ -373,11 +267,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 bucket.sum_sq.copy_(torch.where(received, bucket.sum_sq, 0.0))
             sums.append(bucket.sum_sq.sum().to(home))
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-        norm = total.sqrt()
-        for carrier in self._carriers.values():
-            if carrier.shown:  # the scaler leaves the same factor in each
-                norm = norm * carrier.factor.to(home).squeeze()
-                break
+        norm = self._intake.unscaled(total.sqrt())
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
 
@@ -395,8 +285,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         norm = self._norm()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
-        self._clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._tell_hooks()
+        self._intake.clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.grad_norm = norm
         return norm
 
@@ -419,20 +308,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = self._amp_scaling()
-        if self.max_grad_norm is not None and self._clip_coef is None:
+        if self.max_grad_norm is not None and self._intake.clip_coef is None:
             self.clip_grad_norm_(self.max_grad_norm)
         for bucket in self._buckets:
             self._step_bucket(bucket, grad_scale, found_inf)
-        self._clip_coef = None
-        self._stepped = True
-        self._hide_carriers()
-        self._tell_hooks()
+        self._intake.mark_stepped()
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """(grad_scale, found_inf) as a GradScaler has set them on this optimizer, if one has."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and self.grads == "compact" and not self._carriers:
+        if found_inf is not None and self.grads == "compact" and not self._intake.carriers:
             raise RuntimeError(
                 "a GradScaler can't see compact gradients; build the optimizer with amp_scaling=True or grads='dense'"
             )
@@ -440,7 +326,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
 
     def _step_bucket(self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        gathered = self.grads == "compact" or self._clip_coef is not None
+        gathered = self.grads == "compact" or self._intake.clip_coef is not None
         if self.grads == "compact" and bucket.has_dense_grads():
             raise RuntimeError(
                 f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
@@ -485,9 +371,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> dict[str, Tensor | None]:
         """The device scalars that a step multiplies and divides gradients by, and its flag to do nothing."""
-        clip_coef = self._clip_coef
-        if found_inf is not None and grad_scale is None and self._carriers:
-            factor = self._carriers[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
+        clip_coef = self._intake.clip_coef
+        if found_inf is not None and grad_scale is None and self._intake.carriers:
+            factor = self._intake.carriers[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
             clip_coef = factor if clip_coef is None else factor * clip_coef.to(device)
         found = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": clip_coef}
         return {name: None if t is None else t.to(device, torch.float32) for name, t in found.items()}
@@ -504,19 +390,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._refuse("base_weights")
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
-        self._inside_base = True
-        self._tell_hooks()
+        self._intake.inside_base = True
         try:
             with base_weights.swapped(self._bases):
                 yield
         finally:
-            self._inside_base = False
-            self._tell_hooks()
+            self._intake.inside_base = False
 
     def _refuse(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{what}: the optimizer is closed")
-        if self._inside_base:
+        if self._intake.inside_base:
             raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
 
     # State
@@ -528,10 +412,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         `optimizer.state` does not hold them.
         """
         self._refuse("state_dict")
-        shown = [carrier for carrier in self._carriers.values() if carrier.shown]
         params, state = self.param_groups[0]["params"], self.state
         try:
-            self.param_groups[0]["params"] = params[: len(params) - len(shown)]
+            self.param_groups[0]["params"] = params[: len(params) - self._intake.shown_carriers()]
             self.state = state_io.with_indices(state, self._buckets, self._bases)
             return super().state_dict()
         finally:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from .buckets import Bucket
-    from .sparse_optimizer import SparseOptimizer
+    from .intake import GradientIntake
 
 _numbers = itertools.count()
 
@@ -32,9 +32,7 @@ class Route:
     Copies of a module, and those that are loaded from a file, have None in its place: they are ordinary modules.
     """
 
-    def __init__(
-        self, optimizer: SparseOptimizer, bucket: Bucket, i: int, weight: Parameter, *, transposed: bool
-    ) -> None:
+    def __init__(self, intake: GradientIntake, bucket: Bucket, i: int, weight: Parameter, *, transposed: bool) -> None:
         self.weight = weight
         self.transposed = transposed
         self.native = None if bucket.native is None else bucket.native.route(i, transposed)
@@ -42,7 +40,7 @@ class Route:
         if self.native is None and weight.requires_grad:  # which ops can't ask for: autograd does not see into them
             self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
         self.number = torch.tensor([next(_numbers)])
-        self._optimizer, self._bucket, self._i = weakref.ref(optimizer), weakref.ref(bucket), i
+        self._intake, self._bucket, self._i = weakref.ref(intake), weakref.ref(bucket), i
         _routes[int(self.number)] = self
 
     def leads_somewhere(self) -> bool:
@@ -50,10 +48,10 @@ class Route:
 
     def take(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False where there is none any more."""
-        optimizer, bucket = self._optimizer(), self._bucket()
-        if optimizer is None or bucket is None:
+        intake, bucket = self._intake(), self._bucket()
+        if intake is None or bucket is None:
             return False
-        return optimizer._receive_tiles(bucket, self._i, left, right)
+        return intake.receive_tiles(bucket, self._i, left, right)
 
     def wanted(self) -> str:
         """What the backward pass that runs does with the weight's gradient: "accumulated", "returned" or "nothing".
@@ -88,12 +86,12 @@ class Route:
             False, and no part was asked for, where the gradient is to be a dense one: the optimizer does not take it
             any more, others' hooks want it, or `torch.autograd.grad` does.
         """
-        optimizer, bucket = self._optimizer(), self._bucket()
-        if optimizer is None or bucket is None or _has_others_hooks(self.weight):
+        intake, bucket = self._intake(), self._bucket()
+        if intake is None or bucket is None or _has_others_hooks(self.weight):
             return False
         if self.wanted() != "accumulated":
             return False
-        return optimizer._receive_tile_rows(bucket, self._i, parts, right)
+        return intake.receive_tile_rows(bucket, self._i, parts, right)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

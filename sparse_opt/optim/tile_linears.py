@@ -19,7 +19,7 @@ from .buckets import Bucket, Tiles
 from .tile_backward import Route
 
 if TYPE_CHECKING:
-    from .sparse_optimizer import SparseOptimizer
+    from .intake import GradientIntake
 
 # A weight of a higher density takes the dense gradient unless tile_backward=True. On an H200 the weight gradients of a
 # Llama-3.2-3B's layers took 64 ms dense for 8192 tokens and 8.6 ms for 1024 (bf16); by the CUDA kernel, a call for each
@@ -131,7 +131,7 @@ def _table(bucket: Bucket, taken: list[int], tile_size: int) -> Tiles:
     return Tiles(torch.cat(parts), starts, ends, tile_size)
 
 
-def install(bucket: Bucket, model: nn.Module, optimizer: SparseOptimizer) -> list[tuple[nn.Module, Route]]:
+def install(bucket: Bucket, model: nn.Module, intake: GradientIntake) -> list[tuple[nn.Module, Route]]:
     """Send the weight gradients of the bucket's tiled parameters to the optimizer; the layers that were changed."""
     tiles = bucket.tiles
     if tiles is None:
@@ -141,7 +141,7 @@ def install(bucket: Bucket, model: nn.Module, optimizer: SparseOptimizer) -> lis
     for i, param in enumerate(bucket.params):
         if tiles.starts[i] < tiles.ends[i] and param in linears:
             linear = linears[param]
-            route = Route(optimizer, bucket, i, param, transposed=linear.transposed)
+            route = Route(intake, bucket, i, param, transposed=linear.transposed)
             tile_backward.install(linear.module, route)
             changed.append((linear.module, route))
     return changed

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt.optim.intake import GradientIntake
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +33,13 @@ def backward(model, **options):
 def python_calls(monkeypatch):
     """The names of parameters whose gradient came to the Python hook."""
     calls = []
-    receive = SparseAdamW._receive
+    receive = GradientIntake.receive
 
     def counted(self, bucket, i, param):
         calls.append(bucket.names[i])
         receive(self, bucket, i, param)
 
-    monkeypatch.setattr(SparseAdamW, "_receive", counted)
+    monkeypatch.setattr(GradientIntake, "receive", counted)
     return calls
 
 
