@@ -11,6 +11,7 @@ writes, without downloads and the same for the same seed:
 | data/train.jsonl | prompt, answer: for rollouts |
 | data/test.jsonl | prompt, answer: questions that no other file has |
 | data/preferences.jsonl | prompt, chosen, rejected: the right answer and a near miss |
+| data/test_preferences.jsonl | the same of the questions of test.jsonl |
 | data/explanations.jsonl | question, solution, explanation: for a teacher; right with probability `p_right` |
 
 SFT on the demonstrations gives the form of an answer and skill in part. A sampled answer is then right about as often
@@ -185,22 +186,26 @@ def make_rows(config: ArithmeticConfig) -> dict[str, list[dict[str, str]]]:
     def said(question: Question) -> Question:
         return question if generator.random() < config.p_right else question.near_miss(generator)
 
-    asked = (train[index % len(train)] for index in range(config.n_demonstrations))
-    return {
-        "train": _prompts(train),
-        "test": _prompts(test),
-        "demonstrations": [{"prompt": q.prompt, "completion": said(q).completion(config.answers)} for q in asked],
-        "preferences": [
+    def preferences(of: list[Question]) -> list[dict[str, str]]:
+        return [
             {
                 "prompt": q.prompt,
                 "chosen": q.completion(config.answers),
                 "rejected": q.near_miss(generator).completion(config.answers),
             }
-            for q in train
-        ],
+            for q in of
+        ]
+
+    asked = (train[index % len(train)] for index in range(config.n_demonstrations))
+    return {
+        "train": _prompts(train),
+        "test": _prompts(test),
+        "demonstrations": [{"prompt": q.prompt, "completion": said(q).completion(config.answers)} for q in asked],
+        "preferences": preferences(train),
         "explanations": [
             {"question": q.prompt, "solution": q.answer, "explanation": said(q).explanation} for q in train
         ],
+        "test_preferences": preferences(test),
     }
 
 

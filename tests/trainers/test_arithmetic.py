@@ -16,7 +16,7 @@ from sparse_opt.trainers.prompts import load_prompts
 from sparse_opt.trainers.rewards import load_rewards
 
 SMALL = {"hidden_size": 32, "n_layers": 1, "max_operand": 19, "n_train": 300, "n_test": 60, "n_demonstrations": 900}
-FILES = ["demonstrations", "explanations", "preferences", "test", "train"]
+FILES = ["demonstrations", "explanations", "preferences", "test", "test_preferences", "train"]
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
@@ -40,9 +40,10 @@ def test_rows_are_right(folder):
     assert all(int(row["answer"]) == value(row["prompt"]) >= 0 for row in train + test)
     assert len({row["prompt"] for row in train + test}) == 360
     assert {"+", "-"} == {re.sub("[0-9=]", "", row["prompt"]) for row in train}
-    preferences = rows_of(folder, "preferences")
+    preferences, held_out = rows_of(folder, "preferences"), rows_of(folder, "test_preferences")
     assert [row["prompt"] for row in preferences] == [row["prompt"] for row in train]
-    for row in preferences:
+    assert [row["prompt"] for row in held_out] == [row["prompt"] for row in test]
+    for row in preferences + held_out:
         assert int(row["chosen"]) == value(row["prompt"])
         assert abs(int(row["rejected"]) - value(row["prompt"])) in (1, 10) and int(row["rejected"]) >= 0
 
