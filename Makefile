@@ -26,7 +26,7 @@ quickstart: $(VENV)/.train ## a dense -> mask -> sparse DPO experiment on a smal
 # The suite in parts, for `make --jobs` to run side by side: these folders each, and all others in one. tests/ops takes
 # every backend that can run; Triton's run under the interpreter, in a process that has it on.
 FOLDERS := integrations trainers packaging
-BACKENDS := reference triton triton-ops avx2
+BACKENDS := reference triton triton-ops without-avx512
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
 
 test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default, and Triton's ops
@@ -46,7 +46,7 @@ test-triton: $(VENV)/.test
 test-triton-ops: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
 
-test-avx2: $(VENV)/.test
+test-without-avx512: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --quiet tests/ops/test_steps.py tests/ops/test_moves.py -k cpu-cpu
 
 test-learning: $(VENV)/.test ## every loop learns, three seeds each: minutes of training

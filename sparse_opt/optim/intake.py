@@ -51,12 +51,12 @@ class GradientIntake:
     gradients stay where autograd puts them. No hook keeps it alive.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], *, compact: bool, amp_scaling: bool) -> None:
+    def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], *, compact: bool, amp_scaling: bool) -> None:
         self.compact, self.amp_scaling = compact, amp_scaling
         self.buckets: list[Bucket] = []
         self.carriers: dict[torch.device, Carrier] = {}
         self.stepped = False  # the gradients that wait have been stepped with
-        self._param_groups = param_groups
+        self._optimizer = optimizer
         self._clip_coef: Tensor | None = None
         self._inside_base = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -203,7 +203,7 @@ class GradientIntake:
         carrier = self.carriers.get(bucket.device) if self.carriers else None
         if carrier is None:
             return None
-        carrier.show(self._param_groups[0])
+        carrier.show(self._first_group())
         return carrier.factor
 
     # From step to step
@@ -240,4 +240,10 @@ class GradientIntake:
 
     def _hide_carriers(self) -> None:
         for carrier in self.carriers.values():
-            carrier.hide(self._param_groups[0])
+            carrier.hide(self._first_group())
+
+    def _first_group(self) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        group: dict[str, Any] = optimizer.param_groups[0]
+        return group

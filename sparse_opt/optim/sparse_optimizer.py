@@ -82,7 +82,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
         super().__init__(params, defaults)
         self._groups_fixed = True
-        self._intake = GradientIntake(self.param_groups, compact=grads == "compact", amp_scaling=amp_scaling)
+        self._intake = GradientIntake(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
         self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
         buckets = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
@@ -124,7 +124,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._freeze(p for _, p in self._named() if p not in active)
         self._publish_state()
         if self.grads == "compact":
-            super().zero_grad()
+            self.zero_grad()
         self._intake.adopt(buckets, self._root())
 
     def _root(self) -> nn.Module | None:

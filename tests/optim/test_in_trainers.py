@@ -264,3 +264,18 @@ def test_compact_gradients_among_several_processes_warn(monkeypatch, device):
     SparseAdamW(model, mask, grads="dense").close()  # what DistributedDataParallel averages
     with pytest.warns(UserWarning, match="compact gradients are this process's own.*use grads='dense'"):
         SparseAdamW(model, mask)
+
+
+def test_a_mask_set_after_a_gradient_that_was_refused_leaves_the_groups_as_they_were(device):
+    model = torch.nn.Linear(8, 8, bias=False).to(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), amp_scaling=True)
+    x = torch.randn(2, 8, device=device)
+    model.double()
+    with pytest.raises(ValueError, match="wanted"):
+        model(x.double()).sum().backward()
+    model.float()
+    optimizer.set_mask(MaskSet.random(model, density=0.4, seed=1))
+    assert [group["params"] for group in optimizer.param_groups] == [[model.weight]]
+    model(x).sum().backward()
+    optimizer.step()
+    SparseAdamW(model, optimizer.mask, amp_scaling=True).load_state_dict(optimizer.state_dict())

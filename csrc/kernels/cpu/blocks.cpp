@@ -6,7 +6,7 @@
 #include "../rounding.h"
 #include "multiversion.h"
 
-#ifdef SPARSE_OPT_X86_GCC
+#ifdef SPARSE_OPT_AVX512
 #include <immintrin.h>
 #endif
 
@@ -31,7 +31,7 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
   for (int64_t k = 0; k < n; ++k) target[k] = stochastic_round<T>(values[k], random[k]);
 }
 
-#ifdef SPARSE_OPT_X86_GCC
+#ifdef SPARSE_OPT_AVX512
 [[gnu::target("avx512f")]] void gather_avx512(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
   for (int64_t k = 0; k < n; k += 16) {
     const auto lanes = static_cast<__mmask16>(n - k >= 16 ? 0xffff : (1 << (n - k)) - 1);
@@ -53,11 +53,12 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
 }  // namespace
 
 bool has_avx512() {
-#ifdef SPARSE_OPT_X86_GCC
+#ifdef SPARSE_OPT_AVX512
   static const bool has = [] {
     const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
     const bool less = wanted != nullptr && (std::strcmp(wanted, "avx2") == 0 || std::strcmp(wanted, "default") == 0);
-    return !less && __builtin_cpu_supports("x86-64-v4");
+    return !less && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2");
   }();
   return has;
 #else
@@ -66,14 +67,14 @@ bool has_avx512() {
 }
 
 void gather_words(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
-#ifdef SPARSE_OPT_X86_GCC
+#ifdef SPARSE_OPT_AVX512
   if (has_avx512()) return gather_avx512(dense, indices, n, out);
 #endif
   gather_words<uint32_t, int32_t>(dense, indices, n, out);
 }
 
 void scatter_words(uint32_t* dense, const int32_t* indices, int64_t n, const uint32_t* values) {
-#ifdef SPARSE_OPT_X86_GCC
+#ifdef SPARSE_OPT_AVX512
   if (has_avx512()) return scatter_avx512(dense, indices, n, values);
 #endif
   scatter_words<uint32_t, int32_t>(dense, indices, n, values);

@@ -4,13 +4,15 @@
 
 #include "multiversion.h"
 
-#ifdef SPARSE_OPT_X86_GCC
+// Clang has no such pragma as is used below.
+#if defined(SPARSE_OPT_AVX512) && !defined(__clang__)
+#define SPARSE_OPT_LANES
 #include <immintrin.h>
 #endif
 
 namespace sparse_opt::cpu {
 
-#ifdef SPARSE_OPT_X86_GCC
+#ifdef SPARSE_OPT_LANES
 
 bool takes_lanes(const StepArguments& args) {
   const bool in_fp32 = args.param_dtype == DType::kFloat32 && args.grad_dtype == DType::kFloat32 &&
@@ -19,9 +21,10 @@ bool takes_lanes(const StepArguments& args) {
 }
 
 // What is compiled for AVX-512 is local to this file: of a function that other files have too, the linker could take
-// this one for machines without it.
+// this one for machines without it. By features and not as an architecture, which an -march of the build would
+// contradict: GCC inlines no intrinsic of one architecture into a function of another.
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi2,prefer-vector-width=512")
 namespace {
 
 constexpr int kLanes = 16;
