@@ -87,15 +87,12 @@ class GradientIntake:
     # Hooks
 
     def adopt(self, buckets: list[Bucket], model: nn.Module | None) -> None:
-        """Take the gradients of these from now on."""
+        """Take the gradients of these from now on; what the others hold must have been forgotten."""
         self.detach()
         self.buckets = buckets
-        if self.compact:
-            self.attach(model)
-            self.forget()
-            if self.amp_scaling:
-                self.carriers = {b.device: Carrier(b.device) for b in buckets}
-            self._tell_native()
+        if self.compact and self.amp_scaling:
+            self.carriers = {b.device: Carrier(b.device) for b in buckets}
+        self.attach(model)
 
     def attach(self, model: nn.Module | None) -> None:
         """Put the hooks on, with `compact`."""
