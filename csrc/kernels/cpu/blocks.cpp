@@ -1,6 +1,5 @@
 #include "blocks.h"
 
-#include <cstdlib>
 #include <cstring>
 
 #include "../rounding.h"
@@ -51,20 +50,6 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
 #endif
 
 }  // namespace
-
-bool has_avx512() {
-#ifdef SPARSE_OPT_AVX512
-  static const bool has = [] {
-    const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
-    const bool less = wanted != nullptr && (std::strcmp(wanted, "avx2") == 0 || std::strcmp(wanted, "default") == 0);
-    return !less && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2");
-  }();
-  return has;
-#else
-  return false;
-#endif
-}
 
 void gather_words(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
 #ifdef SPARSE_OPT_AVX512

@@ -1,5 +1,6 @@
 #include "step_lanes.h"
 
+#include <stdexcept>
 #include <type_traits>
 
 #include "multiversion.h"
@@ -139,8 +140,13 @@ bool takes_lanes(const StepArguments&) {
   return false;
 }
 
-void adamw_lanes(const AdamWArguments&, const Chunk&, const AdamWScalars&) {}
-void sgd_lanes(const SgdArguments&, const Chunk&, const SgdScalars&) {}
+void adamw_lanes(const AdamWArguments&, const Chunk&, const AdamWScalars&) {
+  throw std::logic_error("adamw_lanes: this build has no AVX-512");
+}
+
+void sgd_lanes(const SgdArguments&, const Chunk&, const SgdScalars&) {
+  throw std::logic_error("sgd_lanes: this build has no AVX-512");
+}
 
 #endif
 

@@ -13,6 +13,7 @@ namespace sparse_opt::cpu {
 // separate masters, single elements by positions of 16 or 32 bits, and a processor and a compiler that have AVX-512.
 bool takes_lanes(const StepArguments& args);
 
+// Of calls that are taken.
 void adamw_lanes(const AdamWArguments& args, const Chunk& chunk, const AdamWScalars& scalars);
 void sgd_lanes(const SgdArguments& args, const Chunk& chunk, const SgdScalars& scalars);
 
