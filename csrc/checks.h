@@ -122,6 +122,7 @@ inline Segments checked_segments(const char* name, at::TensorList dense, const s
                      "), wanted multiples of run_length ", run_length);
     SPARSE_OPT_CHECK(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
                      " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
+    segments.numel += dense[i].numel();
   }
   segments.count = count;
   segments.dense = pointers.data();

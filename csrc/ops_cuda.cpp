@@ -19,7 +19,10 @@ struct Cuda {
 
   static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
-  static void run(const AdamWArguments& args) { cuda::indexed_adamw(args, stream()); }
+  static void run(const AdamWArguments& args) {
+    const at::Tensor tensors = float_scratch(args.segments.count * (sizeof(cuda::TensorScalars) / sizeof(float)));
+    cuda::indexed_adamw(args, static_cast<cuda::TensorScalars*>(tensors.data_ptr()), stream());
+  }
   static void run(const SgdArguments& args) { cuda::indexed_sgd(args, stream()); }
   static void run(const GatherArguments& args) {
     if (args.sum_sq == nullptr) return cuda::masked_grad_gather(args, nullptr, stream());

@@ -1,4 +1,4 @@
-"""AdamW on the active elements of a list of tensors, in one launch."""
+"""AdamW on the active elements of a list of tensors, in two launches: what each tensor's share, then the elements."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ def _powers(a, b, n):
     return a_power, b_power
 
 
+# By one program for each tensor, once: they would be what every program of a step waits for. In fp64, since 1 - beta^t
+# loses its digits in fp32 at small t.
+@triton.jit(do_not_specialize=["beta1_bits", "beta2_bits", "weight_decay"])
+def _adamw_scalars_kernel(
+    scalars,  # [n, 3] fp32: decay, sqrt(1 - beta2^step), lr / (1 - beta1^step)
+    lr,  # [1]
+    steps,  # [n]
+    beta1_bits: tl.int64,
+    beta2_bits: tl.int64,
+    weight_decay,
+):
+    tensor = tl.program_id(0)
+    rate = tl.load(lr)
+    step = tl.load(steps + tensor).to(tl.int64)
+    beta1_power, beta2_power = _powers(
+        beta1_bits.to(tl.int64).to(tl.float64, bitcast=True), beta2_bits.to(tl.int64).to(tl.float64, bitcast=True), step
+    )
+    tl.store(scalars + 3 * tensor, 1.0 - rate * weight_decay)
+    tl.store(scalars + 3 * tensor + 1, tl.sqrt(1.0 - beta2_power).to(tl.float32))
+    tl.store(scalars + 3 * tensor + 2, (rate.to(tl.float64) / (1.0 - beta1_power)).to(tl.float32))
+
+
 # Bytes per active element, with i, g, s and p those of an index, a gradient, a moment and a parameter:
 #   read    i + g + 2 s, and the 64-byte granules of the parameters (of the gradients too where they are dense)
 #   written 2 s, and the granules of the parameters again, those whose bits change; with fp32 masters 4 more of each
@@ -43,13 +65,10 @@ def _powers(a, b, n):
         "grad_table",
         "start",
         "end",
-        "beta1_bits",
-        "beta2_bits",
         "one_minus_beta1",
         "beta2",
         "one_minus_beta2",
         "eps",
-        "weight_decay",
         "seed",
     ]
 )
@@ -63,20 +82,17 @@ def _indexed_adamw_kernel(
     exp_avg_sq,  # [nnz]
     grad,  # [nnz] or None
     master,  # [nnz] or None
-    lr,  # [1]
+    scalars,  # [n, 3] fp32
     steps,  # [n]
     clip_coef,  # [1] or None
     grad_scale,  # [1] or None
     found_inf,  # [1] or None
     start: tl.int64,
     end: tl.int64,
-    beta1_bits: tl.int64,
-    beta2_bits: tl.int64,
     one_minus_beta1,
     beta2,
     one_minus_beta2,
     eps,
-    weight_decay,
     seed: tl.int64,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
@@ -98,15 +114,9 @@ def _indexed_adamw_kernel(
     else:
         p = widen(held)
 
-    # In fp64, since 1 - beta^t loses its digits in fp32 at small t; while the loads above are on their way.
-    rate = tl.load(lr)
-    step = tl.load(steps + tensor).to(tl.int64)
-    beta1_power, beta2_power = _powers(
-        beta1_bits.to(tl.int64).to(tl.float64, bitcast=True), beta2_bits.to(tl.int64).to(tl.float64, bitcast=True), step
-    )
-    step_size = (rate.to(tl.float64) / (1.0 - beta1_power)).to(tl.float32)
-    sqrt_bias_correction2 = tl.sqrt(1.0 - beta2_power).to(tl.float32)
-    decay = 1.0 - rate * weight_decay
+    decay = tl.load(scalars + 3 * tensor)
+    sqrt_bias_correction2 = tl.load(scalars + 3 * tensor + 1)
+    step_size = tl.load(scalars + 3 * tensor + 2)
 
     g = scale_gradient(g, grad_scale, clip_coef)
     p = p * decay
@@ -118,7 +128,7 @@ def _indexed_adamw_kernel(
     MOMENT: tl.constexpr = exp_avg.dtype.element_ty
     stored = round_nearest(p, PARAM)
     if STOCHASTIC:
-        r0, r1, r2 = random_words(seed, slots, step)
+        r0, r1, r2 = random_words(seed, slots, tl.load(steps + tensor).to(tl.int64))
         tl.store(exp_avg + slots, round_stochastic(m, MOMENT, r1), mask=mask, eviction_policy="evict_first")
         tl.store(exp_avg_sq + slots, round_stochastic(v, MOMENT, r2), mask=mask, eviction_policy="evict_first")
         if master is None:
@@ -163,7 +173,7 @@ def indexed_adamw_(
     run_length: int = 1,
     index_bases: Tensor | None = None,
 ) -> None:
-    """`sparse_opt.ops.indexed_adamw_` in one launch."""
+    """`sparse_opt.ops.indexed_adamw_` in two launches."""
     if not params:
         return
     device = indices.device
@@ -171,6 +181,10 @@ def indexed_adamw_(
         plan = segments(params, starts, ends, device)
         if not plan.programs:
             return
+        scalars = torch.empty(3 * len(params), dtype=torch.float32, device=device)
+        _adamw_scalars_kernel[(len(params),)](
+            scalars, lr, steps, _float64_bits(beta1), _float64_bits(beta2), float(weight_decay), **SLOT_OPTIONS
+        )
         _indexed_adamw_kernel[(plan.programs,)](
             addresses("params", params, device),
             None if dense_grads is None else addresses("dense_grads", dense_grads, device),
@@ -181,20 +195,17 @@ def indexed_adamw_(
             exp_avg_sq,
             grad,
             master,
-            lr,
+            scalars,
             steps,
             clip_coef,
             grad_scale,
             found_inf,
             plan.start,
             plan.end,
-            _float64_bits(beta1),
-            _float64_bits(beta2),
             1.0 - beta1,
             float(beta2),
             1.0 - beta2,
             float(eps),
-            float(weight_decay),
             seed,
             PARAM=element_dtype(params),
             GRAD=None if dense_grads is None else element_dtype(dense_grads),

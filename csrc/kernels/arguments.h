@@ -21,6 +21,7 @@ constexpr int64_t kIndexFrame = 256;  // slots that share a base
 // alignment of positions. The pointers to lists are to host memory.
 struct Segments {
   int64_t count = 0;
+  int64_t numel = 0;                // of all dense tensors
   void* const* dense = nullptr;     // [count]
   const int64_t* starts = nullptr;  // [count]
   const int64_t* ends = nullptr;    // [count]

@@ -26,18 +26,25 @@ SPARSE_OPT_HOST_DEVICE float gradient_element(float g, const float* grad_scale, 
   return g;
 }
 
-// Decoupled weight decay, Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
-struct AdamWScalars {
-  float decay, one_minus_beta1, beta2, one_minus_beta2, eps, sqrt_bias_correction2, step_size;
+// Decoupled weight decay, Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. The factors are the call's, the
+// scalars beside them a tensor's.
+struct AdamWFactors {
+  float one_minus_beta1, beta2, one_minus_beta2, eps;
 };
 
-SPARSE_OPT_HOST_DEVICE AdamWScalars adamw_scalars(const AdamWArguments& args, float lr, int64_t step) {
-  AdamWScalars s;
+struct AdamWScalars : AdamWFactors {
+  float decay, sqrt_bias_correction2, step_size;
+};
+
+inline AdamWFactors adamw_factors(const AdamWArguments& args) {
+  return {static_cast<float>(1.0 - args.beta1), static_cast<float>(args.beta2), static_cast<float>(1.0 - args.beta2),
+          static_cast<float>(args.eps)};
+}
+
+SPARSE_OPT_HOST_DEVICE AdamWScalars adamw_scalars(const AdamWArguments& args, const AdamWFactors& factors, float lr,
+                                                  int64_t step) {
+  AdamWScalars s{factors};
   s.decay = 1.0f - lr * static_cast<float>(args.weight_decay);
-  s.one_minus_beta1 = static_cast<float>(1.0 - args.beta1);
-  s.beta2 = static_cast<float>(args.beta2);
-  s.one_minus_beta2 = static_cast<float>(1.0 - args.beta2);
-  s.eps = static_cast<float>(args.eps);
   s.sqrt_bias_correction2 = static_cast<float>(sqrt(1.0 - integer_power(args.beta2, step)));
   s.step_size = static_cast<float>(static_cast<double>(lr) / (1.0 - integer_power(args.beta1, step)));
   return s;

@@ -27,7 +27,8 @@ def runs_of(kind: str, count: int, i: int, generator: torch.Generator) -> Tensor
         return torch.tensor([count - 1])
     if kind == "ragged":  # the first, the last, and a stretch that ends inside a vector
         return torch.unique(torch.cat([torch.arange(min(count, 5)), torch.arange(max(0, count - 3), count)]))
-    return (torch.rand(count, generator=generator) < 0.2).nonzero().view(-1)
+    density = 0.01 if kind == "far-apart" else 0.2
+    return (torch.rand(count, generator=generator) < density).nonzero().view(-1)
 
 
 def first_positions(kind: str, numel: int, i: int, generator: torch.Generator, run_length: int) -> Tensor:
@@ -175,6 +176,12 @@ def bits_of(t: Tensor) -> Tensor:
     return (
         t.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
     )
+
+
+def behind_its_beginning(t: Tensor) -> Tensor:
+    """The same values, one element behind where memory begins: where no vector may."""
+    flat = t.reshape(-1)
+    return torch.cat([flat[:1], flat])[1:].view(t.shape)
 
 
 def assert_same_bits(got: Case, want: Case, context: str = "") -> None:

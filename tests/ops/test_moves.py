@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, assert_same_bits, bits_of, make
+from cases import LAYOUTS, MASKS, assert_same_bits, behind_its_beginning, bits_of, make
 
 from sparse_opt import ops
 
@@ -49,6 +49,19 @@ def test_gather(dtype, accumulate, layout, mask, place):
     # Positive terms, added in another order: each of two sums is within n roundings, in truth far fewer.
     longest = max(e - s for s, e in zip(case.starts, case.ends, strict=True))
     torch.testing.assert_close(got_sq, want_sq, rtol=max(1, longest) ** 0.5 * 4 * 2**-24, atol=0)
+
+
+@pytest.mark.parametrize("dense_moved, out_moved", [(True, False), (False, True)], ids=["dense", "out"])
+def test_gather_of_runs_in_buffers_that_no_vector_fits(dense_moved, out_moved, place):
+    case = make(torch.device(place[0]), dtype=torch.bfloat16, layout="run16")
+    want, got = case.clone(), case.clone()
+    if dense_moved:
+        got.dense_grads = [behind_its_beginning(t) for t in got.dense_grads]
+    if out_moved:
+        got.grad = behind_its_beginning(got.grad)
+    gather(want, "reference", accumulate=True)
+    gather(got, place[1], accumulate=True)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=name_of)
@@ -131,7 +144,7 @@ def any_bits(shape, dtype, generator, device):
 def test_swap_moves_bits(dtype, layout, index_dtype, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(3)
-    for mask in MASKS:
+    for mask in (*MASKS, "far-apart"):
         case = make(device, index_dtype=index_dtype, mask=mask, layout=layout)
         case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
         case.grad = any_bits(case.grad.shape, dtype, generator, device)

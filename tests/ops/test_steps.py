@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, assert_same_bits, make
+from cases import LAYOUTS, MASKS, assert_same_bits, behind_its_beginning, make
 
 from sparse_opt import ops
 from sparse_opt.ops import narrow_indices
@@ -137,6 +137,41 @@ def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
     check(RUNS[op], case, place, compact=compact)
     scattered = make(torch.device(place[0]), shapes=[(60000,), (3,), (9000,)], layout=layout)
     check(RUNS[op], scattered, place, compact=compact)
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("moments, rounding", [(torch.float32, False), (torch.bfloat16, True)], ids=["", "rounded"])
+@pytest.mark.parametrize("n_tensors", [3, 12])
+@pytest.mark.parametrize("layout", ["element", "narrow"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("op", RUNS)
+def test_elements_far_apart(op, dtype, layout, n_tensors, moments, rounding, compact, place):
+    """Most alone in their granule of memory, which GPU kernels go by; in lists on both sides of a table's size."""
+    shapes = [(41, 1 + 700 // (i + 1)) for i in range(n_tensors)]
+    case = make(
+        torch.device(place[0]),
+        dtype=dtype,
+        moment_dtype=moments,
+        mask="far-apart",
+        shapes=shapes,
+        layout=layout,
+    )
+    check(RUNS[op], case, place, compact=compact, stochastic_rounding=rounding)
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("which", ["params", "dense_grads", "grad", "exp_avg", "exp_avg_sq", "master"])
+@pytest.mark.parametrize("op", RUNS)
+def test_runs_in_buffers_that_no_vector_fits(op, which, compact, place):
+    device, backend = place
+    case = make(torch.device(device), dtype=torch.bfloat16, layout="run16")
+    want, got = case.clone(), case.clone()
+    held = getattr(got, which)
+    moved = [behind_its_beginning(t) for t in held] if isinstance(held, list) else behind_its_beginning(held)
+    setattr(got, which, moved)
+    for c, name in ((want, "reference"), (got, backend)):
+        RUNS[op](c, name, compact=compact, master=True)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("layout", ["run2", "run8", "run128", "run2048"])

@@ -31,7 +31,7 @@ void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for) {
     work.for_each_stretch(first, last, [&](const Chunk& chunk) {
       const int64_t segment = chunk.segment;
       const auto step = static_cast<int64_t>(args.steps[segment]);
-      const auto scalars = adamw_scalars(args, *args.lr, step);
+      const auto scalars = adamw_scalars(args, adamw_factors(args), *args.lr, step);
       if (in_lanes) return adamw_lanes(args, chunk, scalars);
       const auto prefetch = [&](const BlockIndices& block) { prefetch_step(args, segment, block); };
       for_each_block(args.segments, chunk, tensors, prefetch, [&](const BlockIndices& block) {

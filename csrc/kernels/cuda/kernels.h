@@ -8,7 +8,13 @@
 
 namespace sparse_opt::cuda {
 
-void indexed_adamw(const AdamWArguments& args, cudaStream_t stream);
+// What the elements of a tensor share in an AdamW step.
+struct alignas(16) TensorScalars {
+  float decay, sqrt_bias_correction2, step_size;
+};
+
+// `tensors` is [args.segments.count] on the device, written and read by the call alone.
+void indexed_adamw(const AdamWArguments& args, TensorScalars* tensors, cudaStream_t stream);
 void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
 
 // `partial_sums` is fp32 [gather_blocks of all segments] on the device, or null. sum_partials adds up what lists of the

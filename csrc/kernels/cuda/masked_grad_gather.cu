@@ -19,11 +19,11 @@ __global__ void __launch_bounds__(kThreads)
   bool not_finite = false;
 
   Layout slots;
-  Dense raw[kUnroll] = {};
-  Out held[kUnroll] = {}, stored[kUnroll];
+  typename Layout::template Held<Out> held;
+  Out stored[kUnroll];
   slots.find(args.segments, range);
-  if (args.accumulate) slots.load_compact(out, held);
-  slots.load_dense(static_cast<const Dense*>(table.dense[range.segment]), raw);
+  if (args.accumulate) held = slots.load_compact(static_cast<const Out*>(out));
+  const auto raw = slots.load_dense(static_cast<const Dense*>(table.dense[range.segment]));
 #pragma unroll
   for (int j = 0; j < kUnroll; ++j) {
     float g = to_float(raw[j]);
@@ -74,7 +74,8 @@ void launch(const GatherArguments& args, float* partial_sums, cudaStream_t strea
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     dispatch_dtype(args.out_dtype, [&]<typename Out>() {
-      dispatch_layout(args.segments,
+      const bool vectors = fits_vectors(args.segments, sizeof(Dense)) && fits_vectors(args.out, sizeof(Out));
+      dispatch_layout(args.segments, vectors,
                       [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
     });
   });

@@ -9,23 +9,15 @@ namespace sparse_opt::cuda {
 // differ from the model's in few bits for much of a run (step.cuh says what a store costs).
 enum class Move { kSwap, kToDense, kToCompact };
 
-// Elements of a thread. Little is held of each here, so that many can be in flight, and a block reads all of its
-// elements before it writes the first: swapping 10 % of 2^31 bf16 on an H200 took 2.6 ms so, 3.0 ms with 256
-// threads, 3.4 ms without the barrier, and 5.2 ms with four elements of each of 256 threads and no barrier. Where
-// nothing is read, few should be on their way at a time, so that what the writes of neighbours touch leaves the caches
-// together: 1, 2.5 and 10 % of 2^30 bf16 were written in 0.41, 0.62 and 1.03 ms with one element a thread, and in 0.45,
-// 0.69 and 1.18 with eight.
 constexpr int kMoveThreads = 1024;
-template <Move Way>
-constexpr int kMoveUnroll = Way == Move::kToDense ? 1 : 8;
-template <Move Way>
-constexpr int64_t kMoveSlots = kMoveThreads * kMoveUnroll<Way>;
 
-template <typename Word, typename Index, Move Way, int Capacity>
+// Unroll elements of each thread. A block reads all of its elements before it writes the first: swapping 10 % of 2^31
+// bf16 on an H200 took 3.0 ms so with 256 threads, 3.4 ms without the barrier.
+template <typename Word, typename Index, Move Way, int Unroll, int Capacity>
 __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {
-  constexpr int kUnroll = kMoveUnroll<Way>;
-  const BlockRange range = block_range(table, kMoveSlots<Way>);
+  constexpr int kUnroll = Unroll;
+  const BlockRange range = block_range(table, int64_t{kMoveThreads} * kUnroll);
   Word* dense = static_cast<Word*>(table.dense[range.segment]);
   Word* compact = static_cast<Word*>(args.compact);
   const int64_t first = range.origin + threadIdx.x;
@@ -55,18 +47,39 @@ __global__ void __launch_bounds__(kMoveThreads)
   }
 }
 
-template <Move Way>
-void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
+template <Move Way, int Unroll>
+void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     dispatch_index(args.segments.index_type, [&]<typename Index>() {
-      for_each_table(args.segments, nullptr, kMoveSlots<Way>,
+      for_each_table(args.segments, nullptr, int64_t{kMoveThreads} * Unroll,
                      [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                        if (blocks == 0) return;
-                       move_kernel<Word, Index, Way><<<blocks, kMoveThreads, 0, stream>>>(table, args);
+                       const auto kernel = move_kernel<Word, Index, Way, Unroll, Capacity>;
+                       if (Way == Move::kSwap && Unroll == 1) {
+                         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                              cudaSharedmemCarveoutMaxShared);
+                       }
+                       kernel<<<blocks, kMoveThreads, 0, stream>>>(table, args);
                        check_launch(op);
                      });
     });
   });
+}
+
+// Little is held of each element, so that many can be on their way: swapping 10 % of 2^31 bf16 on an H200 took 2.6 ms
+// with eight of a thread, 5.2 ms with four of each of 256 threads. Where nothing is read one of a thread is faster, at
+// any density, and where elements that are swapped lie far apart too: 2.35 ms at 2.5 % of 3.2 B bf16 where eight take
+// 2.66. There the L1 cache only gets in the way: with all of its size 2.53.
+template <Move Way>
+void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
+  if constexpr (Way == Move::kToDense) {
+    move_by<Way, 1>(op, args, stream);
+  } else if constexpr (Way == Move::kToCompact) {
+    move_by<Way, 8>(op, args, stream);
+  } else {
+    lie_far_apart(args.segments, args.element_size) ? move_by<Way, 1>(op, args, stream)
+                                                    : move_by<Way, 8>(op, args, stream);
+  }
 }
 
 }  // namespace sparse_opt::cuda

@@ -3,6 +3,7 @@
 // vector, for masks that take runs.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -27,10 +28,11 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
   }
 }
 
-template <typename Index>
+// Unroll slots of each of Threads threads; MostBlocks, if not 0, of such blocks on a multiprocessor at a time.
+template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
 struct ElementSlots {
-  static constexpr int kTurns = 1;   // of kSlots slots that a step's block takes: see segment_table.cuh
-  static constexpr int kBlocks = 4;  // that a multiprocessor should hold
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks;
+  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4;  // that a multiprocessor should hold
 
   int64_t first;  // slot j is first + j * kThreads
   bool in_range[kUnroll];
@@ -48,12 +50,27 @@ struct ElementSlots {
     }
   }
 
+  // What was loaded for each slot, a word each; 0 outside of the range.
   template <typename T>
-  __device__ __forceinline__ void load_compact(const T* compact, T (&values)[kUnroll]) const {
+  struct Held {
+    uint32_t words[kUnroll] = {};
+
+    __device__ __forceinline__ T operator[](int j) const {
+      T value;
+      memcpy(&value, &words[j], sizeof(value));
+      return value;
+    }
+    __device__ __forceinline__ void set(int j, T value) { memcpy(&words[j], &value, sizeof(value)); }
+  };
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
+    Held<T> held;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (in_range[j]) values[j] = load_once(compact + slot(j));
+      if (in_range[j]) held.set(j, load_once(compact + slot(j)));
     }
+    return held;
   }
 
   template <typename T>
@@ -65,11 +82,13 @@ struct ElementSlots {
   }
 
   template <typename T>
-  __device__ __forceinline__ void load_dense(const T* dense, T (&values)[kUnroll]) const {
+  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
+    Held<T> held;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (in_range[j]) values[j] = dense[position[j]];
+      if (in_range[j]) held.set(j, dense[position[j]]);
     }
+    return held;
   }
 
   template <typename T>
@@ -97,50 +116,29 @@ struct VectorOf<16> {
   using Type = uint4;
 };
 
-// kUnroll values beside each other: one access where the address allows it, which is the same for nearly all threads.
-template <bool Once, typename T>
-__device__ __forceinline__ void load_vector(const T* from, T (&values)[kUnroll]) {
-  using Vector = typename VectorOf<sizeof(values)>::Type;
-  if (reinterpret_cast<uintptr_t>(from) % sizeof(Vector) == 0) {
-    const Vector* at = reinterpret_cast<const Vector*>(from);
-    const Vector vector = Once ? __ldcs(at) : *at;
-    memcpy(values, &vector, sizeof(vector));
-  } else {
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) values[j] = from[j];
-  }
+// Whether kUnroll elements of so many bytes can be moved as one vector, from any multiple of kUnroll on.
+inline bool fits_vectors(const void* buffer, int size) {
+  return reinterpret_cast<uintptr_t>(buffer) % (kUnroll * size) == 0;
 }
 
-template <bool Once, typename T>
-__device__ __forceinline__ void store_vector(T* to, const T (&values)[kUnroll]) {
-  using Vector = typename VectorOf<sizeof(values)>::Type;
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(Vector) == 0) {
-    Vector vector;
-    memcpy(&vector, values, sizeof(vector));
-    Vector* at = reinterpret_cast<Vector*>(to);
-    if (Once) {
-      __stcs(at, vector);
-    } else {
-      *at = vector;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) to[j] = values[j];
-  }
+inline bool fits_vectors(const void* const* buffers, int64_t count, int size) {
+  return std::all_of(buffers, buffers + count, [&](const void* buffer) { return fits_vectors(buffer, size); });
+}
+
+inline bool fits_vectors(const Segments& segments, int size) {
+  return fits_vectors(segments.dense, segments.count, size);
 }
 
 // Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: a thread's slots lie
-// in one run, or outside of the segment.
+// in one run, or outside of the segment. For buffers that fits_vectors() holds for.
 struct RunSlots {
-  // What a step's block computes first takes as long as a turn's loads: on an H200 (3.21 B bf16 weights, 2.5 % active
-  // in tiles of 64) AdamW took 0.53 ms with four turns, 0.66 ms with one, and 0.56 ms with eight whose positions were
-  // loaded a turn ahead.
-  static constexpr int kTurns = 4;
-  static constexpr int kBlocks = 5;
+  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0;
+  static constexpr int kBlocks = 6;
 
   int64_t first;  // slot j is first + j
   int64_t position;
   bool in_range;
+  bool whole;  // the dense elements are one vector, as those of nearly all threads are
 
   __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
   __device__ __forceinline__ bool active(int) const { return in_range; }
@@ -153,21 +151,57 @@ struct RunSlots {
     const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
                                                                    : static_cast<const int32_t*>(segments.indices)[run];
     position = start + (first & (segments.run_length - 1));
+    whole = position % kUnroll == 0;
   }
 
+  // What was loaded, packed as in memory, so that nothing is done with it before it is needed; 0 outside of the range.
   template <typename T>
-  __device__ __forceinline__ void load_compact(const T* compact, T (&values)[kUnroll]) const {
-    if (in_range) load_vector<true>(compact + first, values);
+  struct Held {
+    uint32_t words[kUnroll * sizeof(T) / 4] = {};
+
+    __device__ __forceinline__ T operator[](int j) const {
+      T values[kUnroll];
+      memcpy(values, words, sizeof(words));
+      return values[j];
+    }
+  };
+
+  template <typename T>
+  using Vector = typename VectorOf<kUnroll * sizeof(T)>::Type;
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
+    Held<T> held;
+    if (in_range) {
+      const Vector<T> vector = __ldcs(reinterpret_cast<const Vector<T>*>(compact + first));
+      memcpy(held.words, &vector, sizeof(vector));
+    }
+    return held;
   }
 
   template <typename T>
   __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
-    if (in_range) store_vector<true>(compact + first, values);
+    if (!in_range) return;
+    Vector<T> vector;
+    memcpy(&vector, values, sizeof(vector));
+    __stcs(reinterpret_cast<Vector<T>*>(compact + first), vector);
   }
 
   template <typename T>
-  __device__ __forceinline__ void load_dense(const T* dense, T (&values)[kUnroll]) const {
-    if (in_range) load_vector<false>(dense + position, values);
+  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
+    Held<T> held;
+    if (!in_range) return held;
+    const T* from = dense + position;
+    if (whole) {
+      const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(from);
+      memcpy(held.words, &vector, sizeof(vector));
+    } else {
+      T values[kUnroll];
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) values[j] = from[j];
+      memcpy(held.words, values, sizeof(values));
+    }
+    return held;
   }
 
   // All of them if one changed: they are this thread's alone.
@@ -177,14 +211,32 @@ struct RunSlots {
     bool any = false;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) any = any || changed[j];
-    if (any) store_vector<false>(dense + position, values);
+    if (!any) return;
+    T* to = dense + position;
+    if (whole) {
+      Vector<T> vector;
+      memcpy(&vector, values, sizeof(vector));
+      *reinterpret_cast<Vector<T>*>(to) = vector;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) to[j] = values[j];
+    }
   }
 };
 
-// call.template operator()<Layout>(): vectors where no run ends inside one.
+// Whether active elements are single ones, and most alone in their granule of 64 bytes. What a kernel reads and writes
+// of them at a time is then spread over so much memory that less of it at a time is faster: what neighbours write
+// leaves the caches together (docs/performance.md).
+inline bool lie_far_apart(const Segments& segments, int size) {
+  int64_t active = 0;
+  for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];
+  return segments.run_length == 1 && segments.numel * size >= 64 * active;
+}
+
+// call.template operator()<Layout>(): vectors where no run ends inside one and all buffers fit them.
 template <typename Call>
-void dispatch_layout(const Segments& segments, Call call) {
-  if (segments.run_length % kUnroll == 0) {
+void dispatch_layout(const Segments& segments, bool vectors, Call call) {
+  if (vectors && segments.run_length % kUnroll == 0) {
     call.template operator()<RunSlots>();
   } else {
     dispatch_index(segments.index_type, [&]<typename Index>() { call.template operator()<ElementSlots<Index>>(); });

@@ -6,6 +6,9 @@
 // its value.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "../rounding.h"
 #include "../update.h"
 #include "slots.cuh"
@@ -14,12 +17,17 @@ namespace sparse_opt::cuda {
 
 template <typename Layout, typename Param>
 struct StepSlots : Layout {
-  Param param[kUnroll];
-  float master[kUnroll];
+  using Layout::kUnroll;
+  template <typename T>
+  using Held = typename Layout::template Held<T>;
+
+  Held<Param> param;
+  Held<float> master;
+  Held<float> gradient;  // the words of one of the gradients' dtype
 
   __device__ __forceinline__ void load_params(const void* dense, const float* compact_master) {
-    if (compact_master != nullptr) this->load_compact(compact_master, master);
-    this->load_dense(static_cast<const Param*>(dense), param);
+    if (compact_master != nullptr) master = this->load_compact(compact_master);
+    param = this->load_dense(static_cast<const Param*>(dense));
   }
 
   __device__ __forceinline__ float param_value(int j, const float* compact_master) const {
@@ -54,41 +62,95 @@ struct StepSlots : Layout {
   }
 
   template <typename Grad>
-  __device__ __forceinline__ void load_gradients_as(const void* compact, const void* dense, float (&g)[kUnroll]) const {
-    Grad raw[kUnroll] = {};
-    if (compact != nullptr) {
-      this->load_compact(static_cast<const Grad*>(compact), raw);
-    } else {
-      this->load_dense(static_cast<const Grad*>(dense), raw);
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) g[j] = to_float(raw[j]);
+  __device__ __forceinline__ void load_gradient_as(const void* compact, const void* dense) {
+    const Held<Grad> held = compact != nullptr ? this->load_compact(static_cast<const Grad*>(compact))
+                                               : this->load_dense(static_cast<const Grad*>(dense));
+    memcpy(gradient.words, held.words, sizeof(held.words));
   }
 
-  // The branches are the same for a whole launch. To be called after the other loads: it waits for its own.
-  __device__ __forceinline__ void load_gradients(const StepArguments& args, const void* dense_grad,
-                                                 float (&g)[kUnroll]) const {
+  template <typename Grad>
+  __device__ __forceinline__ void gradient_as(float (&g)[kUnroll]) const {
+    Held<Grad> held;
+    memcpy(held.words, gradient.words, sizeof(held.words));
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) g[j] = to_float(held[j]);
+  }
+
+  // The branches are the same for a whole launch. Nothing waits for what is loaded: gradient_values converts it.
+  __device__ __forceinline__ void load_gradient(const StepArguments& args, const void* dense) {
     switch (args.grad_dtype) {
       case DType::kFloat32:
-        load_gradients_as<float>(args.grad, dense_grad, g);
+        load_gradient_as<float>(args.grad, dense);
         break;
       case DType::kBFloat16:
-        load_gradients_as<bfloat16>(args.grad, dense_grad, g);
+        load_gradient_as<bfloat16>(args.grad, dense);
         break;
       case DType::kFloat16:
-        load_gradients_as<float16>(args.grad, dense_grad, g);
+        load_gradient_as<float16>(args.grad, dense);
         break;
     }
+  }
+
+  __device__ __forceinline__ void gradient_values(const StepArguments& args, float (&g)[kUnroll]) const {
+    switch (args.grad_dtype) {
+      case DType::kFloat32:
+        gradient_as<float>(g);
+        break;
+      case DType::kBFloat16:
+        gradient_as<bfloat16>(g);
+        break;
+      case DType::kFloat16:
+        gradient_as<float16>(g);
+        break;
+    }
+    if (args.grad_scale != nullptr || args.clip_coef != nullptr) {
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) g[j] = gradient_element(g[j], args.grad_scale, args.clip_coef);
+      for (int j = 0; j < kUnroll; ++j) g[j] = gradient_element(g[j], args.grad_scale, args.clip_coef);
+    }
   }
 };
 
+// Whether all that a step on runs moves can be moved as vectors.
+inline bool moves_vectors(const StepArguments& args, std::initializer_list<const void*> states) {
+  const int param_size = element_size(args.param_dtype), grad_size = element_size(args.grad_dtype);
+  const int state_size = element_size(args.moment_dtype);
+  return fits_vectors(args.segments, param_size) && fits_vectors(args.master, sizeof(float)) &&
+         fits_vectors(args.grad, grad_size) &&
+         (args.dense_grads == nullptr || fits_vectors(args.dense_grads, args.segments.count, grad_size)) &&
+         std::all_of(states.begin(), states.end(), [&](const void* state) { return fits_vectors(state, state_size); });
+}
+
+// Two lines of memory for each element, of its parameter and of its gradient, are what fills the caches.
+template <typename Call>
+void dispatch_step_layout(const StepArguments& args, std::initializer_list<const void*> states, Call call) {
+  const bool far_apart = args.dense_grads != nullptr && lie_far_apart(args.segments, element_size(args.param_dtype));
+  if (far_apart && args.segments.index_type == IndexType::kOffset16) {
+    call.template operator()<ElementSlots<uint16_t, 512, 1, 2>>();
+  } else if (far_apart && args.segments.index_type == IndexType::kInt32) {
+    call.template operator()<ElementSlots<int32_t, 512, 1, 2>>();
+  } else {
+    dispatch_layout(args.segments, moves_vectors(args, states), call);
+  }
+}
+
+// Shared memory that a block of `kernel` asks for and does not use, so that no more than Layout::kMostBlocks of them
+// are on a multiprocessor at a time: parts of so little that the L1 cache keeps its size.
+template <typename Layout, typename Kernel>
+size_t unused_shared_memory(Kernel kernel) {
+  if (Layout::kMostBlocks == 0) return 0;
+  constexpr int kAll = 16384, kReserved = 1024;  // bytes, of all blocks, and of each by the driver
+  int device = 0, most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100 * kAll / most);
+  return kAll / Layout::kMostBlocks - kReserved - 128;
+}
+
 // call.template operator()<Layout, Param, Moment, Stochastic>()
 template <typename Call>
-void dispatch_step(const StepArguments& args, Call call) {
+void dispatch_step(const StepArguments& args, std::initializer_list<const void*> states, Call call) {
   dispatch_dtype(args.param_dtype, [&]<typename Param>() {
-    dispatch_layout(args.segments, [&]<typename Layout>() {
+    dispatch_step_layout(args, states, [&]<typename Layout>() {
       if (args.moment_dtype == DType::kBFloat16) {
         args.stochastic_rounding ? call.template operator()<Layout, Param, bfloat16, true>()
                                  : call.template operator()<Layout, Param, bfloat16, false>();
