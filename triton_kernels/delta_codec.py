@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ELEMENT_OPTIONS, ELEMENTS, SLOT_OPTIONS, SLOTS, TRITON_BITS_DTYPE
+from .launch import ELEMENT_OPTIONS, ELEMENTS, FEW_SLOTS, SLOT_OPTIONS, TRITON_BITS_DTYPE
 from .segments import address_of, bits, bits_addresses, block_of, segments
 from .tables import block_table, pointer_table
 
@@ -127,7 +127,7 @@ def delta_apply_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        plan = segments(dense, starts, ends, device)
+        plan = segments(dense, starts, ends, device, FEW_SLOTS)
         if not plan.programs:
             return
         _delta_apply_kernel[(plan.programs,)](
@@ -138,6 +138,6 @@ def delta_apply_(
             plan.start,
             plan.end,
             BITS=TRITON_BITS_DTYPE[values.element_size()],
-            BLOCK=SLOTS,
+            BLOCK=FEW_SLOTS,
             **SLOT_OPTIONS,
         )

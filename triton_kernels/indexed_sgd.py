@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gradient import load_gradient, scale_gradient
-from .launch import SLOT_OPTIONS, SLOTS, element_dtype
+from .launch import FEW_SLOTS, SLOT_OPTIONS, element_dtype
 from .rounding import differs, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, positions_of, segments
 
@@ -130,7 +130,7 @@ def indexed_sgd_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        plan = segments(params, starts, ends, device)
+        plan = segments(params, starts, ends, device, FEW_SLOTS)
         if not plan.programs:
             return
         _indexed_sgd_kernel[(plan.programs,)](
@@ -157,7 +157,7 @@ def indexed_sgd_(
             PARAM=element_dtype(params),
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,
-            BLOCK=SLOTS,
+            BLOCK=FEW_SLOTS,
             RUN=run_length,
             **SLOT_OPTIONS,
         )

@@ -31,15 +31,18 @@ class Segments(NamedTuple):
     programs: int  # 0 when all segments are empty
 
 
-def segments(tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], device: torch.device) -> Segments:
+def segments(
+    tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], device: torch.device, slots: int = SLOTS
+) -> Segments:
+    """The programs of `slots` compact slots each that a list of segments takes."""
     if not len(tensors) == len(starts) == len(ends):
         raise ValueError(
             f"{len(starts)} starts and {len(ends)} ends for {len(tensors)} tensors, wanted as many of each"
         )
     if len(starts) == 1:
         start, end = starts[0], ends[0]
-        return Segments(None, None, start, end, triton.cdiv(end, SLOTS) - start // SLOTS if end > start else 0)
-    blocks = block_table(starts, ends, SLOTS, device)
+        return Segments(None, None, start, end, triton.cdiv(end, slots) - start // slots if end > start else 0)
+    blocks = block_table(starts, ends, slots, device)
     return Segments(blocks.rows, blocks.firsts, 0, 0, blocks.programs)
 
 

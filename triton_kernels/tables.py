@@ -133,7 +133,7 @@ def _upload(host: Tensor, device: torch.device) -> Tensor:
 
 # A step reads two lists, gradients and parameters; gradients come back to few addresses in turn.
 POINTER_TABLES = TableCache(64)
-# A row is 16 bytes per 1024 slots: 5 MB for 3.2e8 active elements.
+# A row is 16 bytes per 512 or 1024 slots: 10 and 5 MB for 3.2e8 active elements.
 BLOCK_TABLES = TableCache(32)
 
 

@@ -51,7 +51,7 @@ def test_gather(dtype, accumulate, layout, mask, place):
     torch.testing.assert_close(got_sq, want_sq, rtol=max(1, longest) ** 0.5 * 4 * 2**-24, atol=0)
 
 
-@pytest.mark.parametrize("dense_moved, out_moved", [(True, False), (False, True)], ids=["dense", "out"])
+@pytest.mark.parametrize(("dense_moved", "out_moved"), [(True, False), (False, True)], ids=["dense", "out"])
 def test_gather_of_runs_in_buffers_that_no_vector_fits(dense_moved, out_moved, place):
     case = make(torch.device(place[0]), dtype=torch.bfloat16, layout="run16")
     want, got = case.clone(), case.clone()

@@ -140,7 +140,7 @@ def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
-@pytest.mark.parametrize("moments, rounding", [(torch.float32, False), (torch.bfloat16, True)], ids=["", "rounded"])
+@pytest.mark.parametrize(("moments", "rounding"), [(torch.float32, False), (torch.bfloat16, True)], ids=["", "rounded"])
 @pytest.mark.parametrize("n_tensors", [3, 12])
 @pytest.mark.parametrize("layout", ["element", "narrow"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -22,6 +22,7 @@ _RANGE = {"start": "i64", "end": "i64"}
 _LIST = {"blocks": "*i64", "indices": "*i32", "index_bases": None, **_RANGE, "BLOCK": 1024, "RUN": 1}
 _STEP = {
     **_LIST,
+    "BLOCK": 512,
     "param_table": "*i64",
     "grad_table": None,
     "grad": "*fp32",
@@ -68,7 +69,10 @@ _GATHER = {
 }
 _MOVE = {**_LIST, "dense_table": "*i64", "BITS": "int16"}
 _DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
-_DELTA_APPLY = {name: kind for name, kind in _MOVE.items() if name not in ("RUN", "index_bases")}
+_DELTA_APPLY = {
+    **{name: kind for name, kind in _MOVE.items() if name not in ("RUN", "index_bases")},
+    "BLOCK": 512,
+}
 _TILES = {
     "operands": "*i64",
     "blocks": "*i64",

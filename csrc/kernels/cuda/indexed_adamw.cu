@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
   AdamWSlots<Layout, Param, Moment> slots;
   slots.load(args, range, dense, table.companions[range.segment]);
   const int64_t tensor = table.segment_offset + range.segment;
-  const TensorScalars shared = tensors[tensor];
-  const AdamWScalars scalars{factors, shared.decay, shared.sqrt_bias_correction2, shared.step_size};
+  const TensorScalars found = tensors[tensor];
+  const AdamWScalars scalars{factors, found.decay, found.sqrt_bias_correction2, found.step_size};
   __syncthreads();  // reads before writes, see move.cuh
 
   float g[kUnroll], p[kUnroll], m[kUnroll], v[kUnroll];

@@ -32,7 +32,7 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
 template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
 struct ElementSlots {
   static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks;
-  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4;  // that a multiprocessor should hold
+  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 1024 / Threads;  // that a multiprocessor should hold
 
   int64_t first;  // slot j is first + j * kThreads
   bool in_range[kUnroll];
@@ -233,13 +233,15 @@ inline bool lie_far_apart(const Segments& segments, int size) {
   return segments.run_length == 1 && segments.numel * size >= 64 * active;
 }
 
-// call.template operator()<Layout>(): vectors where no run ends inside one and all buffers fit them.
-template <typename Call>
+// call.template operator()<Layout>(): vectors where no run ends inside one and all buffers fit them, else elements of
+// so many threads.
+template <int Threads = kThreads, typename Call>
 void dispatch_layout(const Segments& segments, bool vectors, Call call) {
   if (vectors && segments.run_length % kUnroll == 0) {
     call.template operator()<RunSlots>();
   } else {
-    dispatch_index(segments.index_type, [&]<typename Index>() { call.template operator()<ElementSlots<Index>>(); });
+    dispatch_index(segments.index_type,
+                   [&]<typename Index>() { call.template operator()<ElementSlots<Index, Threads>>(); });
   }
 }
 
