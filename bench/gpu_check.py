@@ -32,9 +32,15 @@ from .report import why_unwritable, write_json
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
-# Folders of tests, in parts that run side by side. What needs much of a GPU's memory stands at the beginning of one and
-# at the end of the other.
-GPU_TESTS = (("ops", "optim", "bench"), ("delta", "masks", "analysis", "patch_codec"))
+# Markers and folders of tests, in parts that run side by side. What needs much of a GPU's memory, patch_codec, is the
+# last of its part.
+GPU_TESTS = (
+    ("gpu and triton", ("ops",)),
+    ("gpu and not triton", ("ops",)),
+    ("gpu", ("optim", "bench")),
+    ("gpu", ("delta", "masks", "analysis", "patch_codec")),
+)
+CPU_TESTS = (("", ("ops",)),)
 # Seconds that a part may take before it counts as failed.
 TESTS_LIMIT_S, SANITIZER_LIMIT_S = 450, 200
 
@@ -101,14 +107,15 @@ def _build(report: dict[str, Any], device: torch.device) -> list[str]:
 def _tests(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
     """The tests marked `gpu`, where they need no more than torch and pytest; on a CPU the tests of the ops."""
     _title("tests")
-    parts, marked = (GPU_TESTS, ["-m", "gpu"]) if device.type == "cuda" else ((("ops",),), [])
-    options = ["-q", "-p", "no:cacheprovider", *marked, *shlex.split(args.pytest_options)]
+    parts = GPU_TESTS if device.type == "cuda" else CPU_TESTS
+    options = ["-q", "-p", "no:cacheprovider", *shlex.split(args.pytest_options)]
     with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder) / f"{part[0]}.xml" for part in parts]
+        results = [Path(folder) / f"{k}.xml" for k in range(len(parts))]
 
         def run(k: int) -> tuple[int | None, float]:
-            folders = [str(args.tests / name) for name in parts[k]]
-            command = [sys.executable, "-m", "pytest", *folders, *options, f"--junit-xml={results[k]}"]
+            markers, folders = parts[k]
+            named = [str(args.tests / name) for name in folders]
+            command = [sys.executable, "-m", "pytest", *named, "-m", markers, *options, f"--junit-xml={results[k]}"]
             return _run(command, TESTS_LIMIT_S, output=results[k].with_suffix(".txt") if len(parts) > 1 else None)
 
         began = time.perf_counter()

@@ -17,8 +17,9 @@ def fast_backends():
 
 def pytest_generate_tests(metafunc):
     if "place" in metafunc.fixturenames:
+        on_gpu, on_triton = pytest.mark.gpu, pytest.mark.triton
         places = [
-            pytest.param((d, b), id=f"{d}-{b}", marks=[pytest.mark.gpu] if d == "cuda" else [])
+            pytest.param((d, b), id=f"{d}-{b}", marks=[*[on_gpu] * (d == "cuda"), *[on_triton] * (b == "triton")])
             for d, b in fast_backends()
         ]
         metafunc.parametrize("place", places)

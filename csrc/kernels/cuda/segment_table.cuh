@@ -30,14 +30,21 @@ constexpr int kLargeTable = 320;
 constexpr int kLargeTable = 64;
 #endif
 
+// A block finds its segment in two steps, since it waits for them: the block lies in a segment from clues[block >>
+// clue_shift] to the clue after that. Halving a list of 197 until one was left, steps of 2.5 % took 0.51 ms from tiles
+// of 64 on an H200, and 0.495 so; from single weights of which few change 2.16 and 2.02 (in blocks of 512).
 template <int Capacity>
 struct SegmentTable {
+  static constexpr int kClues = Capacity > kSmallTable ? 256 : 1;
+
   void* dense[Capacity];
   const void* companions[Capacity];  // dense gradients, or the old tensors of a delta
   int64_t starts[Capacity];
   int64_t ends[Capacity];
   int32_t first_block[Capacity + 1];  // of each segment, in this launch
   int32_t count;
+  int32_t clue_shift;
+  uint16_t clues[kClues + 1];
   int64_t segment_offset;  // this launch's first segment and block within the call
   int64_t block_offset;
 };
@@ -58,7 +65,8 @@ struct BlockRange {
 template <int Capacity>
 __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block,
                                                   int block) {
-  int low = 0, high = table.count;  // first_block[low] <= block < first_block[high]
+  const int clue = block >> table.clue_shift;
+  int low = table.clues[clue], high = table.clues[clue + 1] + 1;  // first_block[low] <= block < first_block[high]
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (table.first_block[middle] <= block) {
@@ -89,6 +97,19 @@ inline void check_launch(const char* op) {
   }
 }
 
+template <int Capacity>
+void set_clues(SegmentTable<Capacity>& table) {
+  const int blocks = table.first_block[table.count];
+  table.clue_shift = 0;
+  while ((blocks - 1) >> table.clue_shift >= table.kClues) ++table.clue_shift;
+  int clue = 0;
+  for (int segment = 0; int64_t{clue} << table.clue_shift < blocks; ++clue) {
+    while (table.first_block[segment + 1] <= clue << table.clue_shift) ++segment;
+    table.clues[clue] = static_cast<uint16_t>(segment);
+  }
+  table.clues[clue] = static_cast<uint16_t>(table.count - 1);
+}
+
 template <int Capacity, typename Launch>
 void launch_tables(const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch& launch) {
   SegmentTable<Capacity> table;
@@ -105,6 +126,7 @@ void launch_tables(const Segments& segments, const void* const* companions, int6
       const int64_t blocks = blocks_of(table.starts[i], table.ends[i], slots_per_block);
       table.first_block[i + 1] = table.first_block[i] + static_cast<int32_t>(blocks);
     }
+    set_clues(table);
     launch(table, static_cast<unsigned>(table.first_block[table.count]));
     table.block_offset += table.first_block[table.count];
   }
