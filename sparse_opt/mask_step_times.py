@@ -12,11 +12,11 @@ NUMEL = 3212574720
 DENSITY = 0.025
 # Pattern -> milliseconds of `SparseAdamW.step, dense gradients`, median.
 STEP_MS = {
-    "element": 3.511,
-    "run16": 0.75,
-    "run32": 0.586,
-    "tile64": 0.538,
-    "tile128": 0.499,
+    "element": 3.143,
+    "run16": 0.724,
+    "run32": 0.542,
+    "tile64": 0.482,
+    "tile128": 0.444,
 }
 # Of `torch.optim.AdamW(fused=True).step` on all of the weights.
-DENSE_STEP_MS = 16.551
+DENSE_STEP_MS = 16.528
