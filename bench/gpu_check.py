@@ -32,8 +32,8 @@ from .report import why_unwritable, write_json
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
-# Markers and folders of tests, in parts that run side by side. What needs much of a GPU's memory, patch_codec, is the
-# last of its part.
+# Markers and folders of tests, in parts that run side by side. Much of a GPU's memory is for tests/ops/test_large.py of
+# both parts, and for patch_codec, the last of its part.
 GPU_TESTS = (
     ("gpu and triton", ("ops",)),
     ("gpu and not triton", ("ops",)),
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparse-opt bench gpu_check", description=__doc__, allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path("bench/results/gpu_check.json"), help="JSON (%(default)s)")
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="folder of the tests (%(default)s)")
-    parser.add_argument("--pytest_options", default="", help="more words for pytest: --pytest_options='-n 8'")
+    parser.add_argument("--pytest_options", default="", help="more words for pytest but -m: --pytest_options='-n 8'")
     parser.add_argument("--skip_tests", action="store_true", help="leave the tests out")
     parser.add_argument("--skip_sanitizer", action="store_true", help="leave compute-sanitizer out")
     parser.add_argument("--device", default="cuda", help="a CPU runs the same code, to try it out (%(default)s)")

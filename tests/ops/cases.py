@@ -68,6 +68,11 @@ class Case:
         return self.indices.numel() * self.run_length
 
     @property
+    def numel(self) -> int:
+        """Of all dense tensors."""
+        return sum(p.numel() for p in self.params)
+
+    @property
     def layout(self) -> dict[str, object]:
         """How the ops are to read `indices`."""
         return {"run_length": self.run_length, "index_bases": self.index_bases}

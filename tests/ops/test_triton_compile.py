@@ -209,7 +209,12 @@ def _options(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     if name in TILES:
         assert tile_weight_grad.BAND == wanted["ROWS"]
         return tile_weight_grad.BAND_OPTIONS
-    return launch.ELEMENT_OPTIONS if name.startswith(("delta-count", "delta-write")) else launch.SLOT_OPTIONS
+    if name.startswith(("delta-count", "delta-write")):
+        assert wanted["BLOCK"] == launch.ELEMENTS
+        return launch.ELEMENT_OPTIONS
+    few = name.startswith(("adamw", "sgd", "delta-apply"))
+    assert wanted.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
+    return launch.SLOT_OPTIONS
 
 
 def _compile_all() -> dict[str, dict[str, Any]]:

@@ -15,9 +15,9 @@ namespace sparse_opt::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
-// Slots of one block. A warp takes 32 consecutive slots at a time: streams of compact data are coalesced whatever the
-// segment's first slot, and neighbours in a dense tensor are fetched and stored by one instruction. Each thread has
-// kUnroll independent elements in flight and takes no second turn.
+// Slots of one block of a gather, and of a step on runs. A warp takes 32 consecutive slots at a time: streams of
+// compact data are coalesced whatever the segment's first slot, and neighbours in a dense tensor are fetched and stored
+// by one instruction. Each thread has kUnroll independent elements in flight and takes no second turn.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
 // Every launch copies its parameters, so a table is not much larger than lists are: one tensor, of a gradient's hook,

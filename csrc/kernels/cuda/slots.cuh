@@ -116,9 +116,15 @@ struct VectorOf<16> {
   using Type = uint4;
 };
 
-// Whether kUnroll elements of so many bytes can be moved as one vector, from any multiple of kUnroll on.
+// Whether no run ends inside a vector.
+inline bool has_runs_of_vectors(const Segments& segments) {
+  return segments.run_length % kUnroll == 0;
+}
+
+// Whether kUnroll elements of so many bytes, a power of two, can be moved as one vector from any multiple of kUnroll
+// on.
 inline bool fits_vectors(const void* buffer, int size) {
-  return reinterpret_cast<uintptr_t>(buffer) % (kUnroll * size) == 0;
+  return (reinterpret_cast<uintptr_t>(buffer) & (kUnroll * size - 1)) == 0;
 }
 
 inline bool fits_vectors(const void* const* buffers, int64_t count, int size) {
@@ -224,20 +230,20 @@ struct RunSlots {
   }
 };
 
-// Whether active elements are single ones, and most alone in their granule of 64 bytes. What a kernel reads and writes
-// of them at a time is then spread over so much memory that less of it at a time is faster: what neighbours write
-// leaves the caches together (docs/performance.md).
+// Whether active elements are single ones, and no more than there are granules of 64 bytes. What a kernel reads and
+// writes of them at a time is then spread over so much memory that less of it at a time is faster: what neighbours
+// write leaves the caches together (docs/performance.md).
 inline bool lie_far_apart(const Segments& segments, int size) {
   int64_t active = 0;
   for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];
   return segments.run_length == 1 && segments.numel * size >= 64 * active;
 }
 
-// call.template operator()<Layout>(): vectors where no run ends inside one and all buffers fit them, else elements of
-// so many threads.
+// call.template operator()<Layout>(): vectors where runs are of vectors and all buffers fit them, else elements of so
+// many threads.
 template <int Threads = kThreads, typename Call>
 void dispatch_layout(const Segments& segments, bool vectors, Call call) {
-  if (vectors && segments.run_length % kUnroll == 0) {
+  if (vectors) {
     call.template operator()<RunSlots>();
   } else {
     dispatch_index(segments.index_type,

@@ -110,12 +110,12 @@ struct StepSlots : Layout {
   }
 };
 
-// Whether all that a step on runs moves can be moved as vectors.
+// Whether all that a step moves can be moved as vectors.
 inline bool moves_vectors(const StepArguments& args, std::initializer_list<const void*> states) {
   const int param_size = element_size(args.param_dtype), grad_size = element_size(args.grad_dtype);
   const int state_size = element_size(args.moment_dtype);
-  return fits_vectors(args.segments, param_size) && fits_vectors(args.master, sizeof(float)) &&
-         fits_vectors(args.grad, grad_size) &&
+  return has_runs_of_vectors(args.segments) && fits_vectors(args.segments, param_size) &&
+         fits_vectors(args.master, sizeof(float)) && fits_vectors(args.grad, grad_size) &&
          (args.dense_grads == nullptr || fits_vectors(args.dense_grads, args.segments.count, grad_size)) &&
          std::all_of(states.begin(), states.end(), [&](const void* state) { return fits_vectors(state, state_size); });
 }
@@ -147,7 +147,7 @@ size_t unused_shared_memory([[maybe_unused]] Kernel kernel) {
     int device = 0, most = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100 * kAll / most);
+    if (most > 0) cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100 * kAll / most);
     return kAll / Layout::kMostBlocks - kReserved;
   }
 }
