@@ -1,4 +1,4 @@
-"""AdamW on the active elements of a list of tensors, in two launches: what each tensor's share, then the elements."""
+"""AdamW on the active elements of a list of tensors, in two launches: the scalars of each tensor, then the elements."""
 
 from __future__ import annotations
 

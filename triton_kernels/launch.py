@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Compact slots of one program. With 4 warps a thread has 8 of them, so that 8 independent gathers are in flight; or 4,
-# which is faster in a step and where nothing is read (on an H200 by 1 to 8 %).
+# by which AdamW and delta_apply_ are faster by up to 8 % on an H200, and nowhere slower by 1 %; SGD goes with AdamW.
 SLOTS, FEW_SLOTS = 1024, 512
 # Dense elements of one program of delta_encode: with 8 warps a thread has 16, two 16-byte loads of 2-byte elements.
 ELEMENTS = 4096

@@ -145,7 +145,7 @@ def test_swap_moves_bits(dtype, layout, index_dtype, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(3)
     for mask in (*MASKS, "far-apart"):
-        shapes = [(41, 2900), (7,)] if mask == "far-apart" else None  # several blocks
+        shapes = [(41, 2900), (7,)] if mask == "far-apart" else None  # two blocks
         case = make(device, index_dtype=index_dtype, mask=mask, layout=layout, shapes=shapes)
         case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
         case.grad = any_bits(case.grad.shape, dtype, generator, device)
