@@ -58,7 +58,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     m[j] = to_float(slots.exp_avg[j]);
     v[j] = to_float(slots.exp_avg_sq[j]);
     adamw_element(scalars, g[j], p[j], m[j], v[j]);
-    if (Stochastic) random[j] = random_words(args.seed, slots.slot(j), static_cast<uint32_t>(args.steps[tensor]));
+    if (Stochastic)
+      random[j] =
+          random_words(args.seed, slots.slot(j), static_cast<uint32_t>(static_cast<int64_t>(args.steps[tensor])));
     exp_avg_random[j] = random[j].exp_avg;
     exp_avg_sq_random[j] = random[j].exp_avg_sq;
   }
@@ -73,9 +75,9 @@ void launch(const AdamWArguments& args, const AdamWFactors& factors, const Tenso
   for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll,
                  [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                    if (blocks == 0) return;
-                   const auto kernel = indexed_adamw_kernel<Layout, Param, Moment, Stochastic, Capacity>;
-                   const size_t unused = unused_shared_memory<Layout>(kernel);
-                   kernel<<<blocks, Layout::kThreads, unused, stream>>>(table, args, factors, tensors);
+                   constexpr auto kKernel = indexed_adamw_kernel<Layout, Param, Moment, Stochastic, Capacity>;
+                   const size_t unused = unused_shared_memory<Layout, kKernel>();
+                   kKernel<<<blocks, Layout::kThreads, unused, stream>>>(table, args, factors, tensors);
                    check_launch("indexed_adamw_");
                  });
 }

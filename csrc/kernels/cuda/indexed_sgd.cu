@@ -58,9 +58,9 @@ void launch(const SgdArguments& args, cudaStream_t stream) {
   for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll,
                  [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                    if (blocks == 0) return;
-                   const auto kernel = indexed_sgd_kernel<Layout, Param, Moment, Stochastic, Capacity>;
-                   const size_t unused = unused_shared_memory<Layout>(kernel);
-                   kernel<<<blocks, Layout::kThreads, unused, stream>>>(table, args);
+                   constexpr auto kKernel = indexed_sgd_kernel<Layout, Param, Moment, Stochastic, Capacity>;
+                   const size_t unused = unused_shared_memory<Layout, kKernel>();
+                   kKernel<<<blocks, Layout::kThreads, unused, stream>>>(table, args);
                    check_launch("indexed_sgd_");
                  });
 }

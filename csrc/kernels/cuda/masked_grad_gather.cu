@@ -74,8 +74,7 @@ void launch(const GatherArguments& args, float* partial_sums, cudaStream_t strea
 void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     dispatch_dtype(args.out_dtype, [&]<typename Out>() {
-      const bool vectors = has_runs_of_vectors(args.segments) && fits_vectors(args.segments, sizeof(Dense)) &&
-                           fits_vectors(args.out, sizeof(Out));
+      const bool vectors = has_runs_of_vectors(args.segments) && fits_vectors(args.out, sizeof(Out));
       dispatch_layout(args.segments, vectors,
                       [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
     });

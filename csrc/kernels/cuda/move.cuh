@@ -54,12 +54,9 @@ void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
       for_each_table(args.segments, nullptr, int64_t{kMoveThreads} * Unroll,
                      [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                        if (blocks == 0) return;
-                       const auto kernel = move_kernel<Word, Index, Way, Unroll, Capacity>;
-                       if (Way == Move::kSwap && Unroll == 1) {
-                         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                              cudaSharedmemCarveoutMaxShared);
-                       }
-                       kernel<<<blocks, kMoveThreads, 0, stream>>>(table, args);
+                       constexpr auto kKernel = move_kernel<Word, Index, Way, Unroll, Capacity>;
+                       if (Way == Move::kSwap && Unroll == 1) prefer_shared_memory<kKernel>();
+                       kKernel<<<blocks, kMoveThreads, 0, stream>>>(table, args);
                        check_launch(op);
                      });
     });

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -65,8 +66,12 @@ struct BlockRange {
 template <int Capacity>
 __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block,
                                                   int block) {
-  const int clue = block >> table.clue_shift;
-  int low = table.clues[clue], high = table.clues[clue + 1] + 1;  // first_block[low] <= block < first_block[high]
+  int low = 0, high = table.count;  // first_block[low] <= block < first_block[high]
+  if constexpr (table.kClues > 1) {
+    const int clue = block >> table.clue_shift;
+    low = table.clues[clue];
+    high = table.clues[clue + 1] + 1;
+  }
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (table.first_block[middle] <= block) {
@@ -95,6 +100,22 @@ inline void check_launch(const char* op) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string(op) + ": the CUDA launch failed: " + cudaGetErrorString(error));
   }
+}
+
+// How much of a multiprocessor's memory should be shared memory, not L1 cache, while kKernel runs: so many bytes, or
+// all. It is set once for each device, since that takes as long as a launch.
+template <auto kKernel>
+void prefer_shared_memory(int bytes = 1 << 30) {
+  static std::atomic<uint64_t> devices{0};
+  int device = 0, most = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if ((devices.load(std::memory_order_relaxed) & bit) != 0) return;
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (most == 0) return;
+  const auto percent = static_cast<int>(std::min<int64_t>(100, int64_t{100} * bytes / most));
+  cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent);
+  devices.fetch_or(bit, std::memory_order_relaxed);
 }
 
 template <int Capacity>

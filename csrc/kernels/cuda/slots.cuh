@@ -127,16 +127,8 @@ inline bool fits_vectors(const void* buffer, int size) {
   return (reinterpret_cast<uintptr_t>(buffer) & (kUnroll * size - 1)) == 0;
 }
 
-inline bool fits_vectors(const void* const* buffers, int64_t count, int size) {
-  return std::all_of(buffers, buffers + count, [&](const void* buffer) { return fits_vectors(buffer, size); });
-}
-
-inline bool fits_vectors(const Segments& segments, int size) {
-  return fits_vectors(segments.dense, segments.count, size);
-}
-
 // Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: a thread's slots lie
-// in one run, or outside of the segment. For buffers that fits_vectors() holds for.
+// in one run, or outside of the segment. For compact buffers that fits_vectors() holds for; dense ones lie as they do.
 struct RunSlots {
   static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0;
   static constexpr int kBlocks = 6;
@@ -144,7 +136,6 @@ struct RunSlots {
   int64_t first;  // slot j is first + j
   int64_t position;
   bool in_range;
-  bool whole;  // the dense elements are one vector, as those of nearly all threads are
 
   __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
   __device__ __forceinline__ bool active(int) const { return in_range; }
@@ -157,7 +148,6 @@ struct RunSlots {
     const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
                                                                    : static_cast<const int32_t*>(segments.indices)[run];
     position = start + (first & (segments.run_length - 1));
-    whole = position % kUnroll == 0;
   }
 
   // What was loaded, packed as in memory, so that nothing is done with it before it is needed; 0 outside of the range.
@@ -174,6 +164,12 @@ struct RunSlots {
 
   template <typename T>
   using Vector = typename VectorOf<kUnroll * sizeof(T)>::Type;
+
+  // The same for nearly all threads.
+  template <typename T>
+  __device__ __forceinline__ static bool is_vector(const T* at) {
+    return reinterpret_cast<uintptr_t>(at) % sizeof(Vector<T>) == 0;
+  }
 
   template <typename T>
   __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
@@ -198,7 +194,7 @@ struct RunSlots {
     Held<T> held;
     if (!in_range) return held;
     const T* from = dense + position;
-    if (whole) {
+    if (is_vector(from)) {
       const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(from);
       memcpy(held.words, &vector, sizeof(vector));
     } else {
@@ -219,7 +215,7 @@ struct RunSlots {
     for (int j = 0; j < kUnroll; ++j) any = any || changed[j];
     if (!any) return;
     T* to = dense + position;
-    if (whole) {
+    if (is_vector(to)) {
       Vector<T> vector;
       memcpy(&vector, values, sizeof(vector));
       *reinterpret_cast<Vector<T>*>(to) = vector;
@@ -239,8 +235,8 @@ inline bool lie_far_apart(const Segments& segments, int size) {
   return segments.run_length == 1 && segments.numel * size >= 64 * active;
 }
 
-// call.template operator()<Layout>(): vectors where runs are of vectors and all buffers fit them, else elements of so
-// many threads.
+// call.template operator()<Layout>(): vectors where runs are of vectors and compact buffers fit them, else elements of
+// so many threads.
 template <int Threads = kThreads, typename Call>
 void dispatch_layout(const Segments& segments, bool vectors, Call call) {
   if (vectors) {

@@ -110,13 +110,11 @@ struct StepSlots : Layout {
   }
 };
 
-// Whether all that a step moves can be moved as vectors.
+// Whether the compact buffers of a step can be moved as vectors.
 inline bool moves_vectors(const StepArguments& args, std::initializer_list<const void*> states) {
-  const int param_size = element_size(args.param_dtype), grad_size = element_size(args.grad_dtype);
   const int state_size = element_size(args.moment_dtype);
-  return has_runs_of_vectors(args.segments) && fits_vectors(args.segments, param_size) &&
-         fits_vectors(args.master, sizeof(float)) && fits_vectors(args.grad, grad_size) &&
-         (args.dense_grads == nullptr || fits_vectors(args.dense_grads, args.segments.count, grad_size)) &&
+  return has_runs_of_vectors(args.segments) && fits_vectors(args.master, sizeof(float)) &&
+         fits_vectors(args.grad, element_size(args.grad_dtype)) &&
          std::all_of(states.begin(), states.end(), [&](const void* state) { return fits_vectors(state, state_size); });
 }
 
@@ -138,16 +136,13 @@ void dispatch_step_layout(const StepArguments& args, std::initializer_list<const
 
 // Shared memory that a block of `kernel` asks for and does not use, so that no more than Layout::kMostBlocks of them
 // are on a multiprocessor at a time: parts of so little that the L1 cache keeps its size.
-template <typename Layout, typename Kernel>
-size_t unused_shared_memory([[maybe_unused]] Kernel kernel) {
+template <typename Layout, auto kKernel>
+size_t unused_shared_memory() {
   if constexpr (Layout::kMostBlocks == 0) {
     return 0;
   } else {
     constexpr int kAll = 16384, kReserved = 1152;  // bytes, of all blocks, and of each by the driver and to spare
-    int device = 0, most = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    if (most > 0) cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100 * kAll / most);
+    prefer_shared_memory<kKernel>(kAll);
     return kAll / Layout::kMostBlocks - kReserved;
   }
 }
