@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_opt import MaskSet, backends
+from sparse_opt import MaskSet, backends, set_l2_fetch_granularity
 from sparse_opt.ops.reference import as_bits
 
 from . import backward, floors, inputs, peers, targets, tile_gradients
@@ -146,6 +146,7 @@ class KernelBench:
             if i == 0:
                 self._time(self._other_dense_steps(params, grads, mask))
             self._base_weights(params, grads, mask, density)
+            self._fine_fetches(params, grads, mask, active, density, with_dense=i == 0)
         for pattern in self.patterns:
             self._pattern(params, grads, pattern)
         if self.with_peers:
@@ -269,7 +270,9 @@ class KernelBench:
         taken = backend or auto
         return [Work(name, taken, density, optimizer.step, nbytes, taken == auto, per_active, changed)]
 
-    def _base_weights(self, params: list[Tensor], grads: list[Tensor], mask: MaskSet, density: float) -> None:
+    def _base_weights(
+        self, params: list[Tensor], grads: list[Tensor], mask: MaskSet, density: float, fetches: str = ""
+    ) -> None:
         self._restart(params)
         named = parameters(self._named(params))
         swap = BaseWeightsSwap(sparse_adamw(named, self._named(grads), mask, "dense", keep_base_weights=True))
@@ -282,11 +285,43 @@ class KernelBench:
         enter, leave = Prepared(swap.be_outside, swap.enter), Prepared(swap.be_inside, swap.leave)
         self._time(
             [
-                Work(targets.BASE_IN, backend, density, enter, nbytes, is_auto=True, changed=changed),
-                Work(targets.BASE_OUT, backend, density, leave, nbytes, is_auto=True, changed=changed),
+                Work(targets.BASE_IN + fetches, backend, density, enter, nbytes, is_auto=True, changed=changed),
+                Work(targets.BASE_OUT + fetches, backend, density, leave, nbytes, is_auto=True, changed=changed),
             ]
         )
         swap.be_outside()
+
+    def _fine_fetches(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        mask: MaskSet,
+        active: Active,
+        density: float,
+        *,
+        with_dense: bool,
+    ) -> None:
+        """The same with `set_l2_fetch_granularity(32)`; and what reads all weights, which should not care."""
+        if self.device.type == "cpu":
+            return
+        if cause := backends.why_unavailable("cuda", self.device.type):
+            self.left_out[f"rows{targets.FINE}"] = cause
+            return
+        before = set_l2_fetch_granularity(32, self.device)
+        try:
+            gather = inputs.gather_case(grads, inputs.narrowed(active))
+            self._cases({targets.GATHER + targets.FINE: gather}, density, only=self._auto("masked_grad_gather_"))
+            works = []
+            if with_dense:
+                works += [work._replace(name=work.name + targets.FINE) for work in self._fused_step(params, grads)]
+            for kind, name in STEP_NAMES.items():
+                for lr, suffix in ((LR, ""), (SMALL_LR, targets.SMALL)):
+                    step = name + suffix + targets.FINE
+                    works += self._step(step, params, grads, mask, active, density, kind=kind, lr=lr)
+            self._time(works)
+            self._base_weights(params, grads, mask, density, targets.FINE)
+        finally:
+            set_l2_fetch_granularity(before, self.device)
 
     def _pattern(self, params: list[Tensor], grads: list[Tensor], pattern: str) -> None:
         mask = MaskSet.random(self.shapes, density=self.pattern_density, pattern=pattern, seed=self.seed)
@@ -374,11 +409,13 @@ class KernelBench:
         density: float,
         others: Sequence[Work] = (),
         before: Callable[[], object] | None = None,
+        only: str | None = None,
     ) -> None:
         """Check the cases on each backend; time those that are right, and the others, in turns.
 
         Args:
             before: precedes each call of a case, and is not timed.
+            only: the one backend to check and time.
         """
 
         def call(case: Case, backend: str) -> Callable[[], object]:
@@ -396,7 +433,7 @@ class KernelBench:
             )
             for name, case in cases.items()
             for backend in self.backends
-            if self._sound(name, functools.partial(check, case, backend))
+            if only in (None, backend) and self._sound(name, functools.partial(check, case, backend))
         ]
         self._time([*works, *others])
 

@@ -418,19 +418,13 @@ void BoundParams::bump_versions() const {
   }
 }
 
-void BoundParams::before_step(const at::Tensor& steps, const OptionalTensor& found_inf) const {
-  check_numels();
-  static const auto op = native_op<CountSteps>("sparse_opt_native::count_steps_");
-  op.call(steps, found_inf);
-}
-
 void BoundParams::indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
                                  const at::Tensor& steps, const OptionalTensor& grad, const OptionalTensor& master,
                                  double beta1, double beta2, double eps, double weight_decay,
                                  const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
                                  const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed) {
-  before_step(steps, found_inf);
-  static const auto op = native_op<AdamW>("sparse_opt_native::indexed_adamw_");
+  check_numels();
+  static const auto op = native_op<AdamW>("sparse_opt_native::counting_adamw_");
   op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, gradients_for(grad), master, beta1,
           beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
           index_bases_);
@@ -442,7 +436,9 @@ void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::
                                double dampening, bool nesterov, double weight_decay, const OptionalTensor& clip_coef,
                                const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                                bool stochastic_rounding, int64_t seed) {
-  before_step(steps, found_inf);
+  check_numels();
+  static const auto count = native_op<CountSteps>("sparse_opt_native::count_steps_");
+  count.call(steps, found_inf);
   static const auto op = native_op<Sgd>("sparse_opt_native::indexed_sgd_");
   op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, gradients_for(grad), master, momentum,
           dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,

@@ -94,7 +94,6 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad);
   void check_numels() const;
   void bump_versions() const;
-  void before_step(const at::Tensor& steps, const std::optional<at::Tensor>& found_inf) const;
 
   // A gradient that waits. The tensors are held as they were when it came.
   struct Pending {

@@ -10,6 +10,8 @@
 #include <utility>
 
 #ifdef SPARSE_OPT_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 #endif
 
@@ -49,6 +51,21 @@ py::dict build_info() {
   return info;
 }
 
+#ifdef SPARSE_OPT_WITH_CUDA
+// Bytes; see l2_fetch.py.
+int64_t l2_fetch_granularity(c10::DeviceIndex device) {
+  const c10::cuda::CUDAGuard guard(device);
+  size_t bytes = 0;
+  C10_CUDA_CHECK(cudaDeviceGetLimit(&bytes, cudaLimitMaxL2FetchGranularity));
+  return static_cast<int64_t>(bytes);
+}
+
+void set_l2_fetch_granularity(c10::DeviceIndex device, int64_t bytes) {
+  const c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(cudaDeviceSetLimit(cudaLimitMaxL2FetchGranularity, static_cast<size_t>(bytes)));
+}
+#endif
+
 // A Python function for a thread that may not hold the interpreter's lock; its errors as autograd carries Python's.
 sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
   const auto release = [](py::function* held) {
@@ -73,6 +90,10 @@ sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "How the extension was built: a dict of strings and bools.");
+#ifdef SPARSE_OPT_WITH_CUDA
+  m.def("l2_fetch_granularity", &l2_fetch_granularity, "device"_a);
+  m.def("set_l2_fetch_granularity", &set_l2_fetch_granularity, "device"_a, "bytes"_a);
+#endif
 
   using sparse_opt::BoundParams;
   using sparse_opt::TileRoute;

@@ -61,7 +61,7 @@ struct StepCall {
   }
 };
 
-template <typename Device>
+template <typename Device, bool Counting = false>
 void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
                     const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
                     const at::Tensor& steps, const OptionalTensor& grad, OptionalTensors dense_grads,
@@ -77,6 +77,7 @@ void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArr
   call.args.beta2 = beta2;
   call.args.eps = eps;
   call.args.weight_decay = weight_decay;
+  if (Counting) call.args.uncounted_steps = steps.mutable_data_ptr<float>();
   const typename Device::Guard guard(indices.device());
   Device::run(call.args);
 }
@@ -299,6 +300,7 @@ void implement_ops(Library& m) {
   m.impl("indexed_swap_", &indexed_swap_<Device>);
   m.impl("indexed_take_", &indexed_take_<Device>);
   m.impl("count_steps_", &count_steps_<Device>);
+  m.impl("counting_adamw_", &indexed_adamw_<Device, true>);
   m.impl("delta_encode", &delta_encode<Device>);
   m.impl("delta_apply_", &delta_apply_<Device>);
 }

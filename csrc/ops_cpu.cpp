@@ -33,8 +33,14 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "int run_length=1, Tensor? index_bases=None) -> ()");
   // Of delta logs.
   m.def("indexed_take_(Tensor[] dense, Tensor(a!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
-  // Of the optimizers.
+  // Of the optimizers: counting steps up, alone and before an update.
   m.def("count_steps_(Tensor(a!) steps, Tensor? found_inf) -> ()");
+  m.def(
+      "counting_adamw_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!) exp_avg, "
+      "Tensor(c!) exp_avg_sq, Tensor lr, Tensor(d!) steps, *, Tensor? grad, Tensor[]? dense_grads, "
+      "Tensor(z!)? master, float beta1, float beta2, float eps, float weight_decay, Tensor? clip_coef, "
+      "Tensor? grad_scale, Tensor? found_inf, bool stochastic_rounding, int seed, int run_length, "
+      "Tensor? index_bases) -> ()");
   // Of their hooks, on a GPU: see ops_cuda.cpp.
   m.def(
       "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
@@ -60,7 +66,10 @@ struct Cpu {
   struct Guard {
     explicit Guard(at::Device) {}
   };
-  static void run(const AdamWArguments& args) { cpu::indexed_adamw(args, parallel_for); }
+  static void run(const AdamWArguments& args) {
+    if (args.uncounted_steps != nullptr) count_steps(args.uncounted_steps, args.segments.count, args.found_inf);
+    cpu::indexed_adamw(args, parallel_for);
+  }
   static void run(const SgdArguments& args) { cpu::indexed_sgd(args, parallel_for); }
   static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
   static void run(const TileArguments& args) { cpu::tile_weight_grad(args, parallel_for); }

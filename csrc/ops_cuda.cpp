@@ -71,19 +71,18 @@ struct Cuda {
     const int64_t change_bytes = args.element_size + (args.wide_indices ? 8 : 4);
     const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
     const at::Tensor progress = at::empty({cuda::delta_progress_bytes(args)}, call.options(at::kByte));
-    const at::Tensor bounds = host_memory(args.count, at::kLong);
+    const at::Tensor bounds = host_memory(args.count, at::kLong), counts = at::empty({args.count}, at::kLong);
     args.progress = progress.data_ptr();
     args.bounds = bounds.mutable_data_ptr<int64_t>();
     cuda::delta_prepare(args, stream());
     auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
     cuda::delta_encode(args, stream());
     c10::cuda::getCurrentCUDAStream().synchronize();
-    at::Tensor counts = at::zeros({args.count}, at::kLong);
     int64_t total = 0;
     for (int64_t i = 0; i < args.count; ++i) {
-      if (call.numels[i] == 0) continue;  // no block wrote its bound
-      counts.mutable_data_ptr<int64_t>()[i] = args.bounds[i] - total;
-      total = args.bounds[i];
+      const int64_t end = call.numels[i] == 0 ? total : args.bounds[i];  // no block writes the bound of an empty one
+      counts.mutable_data_ptr<int64_t>()[i] = end - total;
+      total = end;
     }
     if (total > args.room) {
       std::tie(indices, values) = call.allocate(total);
@@ -92,8 +91,8 @@ struct Cuda {
       c10::cuda::getCurrentCUDAStream().synchronize();  // it writes `bounds` again
     }
     const bool spacious = total < args.room - args.room / 4;  // what is kept should not hold much other memory
-    indices = indices.slice(0, 0, total);
-    values = values.slice(0, 0, total);
+    indices.resize_({total});
+    values.resize_({total});
     return {spacious ? indices.clone() : indices, spacious ? values.clone() : values, counts};
   }
 

@@ -12,12 +12,22 @@ if TYPE_CHECKING:
     from . import ops
     from .delta_log import DeltaLog
     from .errors import BackendUnavailable
+    from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
     from .masks import MaskSet
     from .optim import SparseAdamW, SparseSGD
 
 __version__ = "0.1.0"
 
-__all__ = ["BackendUnavailable", "DeltaLog", "MaskSet", "SparseAdamW", "SparseSGD", "ops"]
+__all__ = [
+    "BackendUnavailable",
+    "DeltaLog",
+    "MaskSet",
+    "SparseAdamW",
+    "SparseSGD",
+    "l2_fetch_granularity",
+    "ops",
+    "set_l2_fetch_granularity",
+]
 
 _HOMES = {
     "BackendUnavailable": "errors",
@@ -25,7 +35,9 @@ _HOMES = {
     "MaskSet": "masks",
     "SparseAdamW": "optim",
     "SparseSGD": "optim",
+    "l2_fetch_granularity": "l2_fetch",
     "ops": "ops",
+    "set_l2_fetch_granularity": "l2_fetch",
 }
 
 

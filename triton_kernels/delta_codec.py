@@ -1,7 +1,7 @@
 """The difference of two lists of tensors bit by bit, and its application.
 
-`delta_encode` counts the changes of each block, adds the counts up and writes each block's changes where they belong:
-one order, ascending, whatever the schedule.
+`delta_encode` marks what changed in a block with a bit for each element and counts it, adds the counts up, and writes
+each block's changes where they belong: one order, ascending, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -13,56 +13,108 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ELEMENT_OPTIONS, ELEMENTS, FEW_SLOTS, SLOT_OPTIONS, TRITON_BITS_DTYPE
+from .launch import (
+    CHANGE_OPTIONS,
+    CHANGES,
+    ELEMENT_OPTIONS,
+    ELEMENTS,
+    FEW_SLOTS,
+    SLOT_OPTIONS,
+    TRITON_BITS_DTYPE,
+)
 from .segments import address_of, bits, bits_addresses, block_of, segments
 from .tables import block_table, pointer_table
 
 
 @triton.jit
 def _compare(old, new, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """(positions [BLOCK], new bits [BLOCK], changed [BLOCK]) of this program's block."""
+    """[BLOCK] bool: what differs in this program's block."""
     tensor, positions, mask = block_of(blocks, 0, 0, BLOCK, ALIGNED)
     old_at = address_of(old, blocks, tensor, BITS, ALIGNED)
     new_at = address_of(new, blocks, tensor, BITS, ALIGNED)
     before = tl.load(old_at + positions, mask=mask, other=0, eviction_policy="evict_first")
     after = tl.load(new_at + positions, mask=mask, other=0, eviction_policy="evict_first")
-    return positions, after, before != after
+    return before != after
 
 
-# Reads both tensors, 2 b bytes per element of b bytes; writes 4 bytes per block.
+# Reads both tensors, 2 b bytes per element of b bytes; writes a bit per element and 4 bytes per block. With the writing
+# the floor of the two is that of one pass and a sixteenth more for 2 bytes, and what is changed of `new` once more.
 @triton.jit
-def _delta_count_kernel(
+def _delta_mark_kernel(
     old,  # [n] int64 addresses
     new,  # [n] int64 addresses
     blocks,  # [programs, 2] int64
+    marks,  # [programs, BLOCK / 8] uint8: element 8 i + j of the block is bit j of byte i
     counts,  # [programs] int32
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    _, _, changed = _compare(old, new, blocks, BITS, BLOCK, ALIGNED)
-    tl.store(counts + tl.program_id(0), tl.sum(changed.to(tl.int32), axis=0))
+    changed = _compare(old, new, blocks, BITS, BLOCK, ALIGNED).to(tl.int32)
+    program = tl.program_id(0).to(tl.int64)
+    eighths = tl.reshape(changed, (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :]
+    tl.store(marks + program * (BLOCK // 8) + tl.arange(0, BLOCK // 8), tl.sum(eighths, axis=1).to(tl.uint8))
+    tl.store(counts + program, tl.sum(changed, axis=0))
 
 
-# Reads both tensors again, writes an index and b bytes per change. With the count that is 4 b bytes per element, so
-# the floor of the two passes is twice that of one that compares and compacts at once.
+@triton.jit
+def _ones(word):
+    """How many bits of a uint32 are set, as int32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _kth_one(words, through, k, WORDS: tl.constexpr):
+    """Where the k-th set bit of `words` is, from 0 on; `through` are their running sums of set bits. WORDS: 2^n <= 2^15."""
+    which = k * 0
+    for i in tl.static_range(1, 16):
+        if WORDS >> i > 0:
+            middle = tl.gather(through, which + ((WORDS >> i) - 1), 0)
+            which = tl.where(middle <= k, which + (WORDS >> i), which)
+    word = tl.gather(words, which, 0)
+    rest = k - (tl.gather(through, which, 0) - _ones(word))
+    bit = k * 0
+    for i in tl.static_range(5):
+        low = _ones(word & ((1 << (16 >> i)) - 1))
+        above = rest >= low
+        rest = tl.where(above, rest - low, rest)
+        word = tl.where(above, word >> (16 >> i), word)
+        bit = tl.where(above, bit + (16 >> i), bit)
+    return 32 * which + bit
+
+
+# A program looks for its changes, CHANGES at a time: most elements are none, and these stores are whole sectors. Reads a
+# bit per element and the 64-byte granules of `new` that hold a change, writes an index and b bytes per change.
 @triton.jit
 def _delta_write_kernel(
-    old,  # [n] int64 addresses
     new,  # [n] int64 addresses
     blocks,  # [programs, 2] int64
+    marks,  # [programs, BLOCK / 32] int32
     offsets,  # [programs + 1] int64: changes before each block
     indices,  # [changed]
     values,  # [changed] bits
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    CHANGES: tl.constexpr,
 ):
-    positions, after, changed = _compare(old, new, blocks, BITS, BLOCK, ALIGNED)
-    rank = tl.cumsum(changed.to(tl.int32), axis=0) - 1
-    first = tl.load(offsets + tl.program_id(0))
-    tl.store(indices + first + rank, positions.to(indices.dtype.element_ty), mask=changed)
-    tl.store(values + first + rank, after, mask=changed)
+    WORDS: tl.constexpr = BLOCK // 32
+    program = tl.program_id(0).to(tl.int64)
+    words = tl.load(marks + program * WORDS + tl.arange(0, WORDS)).to(tl.uint32, bitcast=True)
+    through = tl.cumsum(_ones(words), axis=0)
+    begin = tl.load(blocks + 2 * program)
+    tensor = tl.load(blocks + 2 * program + 1) >> 32
+    first = tl.load(offsets + program)
+    count = (tl.load(offsets + program + 1) - first).to(tl.int32)
+    after = address_of(new, blocks, tensor, BITS) + begin
+    for done in range(0, count, CHANGES):
+        k = done + tl.arange(0, CHANGES)
+        position = _kth_one(words, through, k, WORDS)
+        value = tl.load(after + position, mask=k < count, other=0)
+        tl.store(indices + first + k, (begin + position).to(indices.dtype.element_ty), mask=k < count)
+        tl.store(values + first + k, value, mask=k < count)
 
 
 # Per change, with i and b the bytes of an index and an element: read i + b, written the 64-byte granules that are hit,
@@ -98,14 +150,20 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
         if not blocks.programs:
             counts = torch.zeros(len(new), dtype=torch.int64)
             return torch.empty(0, dtype=index_dtype, device=device), torch.empty(0, dtype=dtype, device=device), counts
-        tables = (pointer_table("old", old, device), pointer_table("new", new, device), blocks.rows)
-        constants = {
-            "BITS": TRITON_BITS_DTYPE[new[0].element_size()],
-            "BLOCK": ELEMENTS,
-            "ALIGNED": _aligned(old) and _aligned(new),
-        }
+        new_table = pointer_table("new", new, device)
+        constants = {"BITS": TRITON_BITS_DTYPE[new[0].element_size()], "BLOCK": ELEMENTS}
+        marks = torch.empty(blocks.programs * ELEMENTS // 32, dtype=torch.int32, device=device)
         block_counts = torch.empty(blocks.programs, dtype=torch.int32, device=device)
-        _delta_count_kernel[(blocks.programs,)](*tables, block_counts, **constants, **ELEMENT_OPTIONS)
+        _delta_mark_kernel[(blocks.programs,)](
+            pointer_table("old", old, device),
+            new_table,
+            blocks.rows,
+            marks.view(torch.uint8),
+            block_counts,
+            ALIGNED=_aligned(old) and _aligned(new),
+            **constants,
+            **ELEMENT_OPTIONS,
+        )
         offsets = torch.zeros(blocks.programs + 1, dtype=torch.int64, device=device)
         torch.cumsum(block_counts, 0, out=offsets[1:])
         bounds = offsets[blocks.firsts].cpu()
@@ -114,7 +172,15 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
         values = torch.empty(changed, dtype=dtype, device=device)
         if changed:
             _delta_write_kernel[(blocks.programs,)](
-                *tables, offsets, indices, bits(values), **constants, **ELEMENT_OPTIONS
+                new_table,
+                blocks.rows,
+                marks,
+                offsets,
+                indices,
+                bits(values),
+                CHANGES=CHANGES,
+                **constants,
+                **CHANGE_OPTIONS,
             )
     return indices, values, bounds.diff()
 

@@ -68,7 +68,9 @@ _GATHER = {
     "DENSE": "bfloat16",
 }
 _MOVE = {**_LIST, "dense_table": "*i64", "BITS": "int16"}
-_DELTA = {"old": "*i64", "new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 4096, "ALIGNED": True}
+_DELTA = {"new": "*i64", "blocks": "*i64", "BITS": "int16", "BLOCK": 8192}
+_DELTA_MARK = {**_DELTA, "old": "*i64", "marks": "*u8", "counts": "*i32", "ALIGNED": True}
+_DELTA_WRITE = {**_DELTA, "marks": "*i32", "offsets": "*i64", "indices": "*i32", "values": "*i16", "CHANGES": 128}
 _DELTA_APPLY = {
     **{name: kind for name, kind in _MOVE.items() if name not in ("RUN", "index_bases")},
     "BLOCK": 512,
@@ -176,18 +178,14 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("swap-narrow", "indexed_swap", "indexed_swap", {**_MOVE, **_NARROW, "compact": "*i16"}),
         ("swap-runs", "indexed_swap", "indexed_swap", {**_MOVE, **_RUNS, "compact": "*i16"}),
         ("swap-8-bytes", "indexed_swap", "indexed_swap", {**_MOVE, "compact": "*i64", "BITS": "int64"}),
-        ("delta-count", "delta_codec", "delta_count", {**_DELTA, "counts": "*i32"}),
+        ("delta-mark", "delta_codec", "delta_mark", _DELTA_MARK),
+        ("delta-mark-unaligned", "delta_codec", "delta_mark", {**_DELTA_MARK, "BITS": "int8", "ALIGNED": False}),
+        ("delta-write", "delta_codec", "delta_write", _DELTA_WRITE),
         (
-            "delta-write",
+            "delta-write-8-bytes",
             "delta_codec",
             "delta_write",
-            {**_DELTA, "offsets": "*i64", "indices": "*i32", "values": "*i16"},
-        ),
-        (
-            "delta-write-unaligned",
-            "delta_codec",
-            "delta_write",
-            {**_DELTA, "offsets": "*i64", "indices": "*i64", "values": "*i8", "BITS": "int8", "ALIGNED": False},
+            {**_DELTA_WRITE, "indices": "*i64", "values": "*i64", "BITS": "int64"},
         ),
         ("delta-apply", "delta_codec", "delta_apply", {**_DELTA_APPLY, "values": "*i16"}),
     ]
@@ -209,9 +207,9 @@ def _options(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     if name in TILES:
         assert tile_weight_grad.BAND == wanted["ROWS"]
         return tile_weight_grad.BAND_OPTIONS
-    if name.startswith(("delta-count", "delta-write")):
-        assert wanted["BLOCK"] == launch.ELEMENTS
-        return launch.ELEMENT_OPTIONS
+    if name.startswith(("delta-mark", "delta-write")):
+        assert wanted["BLOCK"] == launch.ELEMENTS and wanted.get("CHANGES", launch.CHANGES) == launch.CHANGES
+        return launch.CHANGE_OPTIONS if "CHANGES" in wanted else launch.ELEMENT_OPTIONS
     few = name.startswith(("adamw", "sgd", "delta-apply"))
     assert wanted.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
     return launch.SLOT_OPTIONS
@@ -386,7 +384,7 @@ def test_roots_and_quotients_are_ieee(compiled: dict[str, dict[str, Any]], name:
 
 
 def test_aligned_compare_loads_16_bytes(compiled: dict[str, dict[str, Any]]) -> None:
-    assert re.search(r"ld\.global\S*\.v4\.b32", compiled["delta-count"]["ptx"])
+    assert re.search(r"ld\.global\S*\.v4\.b32", compiled["delta-mark"]["ptx"])
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -23,12 +23,17 @@ struct AdamWSlots : StepSlots<Layout, Param> {
 };
 
 // By one thread for each tensor, once: in fp64, with powers whose number of factors grows with the step, they would be
-// what every block of a step begins by waiting for.
+// what every block of a step begins by waiting for. It counts the step first where it is asked to.
 __global__ void __launch_bounds__(kThreads)
     adamw_scalars_kernel(const __grid_constant__ AdamWArguments args, AdamWFactors factors, TensorScalars* tensors) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= args.segments.count) return;
-  const AdamWScalars s = adamw_scalars(args, factors, *args.lr, static_cast<int64_t>(args.steps[i]));
+  float step = args.steps[i];
+  if (args.uncounted_steps != nullptr) {
+    if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
+    args.uncounted_steps[i] = step += 1.0f;
+  }
+  const AdamWScalars s = adamw_scalars(args, factors, *args.lr, static_cast<int64_t>(step));
   tensors[i] = {s.decay, s.sqrt_bias_correction2, s.step_size};
 }
 

@@ -118,16 +118,17 @@ inline bool moves_vectors(const StepArguments& args, std::initializer_list<const
          std::all_of(states.begin(), states.end(), [&](const void* state) { return fits_vectors(state, state_size); });
 }
 
-// Where elements lie far apart, and each has a line of the parameter and one of its gradient, few at a time: on an
-// H200, of 2.5 % of 3.2 B bf16 weights, 3.06 ms where all change and 2.09 where few do; as where they lie close, 3.42
-// and 1.99. From compact gradients it would be 2.59 and 1.67 for 2.97 and 1.22, and few change in training.
+// Where elements lie far apart, and each has a line of the parameter and one of its gradient, few at a time. On an H200,
+// of 2.5 % of 3.2 B bf16 weights, where all change and where few do (lr 1e-6): 3.18 and 2.01 ms with two blocks of 640
+// single elements, 3.06 and 2.11 with blocks of 480, 3.23 and 1.98 with three of them; as where elements lie close, 3.42
+// and 1.99. Few change in training. From compact gradients it would be 2.64 and 1.45 for 2.98 and 1.22.
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, std::initializer_list<const void*> states, Call call) {
   const bool far_apart = args.dense_grads != nullptr && lie_far_apart(args.segments, element_size(args.param_dtype));
   if (far_apart && args.segments.index_type == IndexType::kOffset16) {
-    call.template operator()<ElementSlots<uint16_t, 480, 1, 2>>();
+    call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
   } else if (far_apart && args.segments.index_type == IndexType::kInt32) {
-    call.template operator()<ElementSlots<int32_t, 480, 1, 2>>();
+    call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
   } else {
     // With bf16 moments, at 10 %, 5.14 ms with 128 threads and 5.32 with 256; 5.83 and 5.72 with fp32 moments.
     dispatch_layout<128>(args.segments, moves_vectors(args, states), call);

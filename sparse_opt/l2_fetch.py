@@ -1,0 +1,70 @@
+"""How much an NVIDIA GPU fetches from memory into its L2 cache at a time.
+
+An H200 starts with 64 bytes. Under a mask of single elements a step wants few of them: with 32 it fetches half of what
+nobody asked for less, and a step at 2.5 % takes a tenth to a seventh less time (docs/performance.md).
+
+The setting is of the whole process on that device, other libraries' kernels included, and nothing here changes it
+unasked. It is CUDA's `cudaLimitMaxL2FetchGranularity`
+(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .backends import native_module, why_unavailable
+from .errors import BackendUnavailable
+
+GRANULARITIES = (32, 64, 128)  # bytes
+
+
+def l2_fetch_granularity(device: torch.device | str | int = "cuda") -> int:
+    """The bytes that `device` fetches at a time.
+
+    Raises:
+        ValueError: the device is not a CUDA one.
+        BackendUnavailable: the extension or its CUDA part was not built, or there is no GPU.
+    """
+    index = _index(device)
+    return int(native_module()[0].l2_fetch_granularity(index))  # type: ignore[union-attr]
+
+
+def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "cuda") -> int:
+    """Have `device` fetch this many bytes at a time, in this process, from now on. Waits for nothing.
+
+    32 is for masks of single elements and of run16; under longer runs and tiles it changes nothing.
+
+    Args:
+        n_bytes: 32, 64 or 128.
+        device: "cuda" is the current one.
+
+    Returns:
+        What it was before.
+
+    Raises:
+        ValueError: another number of bytes, or the device is not a CUDA one.
+        BackendUnavailable: as in `l2_fetch_granularity`.
+        RuntimeError: the device has no such setting, or keeps to another.
+    """
+    if n_bytes not in GRANULARITIES:
+        raise ValueError(f"n_bytes is {n_bytes}, wanted {', '.join(map(str, GRANULARITIES))}")
+    before = l2_fetch_granularity(device)
+    native_module()[0].set_l2_fetch_granularity(_index(device), n_bytes)  # type: ignore[union-attr]
+    found = l2_fetch_granularity(device)
+    if found != n_bytes:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} fetches {found} bytes at a time, also when told {n_bytes}"
+        )
+    return before
+
+
+def _index(device: torch.device | str | int) -> int:
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}, wanted a CUDA device")
+    cause = why_unavailable("cuda", "cuda")
+    if not cause and not torch.cuda.is_available():
+        cause = "torch finds no CUDA device"
+    if cause:
+        raise BackendUnavailable(f"the L2 fetch granularity cannot be reached: {cause}")
+    return torch.cuda.current_device() if device.index is None else device.index
