@@ -46,7 +46,7 @@ TILE_OPTIONS = {
     (128, 4): TileOptions(16, 8, 2),
 }
 # A tile's tokens are split where active tiles are fewer than these programs for each multiprocessor, but no part is
-# shorter than LEAST_TOKENS, and the parts' sums are SCRATCH_BYTES at most: the CUDA kernel's, which were measured.
+# shorter than LEAST_TOKENS, and the parts' sums are SCRATCH_BYTES at most.
 PROGRAMS_PER_MULTIPROCESSOR = 3
 LEAST_TOKENS = 1024
 MOST_SPLITS = 8

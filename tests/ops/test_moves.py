@@ -167,7 +167,7 @@ def test_swap_moves_bits(dtype, layout, index_dtype, place):
 def test_delta_round_trip(dtype, share, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(4)
-    shapes = [(7, 33), (1,), (0,), (129,), (3, 1030), (64, 64)]
+    shapes = [(7, 33), (1,), (0,), (129,), (3, 1030), (130, 130)]
     old = [any_bits(s, dtype, generator, device) for s in shapes]
     new = []
     for t in old:
@@ -199,7 +199,7 @@ def test_delta_sees_bits_not_numbers(any_place):
     assert values.view(torch.int32).tolist() == [0x7FC00001, -(2**31)]
 
 
-@pytest.mark.parametrize("numel", [1, 15, 16, 17, 4095, 4096, 4097, 70001])
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 4095, 8191, 8192, 8193, 70001])
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_delta_of_any_length_and_alignment(numel, offset, place):
     """Vector loads must mind storage that starts anywhere and ends anywhere."""

@@ -229,6 +229,23 @@ def test_tiles_sum_in_fp32(tile_size, any_place):
             assert (difference <= 2 * n * 2**-24 * sizes).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("tile_size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("side", [200, 1280])  # tiles whose parts all run side by side; more than that, of 128
+def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
+    """Where tiles are few and tokens many, each tile's are cut into parts, whole steps or not, some parts without any."""
+    for n in (2048, 4097, 6200, 20001):
+        call = make(
+            "cuda", shapes=((side, side), (64, 200)), tokens=(n,), dtype=dtype, tile_size=tile_size, density=1.0
+        )
+        call.grad_outputs[1], call.inputs[1] = call.grad_outputs[1][:70], call.inputs[1][:70]
+        values, _ = call.exact()
+        for _ in range(2):  # the second finds the counters as the first left them
+            assert torch.equal(call.run(backend)[PADDING:-PADDING].double(), values), n
+
+
 def test_tiles_keep_all_bits_of_fp32_operands(any_place):
     """One token for each row, and one for each column: every sum has one term, x or g itself, of 24 bits."""
     device, backend = any_place

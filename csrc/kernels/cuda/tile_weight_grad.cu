@@ -58,18 +58,28 @@ __device__ __forceinline__ bool meet(Sums& sums, float* meeting, int* counter, i
   if (!last) return false;
   __threadfence();
   if (threadIdx.x == 0) *counter = 0;
+  constexpr int kTogether = 8;  // loads that do not wait for each other
+  static_assert(kQuads % kTogether == 0);
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int first = 0; first < kQuads; first += kTogether) {
+    float4 sum[kTogether] = {};
     for (int s = 0; s < splits; ++s) {
-      const float4 part = __ldcg(all + (s * kQuads + q) * Threads);
-      sum.x += part.x;
-      sum.y += part.y;
-      sum.z += part.z;
-      sum.w += part.w;
+      float4 part[kTogether];
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q) part[q] = __ldcg(all + (s * kQuads + first + q) * Threads);
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q) {
+        sum[q].x += part[q].x;
+        sum[q].y += part[q].y;
+        sum[q].z += part[q].z;
+        sum[q].w += part[q].w;
+      }
     }
-    sums.set_pair(2 * q, {sum.x, sum.y});
-    sums.set_pair(2 * q + 1, {sum.z, sum.w});
+#pragma unroll
+    for (int q = 0; q < kTogether; ++q) {
+      sums.set_pair(2 * (first + q), {sum[q].x, sum[q].y});
+      sums.set_pair(2 * (first + q) + 1, {sum[q].z, sum[q].w});
+    }
   }
   return true;
 }
@@ -259,22 +269,30 @@ bool aligned(const TileArguments& args) {
 
 }  // namespace
 
-// Parts of the tokens pay where blocks are few and each still has many steps: what the parts leave for each other is
-// 4 n^2 bytes twice. On an H200 with mma.sync, 28 launches of 154 tiles of 128, 8192 tokens: 5.6 ms whole, 4.9 in
-// two, 4.6 in three; of 614 tiles of 64: 5.6, 6.1, 6.2; and at 1024 tokens parts cost more than they gain, however few
-// the tiles.
+// Parts of the tokens pay where tiles are few and each has many steps: what the parts leave for each other is 4 n^2
+// bytes twice, and a block waits for the others' at the end. On an H200, one launch, 8192 tokens, in us:
+//
+//   tiles of 128       5     14     24     38     76    152        of 64     19     58     96    154    308    616
+//   whole           83.4   83.9   84.3   84.4   85.3    136              42.3   45.4   48.0   57.0   82.0    174
+//   as below        30.3   34.8   39.1   46.9   65.2    127              21.9   32.5   41.6   57.0   82.0    174
+//
+// Blocks are to run side by side, one of 128 or two of 64 on a multiprocessor. Where they would not even in two parts,
+// those of 128 go in three, which leaves a shorter last round; more of either cost up to a third. With 2048 tokens
+// parts of tiles of 128 still gain 10 to 20 %, those of 64 nothing; with 1024 all lose.
 TileScratch tile_scratch(const TileArguments& args) {
-  constexpr int64_t kBlocksPerMultiprocessor = 3, kLeastTokens = 1024, kMostSplits = 8;
+  constexpr int64_t kMostSplits = 8, kLeastTokens = 512;  // of a part
   TileScratch scratch;
   const int64_t tiles = args.active();
+  const bool large = args.tile_size == 128;
   int64_t tokens = 0;
   for (int64_t i = 0; i < args.count; ++i) tokens = std::max(tokens, args.tokens[i]);
-  if (tiles == 0 || tokens < 2 * kLeastTokens) return scratch;
+  if (tiles == 0 || tokens < (large ? 2048 : 4096)) return scratch;
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t wanted = (kBlocksPerMultiprocessor * multiprocessors + tiles - 1) / tiles;
-  scratch.splits = static_cast<int>(std::max<int64_t>(1, std::min({wanted, tokens / kLeastTokens, kMostSplits})));
+  int64_t splits = std::min({(large ? 1 : 2) * multiprocessors / tiles, tokens / kLeastTokens, kMostSplits});
+  if (large && splits < 2 && 2 * tiles <= 3 * multiprocessors && tokens >= 6144) splits = 3;
+  scratch.splits = static_cast<int>(std::max<int64_t>(1, splits));
   if (scratch.splits > 1) scratch.sums_size = tiles * scratch.splits * args.tile_size * args.tile_size;
   return scratch;
 }
