@@ -177,6 +177,8 @@ def heading(report: dict[str, Any]) -> str:
         )
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     notes += ", layers compiled" if settings.get("compile") else ""
+    if settings.get("l2_fetch_granularity") is not None:
+        notes += f", {settings['l2_fetch_granularity']}-byte fetches"
     mask = report["mask"]
     share = "" if mask is None or "sparse" not in settings["modes"] else _share(report, mask, "sparse")
     if "tiles" in settings["modes"]:

@@ -32,7 +32,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.adapters import add_lora, add_shira
 from sparse_opt.trainers.dpo import dpo_loss
@@ -73,6 +73,7 @@ class Job:
     shira_rank: int | None = None  # mode shira wants one
     gradient_checkpointing: bool
     compile: bool  # the model's layers, with torch.compile
+    l2_fetch_granularity: int | None = None  # bytes; None: as the device starts
     kernel_time: bool
     device: str
     seed: int
@@ -265,6 +266,8 @@ def _update(trained: Trained, loss: Tensor, section: Sections) -> dict[str, Tens
 def run(job: Job) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     device = torch.device(job.device)
+    if job.l2_fetch_granularity is not None:
+        set_l2_fetch_granularity(job.l2_fetch_granularity, device)
     options = job.options()
     tokenizer = load_tokenizer(options)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

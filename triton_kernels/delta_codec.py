@@ -68,7 +68,7 @@ def _ones(word):
 
 @triton.jit
 def _kth_one(words, through, k, WORDS: tl.constexpr):
-    """Where the k-th set bit of `words` is, from 0 on; `through` are their running sums of set bits. WORDS: 2^n <= 2^15."""
+    """Where the k-th set bit of `words` is, from 0 on; `through` are their running sums of set bits, WORDS = 2^n."""
     which = k * 0
     for i in tl.static_range(1, 16):
         if WORDS >> i > 0:
@@ -86,7 +86,7 @@ def _kth_one(words, through, k, WORDS: tl.constexpr):
     return 32 * which + bit
 
 
-# A program looks for its changes, CHANGES at a time: most elements are none, and these stores are whole sectors. Reads a
+# A program looks for its changes, CHANGES at a time: most elements are none, and what it stores fills sectors. Reads a
 # bit per element and the 64-byte granules of `new` that hold a change, writes an index and b bytes per change.
 @triton.jit
 def _delta_write_kernel(

@@ -12,9 +12,9 @@ from torch import Tensor
 # Compact slots of one program. With 4 warps a thread has 8 of them, so that 8 independent gathers are in flight; or 4,
 # by which AdamW and delta_apply_ are faster by up to 8 % on an H200, and nowhere slower by 1 %; SGD goes with AdamW.
 SLOTS, FEW_SLOTS = 1024, 512
-# Dense elements of one program of delta_encode: with 8 warps a thread has 32, four 16-byte loads of 2-byte elements. And
-# changes that a program writes at a time, with 2 warps. On an H200, 2^30 bf16: 1.03 ms to mark, and 0.20 and 0.81 to
-# write where 1 and 10 % changed; with half the elements 1.03, and 0.27 and 0.85.
+# Dense elements of a program of delta_encode: with 8 warps a thread has 32, four 16-byte loads of 2-byte elements; and
+# the changes that a program writes at a time, with 2 warps. On an H200, 2^30 bf16: 1.03 ms to mark, and 0.20 and 0.81
+# to write where 1 and 10 % changed; with half the elements 1.03, and 0.27 and 0.85.
 ELEMENTS, CHANGES = 8192, 128
 
 # A product and a sum contracted into an FMA are rounded once, and the reference rounds each.

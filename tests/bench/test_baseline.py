@@ -141,6 +141,11 @@ def test_grpo_with_a_picture(tmp_path, bench):
         (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
         (["dpo", "--small", "--work_dir", "/nowhere"], "--work_dir /nowhere: no such folder"),
         (["dpo", "--small", "--kernel_time"], "--kernel_time reads a GPU's kernels, and the device is cpu"),
+        (
+            ["dpo", "--small", "--l2_fetch_granularity", "32"],
+            "--l2_fetch_granularity is a GPU's, and the device is cpu",
+        ),
+        (["dpo", "--l2_fetch_granularity", "48"], "invalid choice: 48"),
         (["dpo", "--small", "--checkpoint", "/nowhere"], "--small makes a model of its own"),
         (["dpo", "--device", "cpu", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: wanted a folder"),
         (["dpo", "--small", "--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),

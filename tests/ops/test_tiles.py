@@ -235,7 +235,7 @@ def test_tiles_sum_in_fp32(tile_size, any_place):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("side", [200, 1280])  # tiles whose parts all run side by side; more than that, of 128
 def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
-    """Where tiles are few and tokens many, each tile's are cut into parts, whole steps or not, some parts without any."""
+    """Where tiles are few and tokens many, each tile's are cut into parts: of whole steps or not, some without any."""
     for n in (2048, 4097, 6200, 20001):
         call = make(
             "cuda", shapes=((side, side), (64, 200)), tokens=(n,), dtype=dtype, tile_size=tile_size, density=1.0
