@@ -12,11 +12,11 @@ NUMEL = 3212574720
 DENSITY = 0.025
 # Pattern -> milliseconds of `SparseAdamW.step, dense gradients`, median.
 STEP_MS = {
-    "element": 3.143,
-    "run16": 0.724,
-    "run32": 0.542,
-    "tile64": 0.482,
+    "element": 3.278,
+    "run16": 0.722,
+    "run32": 0.541,
+    "tile64": 0.484,
     "tile128": 0.444,
 }
 # Of `torch.optim.AdamW(fused=True).step` on all of the weights.
-DENSE_STEP_MS = 16.528
+DENSE_STEP_MS = 16.491
