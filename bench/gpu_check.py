@@ -37,7 +37,7 @@ SANITIZER_TOOLS = ("memcheck", "racecheck")
 GPU_TESTS = (
     ("gpu and triton", ("ops",)),
     ("gpu and not triton", ("ops",)),
-    ("gpu", ("optim", "bench")),
+    ("gpu", ("optim", "bench", "test_l2_fetch.py")),
     ("gpu", ("delta", "masks", "analysis", "patch_codec")),
 )
 CPU_TESTS = (("", ("ops",)),)
