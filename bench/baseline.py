@@ -46,7 +46,7 @@ from torch import nn
 from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.errors import ConfigError
-from sparse_opt.l2_fetch import GRANULARITIES
+from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.mask_finding import select_names
 from sparse_opt.mask_patterns import PATTERNS
 from sparse_opt.trainers.adapters import require_shira_rank, shira_rank
@@ -212,6 +212,8 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"--kernel_time reads a GPU's kernels, and the device is {device}"
     if args.l2_fetch_granularity is not None and device.type != "cuda":
         return f"--l2_fetch_granularity is a GPU's, and the device is {device}"
+    if args.l2_fetch_granularity is not None and (cause := why_unreachable()):
+        return f"--l2_fetch_granularity {args.l2_fetch_granularity}: {cause}"
     with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
     if with_peft and importlib.util.find_spec("peft") is None:
         return f"mode {with_peft[0]} wants the package peft, which is not installed: pip install 'sparse-opt[bench]'"

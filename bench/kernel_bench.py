@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_opt import MaskSet, backends, set_l2_fetch_granularity
+from sparse_opt import BackendUnavailable, MaskSet, backends, set_l2_fetch_granularity
 from sparse_opt.ops.reference import as_bits
 
 from . import backward, floors, inputs, peers, targets, tile_gradients
@@ -304,10 +304,11 @@ class KernelBench:
         """The same with `set_l2_fetch_granularity(32)`; and what reads all weights, which should not care."""
         if self.device.type == "cpu":
             return
-        if cause := backends.why_unavailable("cuda", self.device.type):
-            self.left_out[f"rows{targets.FINE}"] = cause
+        try:
+            before = set_l2_fetch_granularity(32, self.device)
+        except (BackendUnavailable, RuntimeError) as error:
+            self.left_out[f"rows{targets.FINE}"] = str(error).partition("\n")[0]
             return
-        before = set_l2_fetch_granularity(32, self.device)
         try:
             gather = inputs.gather_case(grads, inputs.narrowed(active))
             self._cases({targets.GATHER + targets.FINE: gather}, density, only=self._auto("masked_grad_gather_"))

@@ -74,7 +74,7 @@ def draw(report: Mapping[str, Any], points: Sequence[Mapping[str, Any]], density
 
     machine = report["environment"]["machine"]
     roof = report["kernels"]["copy_gb_per_s"]
-    figure = Figure(figsize=(13, max(6.0, 0.17 * len(points))), layout="constrained")
+    figure = Figure(figsize=(13, max(6.0, 0.24 * len(points))), layout="constrained")
     FigureCanvasAgg(figure)
     plot, names = figure.subplots(1, 2, width_ratios=(3, 2))
     plot.axhline(roof, color="black", linewidth=1)

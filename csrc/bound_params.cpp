@@ -32,7 +32,6 @@ using Sgd = decltype(indexed_sgd_<AnyDevice>);
 using Gather = decltype(masked_grad_gather_<AnyDevice>);
 using GatherPartly = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool,
                           const at::Tensor&, int64_t, const OptionalTensor&, int64_t, const OptionalTensor&);
-using CountSteps = decltype(count_steps_<AnyDevice>);
 using TileWeightGrad = decltype(tile_weight_grad_<AnyDevice>);
 using TileWeightGradPartly = void(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, at::IntArrayRef,
                                   at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef, const at::Tensor&,
@@ -437,9 +436,7 @@ void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::
                                const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                                bool stochastic_rounding, int64_t seed) {
   check_numels();
-  static const auto count = native_op<CountSteps>("sparse_opt_native::count_steps_");
-  count.call(steps, found_inf);
-  static const auto op = native_op<Sgd>("sparse_opt_native::indexed_sgd_");
+  static const auto op = native_op<Sgd>("sparse_opt_native::counting_sgd_");
   op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, gradients_for(grad), master, momentum,
           dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
           index_bases_);

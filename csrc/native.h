@@ -82,7 +82,7 @@ void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArr
   Device::run(call.args);
 }
 
-template <typename Device>
+template <typename Device, bool Counting = false>
 void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
                   const OptionalTensor& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
                   const OptionalTensor& grad, OptionalTensors dense_grads, const OptionalTensor& master,
@@ -98,6 +98,7 @@ void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArray
   call.args.dampening = dampening;
   call.args.nesterov = nesterov;
   call.args.weight_decay = weight_decay;
+  if (Counting) call.args.uncounted_steps = steps.mutable_data_ptr<float>();
   const typename Device::Guard guard(indices.device());
   Device::run(call.args);
 }
@@ -187,15 +188,6 @@ void tile_weight_grad_(const at::Tensor& out, at::TensorList grad_outputs, at::T
   call.args.sum_sq = optional_float_data("sum_sq", sum_sq, call.args.count, tiles.device());
   const typename Device::Guard guard(tiles.device());
   Device::run(call.args);
-}
-
-// The optimizers' own counts, before their step: one more for each tensor, unless found_inf says that nothing changes.
-template <typename Device>
-void count_steps_(const at::Tensor& steps, const OptionalTensor& found_inf) {
-  float* counts = float_data("steps", steps, steps.numel(), steps.device());
-  const float* flag = optional_float_data("found_inf", found_inf, 1, steps.device());
-  const typename Device::Guard guard(steps.device());
-  Device::count_steps(counts, steps.numel(), flag);
 }
 
 struct MoveCall {
@@ -299,8 +291,8 @@ void implement_ops(Library& m) {
   m.impl("tile_weight_grad_", &tile_weight_grad_<Device>);
   m.impl("indexed_swap_", &indexed_swap_<Device>);
   m.impl("indexed_take_", &indexed_take_<Device>);
-  m.impl("count_steps_", &count_steps_<Device>);
   m.impl("counting_adamw_", &indexed_adamw_<Device, true>);
+  m.impl("counting_sgd_", &indexed_sgd_<Device, true>);
   m.impl("delta_encode", &delta_encode<Device>);
   m.impl("delta_apply_", &delta_apply_<Device>);
 }

@@ -33,14 +33,18 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "int run_length=1, Tensor? index_bases=None) -> ()");
   // Of delta logs.
   m.def("indexed_take_(Tensor[] dense, Tensor(a!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
-  // Of the optimizers: counting steps up, alone and before an update.
-  m.def("count_steps_(Tensor(a!) steps, Tensor? found_inf) -> ()");
+  // Of the optimizers: steps are counted up first.
   m.def(
       "counting_adamw_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!) exp_avg, "
       "Tensor(c!) exp_avg_sq, Tensor lr, Tensor(d!) steps, *, Tensor? grad, Tensor[]? dense_grads, "
       "Tensor(z!)? master, float beta1, float beta2, float eps, float weight_decay, Tensor? clip_coef, "
       "Tensor? grad_scale, Tensor? found_inf, bool stochastic_rounding, int seed, int run_length, "
       "Tensor? index_bases) -> ()");
+  m.def(
+      "counting_sgd_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!)? momentum_buffer, "
+      "Tensor lr, Tensor(d!) steps, *, Tensor? grad, Tensor[]? dense_grads, Tensor(z!)? master, float momentum, "
+      "float dampening, bool nesterov, float weight_decay, Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf, "
+      "bool stochastic_rounding, int seed, int run_length, Tensor? index_bases) -> ()");
   // Of their hooks, on a GPU: see ops_cuda.cpp.
   m.def(
       "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
@@ -67,15 +71,18 @@ struct Cpu {
     explicit Guard(at::Device) {}
   };
   static void run(const AdamWArguments& args) {
-    if (args.uncounted_steps != nullptr) count_steps(args.uncounted_steps, args.segments.count, args.found_inf);
+    count_steps(args);
     cpu::indexed_adamw(args, parallel_for);
   }
-  static void run(const SgdArguments& args) { cpu::indexed_sgd(args, parallel_for); }
+  static void run(const SgdArguments& args) {
+    count_steps(args);
+    cpu::indexed_sgd(args, parallel_for);
+  }
   static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
   static void run(const TileArguments& args) { cpu::tile_weight_grad(args, parallel_for); }
-  static void count_steps(float* steps, int64_t count, const float* found_inf) {
-    if (found_inf != nullptr && *found_inf != 0.0f) return;
-    for (int64_t i = 0; i < count; ++i) steps[i] += 1.0f;
+  static void count_steps(const StepArguments& args) {
+    if (args.uncounted_steps == nullptr || (args.found_inf != nullptr && *args.found_inf != 0.0f)) return;
+    for (int64_t i = 0; i < args.segments.count; ++i) args.uncounted_steps[i] += 1.0f;
   }
   static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
   static void run_take(const MoveArguments& args) { cpu::indexed_take(args, parallel_for); }

@@ -23,7 +23,12 @@ struct Cuda {
     const at::Tensor tensors = float_scratch(args.segments.count * (sizeof(cuda::TensorScalars) / sizeof(float)));
     cuda::indexed_adamw(args, static_cast<cuda::TensorScalars*>(tensors.data_ptr()), stream());
   }
-  static void run(const SgdArguments& args) { cuda::indexed_sgd(args, stream()); }
+  static void run(const SgdArguments& args) {
+    if (args.uncounted_steps != nullptr) {
+      cuda::count_steps(args.uncounted_steps, args.segments.count, args.found_inf, stream());
+    }
+    cuda::indexed_sgd(args, stream());
+  }
   static void run(const GatherArguments& args) {
     if (args.sum_sq == nullptr) return cuda::masked_grad_gather(args, nullptr, stream());
     int64_t blocks = 0;
@@ -55,9 +60,6 @@ struct Cuda {
   // Freed on return; the allocator keeps the order of the stream.
   static at::Tensor float_scratch(int64_t n) {
     return at::empty({n}, at::TensorOptions().device(at::kCUDA).dtype(at::kFloat));
-  }
-  static void count_steps(float* steps, int64_t count, const float* found_inf) {
-    cuda::count_steps(steps, count, found_inf, stream());
   }
   static void run_swap(const MoveArguments& args) { cuda::indexed_swap(args, stream()); }
   static void run_take(const MoveArguments& args) { cuda::indexed_take(args, stream()); }

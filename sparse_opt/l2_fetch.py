@@ -1,7 +1,7 @@
 """How much an NVIDIA GPU fetches from memory into its L2 cache at a time.
 
-An H200 starts with 64 bytes. Under a mask of single elements a step wants few of them: with 32 it fetches half of what
-nobody asked for less, and a step at 2.5 % takes a tenth to a seventh less time (docs/performance.md).
+An H200 starts with 64 bytes. Under a mask of single elements most of that is what nobody asked for; with 32, steps at
+2.5 % take 6 to 18 % less time (docs/performance.md).
 
 The setting is of the whole process on that device, other libraries' kernels included, and nothing here changes it
 unasked. It is CUDA's `cudaLimitMaxL2FetchGranularity`
@@ -23,7 +23,8 @@ def l2_fetch_granularity(device: torch.device | str | int = "cuda") -> int:
 
     Raises:
         ValueError: the device is not a CUDA one.
-        BackendUnavailable: the extension or its CUDA part was not built, or there is no GPU.
+        BackendUnavailable: the extension or its CUDA part was not built, or there is no such GPU.
+        RuntimeError: the device has no such setting.
     """
     index = _index(device)
     return int(native_module()[0].l2_fetch_granularity(index))  # type: ignore[union-attr]
@@ -36,7 +37,7 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
 
     Args:
         n_bytes: 32, 64 or 128.
-        device: "cuda" is the current one.
+        device: "cuda" is the current one: with several ranks, call it after `torch.cuda.set_device`.
 
     Returns:
         What it was before.
@@ -44,27 +45,37 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
     Raises:
         ValueError: another number of bytes, or the device is not a CUDA one.
         BackendUnavailable: as in `l2_fetch_granularity`.
-        RuntimeError: the device has no such setting, or keeps to another.
+        RuntimeError: the device has no such setting, or keeps to another; it is as it was then.
     """
     if n_bytes not in GRANULARITIES:
         raise ValueError(f"n_bytes is {n_bytes}, wanted {', '.join(map(str, GRANULARITIES))}")
-    before = l2_fetch_granularity(device)
-    native_module()[0].set_l2_fetch_granularity(_index(device), n_bytes)  # type: ignore[union-attr]
-    found = l2_fetch_granularity(device)
+    index = _index(device)
+    before = l2_fetch_granularity(index)
+    module = native_module()[0]
+    module.set_l2_fetch_granularity(index, int(n_bytes))  # type: ignore[union-attr]
+    found = l2_fetch_granularity(index)
     if found != n_bytes:
-        raise RuntimeError(
-            f"{torch.cuda.get_device_name(device)} fetches {found} bytes at a time, also when told {n_bytes}"
-        )
+        module.set_l2_fetch_granularity(index, before)  # type: ignore[union-attr]
+        name = torch.cuda.get_device_name(index)
+        raise RuntimeError(f"{name} fetches {found} bytes at a time where it is told {n_bytes}")
     return before
 
 
+def why_unreachable() -> str:
+    """Empty where a GPU's granularity can be read and set, else the cause in one line."""
+    cause = why_unavailable("cuda", "cuda")
+    return cause or ("" if torch.cuda.is_available() else "torch finds no CUDA device")
+
+
 def _index(device: torch.device | str | int) -> int:
+    if isinstance(device, int):
+        device = f"cuda:{device}"
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"device is {device}, wanted a CUDA device")
-    cause = why_unavailable("cuda", "cuda")
-    if not cause and not torch.cuda.is_available():
-        cause = "torch finds no CUDA device"
+    cause = why_unreachable()
+    if not cause and device.index is not None and device.index >= torch.cuda.device_count():
+        cause = f"device is {device}, and torch finds {torch.cuda.device_count()}"
     if cause:
         raise BackendUnavailable(f"the L2 fetch granularity cannot be reached: {cause}")
     return torch.cuda.current_device() if device.index is None else device.index

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sparse_opt import BackendUnavailable, backends, l2_fetch_granularity, set_l2_fetch_granularity
+from sparse_opt import BackendUnavailable, backends, l2_fetch, l2_fetch_granularity, ops, set_l2_fetch_granularity
 
 
 @pytest.fixture
@@ -27,13 +27,21 @@ def test_is_what_was_set_and_says_what_it_was(kept: None, device: torch.device |
 
 
 @pytest.mark.gpu
-def test_changes_no_result(kept: None) -> None:
-    numbers = torch.arange(2**24, device="cuda").mul_(2654435761).remainder_(2**20)
+def test_changes_no_bit_of_a_step(kept: None) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(2**24, generator=generator, device="cuda").bfloat16()
+    grad = torch.randn(2**24, generator=generator, device="cuda").bfloat16()
+    indices = (torch.rand(2**24, generator=generator, device="cuda") < 0.025).nonzero().view(-1).int()
     found = []
     for n_bytes in (64, 32):
         set_l2_fetch_granularity(n_bytes)
-        found.append(numbers[::7].sum())
-    assert found[0] == found[1]
+        param, n = weight.clone(), len(indices)
+        moments = torch.zeros(2, n, device="cuda")
+        lr, steps = torch.full((1,), 1e-2, device="cuda"), torch.ones(1, device="cuda")
+        ops.indexed_adamw_([param], indices, [0], [n], moments[0], moments[1], lr, steps, dense_grads=[grad])
+        found.append((param.view(torch.int16), moments))
+    assert not torch.equal(found[0][0], weight.view(torch.int16))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("n_bytes", [0, 16, 48, 256])
@@ -55,7 +63,33 @@ def test_says_why_it_cannot_be_reached(call, monkeypatch: pytest.MonkeyPatch) ->
         call()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-def test_says_that_there_is_no_gpu() -> None:
+@pytest.mark.parametrize("device", ["cuda", "cuda:99", 99])
+def test_says_that_there_is_no_such_gpu(device: str | int) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
     with pytest.raises(BackendUnavailable, match="cannot be reached: "):
-        l2_fetch_granularity()
+        l2_fetch_granularity(device)
+
+
+class _Stubborn:
+    """A device that fetches 64 bytes where it is told 32, behind the extension's two functions."""
+
+    bytes = 128
+
+    def l2_fetch_granularity(self, device: int) -> int:
+        return self.bytes
+
+    def set_l2_fetch_granularity(self, device: int, n_bytes: int) -> None:
+        self.bytes = max(n_bytes, 64)
+
+
+def test_a_device_that_keeps_to_another_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Stubborn()
+    monkeypatch.setattr(l2_fetch, "native_module", lambda: (device, ""))
+    monkeypatch.setattr(l2_fetch, "_index", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Stubborn")
+    assert l2_fetch.set_l2_fetch_granularity(64) == 128
+    device.bytes = 128
+    with pytest.raises(RuntimeError, match="Stubborn fetches 64 bytes at a time where it is told 32"):
+        l2_fetch.set_l2_fetch_granularity(32)
+    assert device.bytes == 128

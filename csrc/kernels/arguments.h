@@ -41,7 +41,8 @@ struct StepArguments {
   void* const* dense_grads = nullptr;  // [count], the list in host memory
   float* master = nullptr;             // [nnz]
   const float* lr = nullptr;           // [1]
-  const float* steps = nullptr;        // [count], 1 in the first step
+  const float* steps = nullptr;        // [count], 1 in the first step, once counted
+  float* uncounted_steps = nullptr;    // [count], `steps` if they are to be counted up first, else null
   const float* clip_coef = nullptr;    // [1]
   const float* grad_scale = nullptr;   // [1]
   const float* found_inf = nullptr;    // [1]
@@ -53,7 +54,6 @@ struct AdamWArguments : StepArguments {
   void* exp_avg = nullptr;     // [nnz]
   void* exp_avg_sq = nullptr;  // [nnz]
   double beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  float* uncounted_steps = nullptr;  // [count], `steps` if they are to be counted up first, else null
 };
 
 struct SgdArguments : StepArguments {

@@ -339,8 +339,9 @@ def delta_encode(
         values: [changed] of the tensors' dtype, the new bits.
         counts: [n] int64 on the CPU, the number of changes in each tensor. Reading it waits for the device.
 
-    Memory while it runs: a bit for each element on a CPU and with backend triton; with cuda (2 + element size) bytes
-    for every eighth element. Indices and values may be the front of buffers a third larger.
+    Memory while it runs: a bit for each element on a CPU and with backend triton; with cuda 12 bytes for every 2048
+    elements or more, and room for the changes that a sample lets expect, or for all elements where that is 64 MiB at
+    most. Indices and values may be the front of buffers a third larger.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.

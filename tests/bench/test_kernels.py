@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, backends
-from sparse_opt.bench import kernels, optimizers, targets
-from sparse_opt.bench.cases import WrongResult
+from sparse_opt.bench import kernel_bench, kernels, optimizers, targets
+from sparse_opt.bench.cases import Active, WrongResult
 from sparse_opt.bench.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
 
 WORDS = [
@@ -102,6 +102,38 @@ def test_a_step_that_does_nothing_proves_nothing_about_base_weights(monkeypatch)
     monkeypatch.setattr(swap.optimizer, "step", lambda: None)
     with pytest.raises(WrongResult, match="a step changed no weight"):
         check_base_weights(swap, params)
+
+
+def fine_fetches(monkeypatch, setting):
+    """The rows with fetches of 32 bytes, on a GPU that is not touched: `setting` stands in for what sets them."""
+    monkeypatch.setattr(kernel_bench, "set_l2_fetch_granularity", setting)
+    bench = kernel_bench.KernelBench({}, torch.device("cpu"), [])
+    bench.device = torch.device("cuda")
+    active = Active(torch.empty(0, dtype=torch.int32), [], [])
+    bench._fine_fetches([], [], MaskSet({}, {}), active, 0.025, with_dense=False)
+    return bench
+
+
+def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
+    def refuse(n_bytes, device):
+        raise RuntimeError("CUDA error: limit is not supported\nand more")
+
+    bench = fine_fetches(monkeypatch, refuse)
+    assert bench.left_out == {"rows, 32-byte fetches": "CUDA error: limit is not supported"}
+    assert bench.rows == []
+
+
+def test_fetches_are_as_they_were_after_an_error(monkeypatch):
+    told = []
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(kernel_bench.inputs, "gather_case", fail)
+    monkeypatch.setattr(kernel_bench.inputs, "narrowed", lambda active: active)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fine_fetches(monkeypatch, lambda n_bytes, device: told.append(n_bytes) or 64)
+    assert told == [32, 64]
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ __global__ void count_steps_kernel(float* steps, int64_t count, const float* fou
 void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream) {
   if (count == 0) return;
   count_steps_kernel<<<1, kThreads, 0, stream>>>(steps, count, found_inf);
-  check_launch("count_steps_");
+  check_launch("count_steps");
 }
 
 }  // namespace sparse_opt::cuda

@@ -67,7 +67,7 @@ template <int Capacity>
 __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& table, int64_t slots_per_block,
                                                   int block) {
   int low = 0, high = table.count;  // first_block[low] <= block < first_block[high]
-  if constexpr (table.kClues > 1) {
+  if constexpr (SegmentTable<Capacity>::kClues > 1) {
     const int clue = block >> table.clue_shift;
     low = table.clues[clue];
     high = table.clues[clue + 1] + 1;
@@ -114,7 +114,9 @@ void prefer_shared_memory(int bytes = 1 << 30) {
   cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (most == 0) return;
   const auto percent = static_cast<int>(std::min<int64_t>(100, int64_t{100} * bytes / most));
-  cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent);
+  if (cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent) != cudaSuccess) {
+    cudaGetLastError();  // a preference: the launch that follows is none the worse for it
+  }
   devices.fetch_or(bit, std::memory_order_relaxed);
 }
 

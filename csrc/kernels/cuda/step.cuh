@@ -119,9 +119,9 @@ inline bool moves_vectors(const StepArguments& args, std::initializer_list<const
 }
 
 // Where elements lie far apart, and each has a line of the parameter and one of its gradient, few at a time. On an
-// H200, of 2.5 % of 3.2 B bf16 weights, where all change and where few do (lr 1e-6): 3.18 and 2.01 ms with two blocks
-// of 640 single elements, 3.06 and 2.11 with blocks of 480, 3.23 and 1.98 with three of them; as where elements lie
-// close, 3.42 and 1.99. Few change in training. From compact gradients it would be 2.64 and 1.45 for 2.98 and 1.22.
+// H200, of 2.5 % of 3.2 B bf16 weights, where all change and where few do (lr 1e-6): 3.17 and 2.02 ms with two blocks
+// of 608 single elements, 3.19 and 2.00 with 672, 3.06 and 2.11 with 480; as where elements lie close, 3.42 and 1.99.
+// Few change in training. From compact gradients blocks of 608 would take 2.63 and 1.49 for 2.98 and 1.22.
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, std::initializer_list<const void*> states, Call call) {
   const bool far_apart = args.dense_grads != nullptr && lie_far_apart(args.segments, element_size(args.param_dtype));
