@@ -6,8 +6,8 @@ An H200 fetches memory in granules of 64 bytes: an element costs its granule, an
 (What `set_l2_fetch_granularity(32)` spares is not taken off, so that rows with and without it compare.) It writes back
 in sectors of 32, but scattered sectors so slowly (1.5 TB/s at 33 % of them, see docs/performance.md) that rewriting the
 granules whole takes as long: a write is counted as its granule, too. Compact buffers are contiguous and cost their own
-size. The mask's positions cost one index a unit of its pattern, 4 bytes wide or 2: what 2-byte indices
-need beside them, a base for each 256, is 0.016 bytes an active element and left out.
+size. The mask's positions cost one index a unit of its pattern, 4 bytes wide or 2: what 2-byte indices need beside
+them, a base for each 256, is 0.016 bytes an active element and left out.
 
 The bytes are exact for a mask that takes each unit independently with probability d; a ragged edge, or rows that do not
 begin at a granule, only make a real mask cost more.
