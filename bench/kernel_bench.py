@@ -301,7 +301,7 @@ class KernelBench:
         *,
         with_dense: bool,
     ) -> None:
-        """What touches single elements, under `set_l2_fetch_granularity(32)`; and torch's step, which should not care."""
+        """What touches single elements, with `set_l2_fetch_granularity(32)`; and what reads all, as before."""
         if self.device.type == "cpu":
             return
         try:
