@@ -10,6 +10,8 @@ unasked. It is CUDA's `cudaLimitMaxL2FetchGranularity`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .backends import native_module, why_unavailable
@@ -26,8 +28,8 @@ def l2_fetch_granularity(device: torch.device | str | int = "cuda") -> int:
         BackendUnavailable: the extension or its CUDA part was not built, or there is no such GPU.
         RuntimeError: the device has no such setting.
     """
-    index = _index(device)
-    return int(native_module()[0].l2_fetch_granularity(index))  # type: ignore[union-attr]
+    module, index = _reached(device)
+    return int(module.l2_fetch_granularity(index))
 
 
 def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "cuda") -> int:
@@ -49,13 +51,12 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
     """
     if n_bytes not in GRANULARITIES:
         raise ValueError(f"n_bytes is {n_bytes}, wanted {', '.join(map(str, GRANULARITIES))}")
-    index = _index(device)
-    before = l2_fetch_granularity(index)
-    module = native_module()[0]
-    module.set_l2_fetch_granularity(index, int(n_bytes))  # type: ignore[union-attr]
-    found = l2_fetch_granularity(index)
+    module, index = _reached(device)
+    before = int(module.l2_fetch_granularity(index))
+    module.set_l2_fetch_granularity(index, int(n_bytes))
+    found = int(module.l2_fetch_granularity(index))
     if found != n_bytes:
-        module.set_l2_fetch_granularity(index, before)  # type: ignore[union-attr]
+        module.set_l2_fetch_granularity(index, before)
         name = torch.cuda.get_device_name(index)
         raise RuntimeError(f"{name} fetches {found} bytes at a time where it is told {n_bytes}")
     return before
@@ -67,7 +68,8 @@ def why_unreachable() -> str:
     return cause or ("" if torch.cuda.is_available() else "torch finds no CUDA device")
 
 
-def _index(device: torch.device | str | int) -> int:
+def _reached(device: torch.device | str | int) -> tuple[Any, int]:
+    """The extension, and which GPU is meant."""
     if isinstance(device, int):
         device = f"cuda:{device}"
     device = torch.device(device)
@@ -78,4 +80,4 @@ def _index(device: torch.device | str | int) -> int:
         cause = f"device is {device}, and torch finds {torch.cuda.device_count()}"
     if cause:
         raise BackendUnavailable(f"the L2 fetch granularity cannot be reached: {cause}")
-    return torch.cuda.current_device() if device.index is None else device.index
+    return native_module()[0], torch.cuda.current_device() if device.index is None else device.index
