@@ -149,7 +149,7 @@ void launch_tables(const Segments& segments, const void* const* companions, int6
       const int64_t blocks = blocks_of(table.starts[i], table.ends[i], slots_per_block);
       table.first_block[i + 1] = table.first_block[i] + static_cast<int32_t>(blocks);
     }
-    set_clues(table);
+    if constexpr (SegmentTable<Capacity>::kClues > 1) set_clues(table);
     launch(table, static_cast<unsigned>(table.first_block[table.count]));
     table.block_offset += table.first_block[table.count];
   }
