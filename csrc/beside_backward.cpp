@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <utility>
 
 namespace sparse_opt {
 
@@ -24,7 +25,7 @@ BesideBackward::BesideBackward(at::Device device)
       is_made_(device.type()),
       is_done_(device.type()) {}
 
-void BesideBackward::run(const at::Tensor& gradient, c10::Stream made, const std::function<void()>& work) {
+void BesideBackward::run(std::vector<at::Tensor> gradients, c10::Stream made, const std::function<void()>& work) {
   BesideBackward& own = *of(made.device(), /*make=*/true);
   const std::lock_guard lock(own.mutex_);
   own.is_made_.record(made);
@@ -35,7 +36,7 @@ void BesideBackward::run(const at::Tensor& gradient, c10::Stream made, const std
   }
   own.let_go_locked();
   own.is_done_.record(own.stream_);
-  own.held_ = {gradient, made};
+  own.held_ = {std::move(gradients), made};
 }
 
 void BesideBackward::let_go(at::Device device) {

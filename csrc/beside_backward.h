@@ -1,4 +1,4 @@
-// A device's stream beside that of the backward passes, for work on one gradient while the next one is made.
+// A device's stream beside that of the backward passes, for work on gradients while the next ones are made.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,15 +8,16 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 namespace sparse_opt {
 
-// One gradient is held at a time, whichever optimizer it is for. Thread-safe.
+// The gradients of one call are held at a time, whichever optimizer they are for. Thread-safe.
 class BesideBackward {
  public:
-  // Call work() with the device's stream current, after what `made` has been given. `gradient` is held until that is
-  // done for the stream `made`, whose memory it is: until the next call, or let_go().
-  static void run(const at::Tensor& gradient, c10::Stream made, const std::function<void()>& work);
+  // Call work() with the device's stream current, after what `made` has been given. `gradients` are held until that is
+  // done for the stream `made`, whose memory they are: until the next call, or let_go().
+  static void run(std::vector<at::Tensor> gradients, c10::Stream made, const std::function<void()>& work);
   static void let_go(at::Device device);
 
   explicit BesideBackward(at::Device device);
@@ -26,7 +27,7 @@ class BesideBackward {
   void let_go_locked();
 
   struct Held {
-    at::Tensor gradient;
+    std::vector<at::Tensor> gradients;
     c10::Stream stream;
   };
   std::mutex mutex_;

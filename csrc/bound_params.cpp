@@ -30,8 +30,9 @@ struct AnyDevice;
 using AdamW = decltype(indexed_adamw_<AnyDevice>);
 using Sgd = decltype(indexed_sgd_<AnyDevice>);
 using Gather = decltype(masked_grad_gather_<AnyDevice>);
-using GatherPartly = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool,
-                          const at::Tensor&, int64_t, const OptionalTensor&, int64_t, const OptionalTensor&);
+using GatherPartly = void(const at::Tensor&, at::TensorList, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
+                          at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef, const OptionalTensor&,
+                          int64_t, const OptionalTensor&);
 using TileWeightGrad = decltype(tile_weight_grad_<AnyDevice>);
 using TileWeightGradPartly = void(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, at::IntArrayRef,
                                   at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef, const at::Tensor&,
@@ -44,14 +45,18 @@ int64_t enough_tiles(int64_t tile_size) {
 }
 constexpr int64_t kMostBytes = int64_t{512} << 20;
 
-// A hook's gather of one matrix is over before it has filled a GPU, and so is what comes before and after it: beside
-// the next product of the backward pass it costs less. Longer ones have no need of it, and their gradients should not
-// be held; shorter ones cost the host more than the GPU. Nor may others have the memory, who might write it meanwhile:
-// the parameter's own tensor and autograd's have it.
-bool belongs_beside(const at::Tensor& grad) {
-  const size_t bytes = grad.storage().nbytes();
-  return grad.is_cuda() && bytes >= size_t{1} << 20 && bytes <= size_t{128} << 20 && grad.storage().use_count() <= 2;
+// Gradients wait to be gathered together: until they hold so much memory, or this part of what all of them would.
+constexpr int64_t kMostGradientBytes = int64_t{128} << 20, kGradientParts = 16;
+
+// Longer ones are worth a launch of their own. Nor may others have the memory, who might write it meanwhile.
+bool may_wait(const at::Tensor& grad) {
+  return grad.is_cuda() && static_cast<int64_t>(grad.storage().nbytes()) <= kMostGradientBytes &&
+         grad.storage().use_count() == 1;
 }
+
+// The gather of a matrix is over before it has filled a GPU, and so is what comes before and after it: beside the next
+// product of the backward pass it costs less. What is shorter costs the host more than the GPU.
+constexpr int64_t kLeastBytesBeside = int64_t{1} << 20;
 
 c10::Stream stream_of(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -89,7 +94,12 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       came_by_tiles_(params_.size()),
       pending_stream_(stream_of(indices_.device())),
       last_stream_(pending_stream_) {
-  for (const at::Tensor& param : params_) numels_.push_back(param.numel());
+  int64_t bytes = 0;
+  for (const at::Tensor& param : params_) {
+    numels_.push_back(param.numel());
+    bytes += static_cast<int64_t>(param.nbytes());
+  }
+  most_grad_bytes_ = std::min(kMostGradientBytes, bytes / kGradientParts);
   if (index_bases_.has_value()) {
     const int64_t frames = indices_.numel() / kIndexFrame + 1;
     for (size_t i = 0; i < params_.size(); ++i)
@@ -172,25 +182,40 @@ void BoundParams::follow_last_pass() {
 void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
                           const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   const std::lock_guard lock(mutex_);
-  gather_locked(i, grad, out, accumulate, sum_sq, found_inf);
+  check_gradient(i, grad);
+  if (waits(i)) flush_locked();
+  gather_list_({{static_cast<size_t>(i), grad}}, out, accumulate, sum_sq, found_inf);
 }
 
-void BoundParams::gather_locked(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
-                                const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+void BoundParams::check_gradient(int64_t i, const at::Tensor& grad) const {
   SPARSE_OPT_CHECK(grad.numel() == numels_.at(i), "the gradient of params[", i, "] has ", grad.numel(),
                    " elements, wanted ", numels_[i]);
-  if (waits(i)) flush_locked();
+}
+
+void BoundParams::gather_list_(const std::vector<Gradient>& list, const at::Tensor& out, bool accumulate,
+                               const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   follow_last_pass();
-  begin_pass(i, Pass::kGather);
-  if (partial_sums_.defined()) {
-    static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
-    op.call(out, grad.contiguous(), indices_, starts_[i], ends_[i], accumulate, partial_sums_, first_partial_[i],
-            found_inf, run_length_, own_bases_[i]);
+  if (!partial_sums_.defined()) {
+    static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
+    for (const auto& [i, grad] : list) {
+      op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt,
+              accumulate, sum_sq.narrow(0, static_cast<int64_t>(i), 1), found_inf, run_length_, own_bases_[i]);
+    }
     return;
   }
-  static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
-  op.call(out, grad.contiguous(), indices_, at::IntArrayRef(starts_[i]), at::IntArrayRef(ends_[i]), std::nullopt,
-          accumulate, sum_sq.narrow(0, i, 1), found_inf, run_length_, own_bases_[i]);
+  std::vector<at::Tensor> grads;
+  std::vector<int64_t> starts, ends, numbers, first_partials;
+  for (const auto& [i, grad] : list) {
+    grads.push_back(grad.contiguous());
+    starts.push_back(starts_[i]);
+    ends.push_back(ends_[i]);
+    numbers.push_back(static_cast<int64_t>(i));
+    first_partials.push_back(first_partial_[i]);
+    begin_pass(i, Pass::kGather);
+  }
+  static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
+  op.call(out, grads, indices_, starts, ends, numbers, static_cast<int64_t>(params_.size()), accumulate, partial_sums_,
+          first_partials, found_inf, run_length_, index_bases_);
 }
 
 void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) {
@@ -207,16 +232,32 @@ bool BoundParams::receive(size_t i) {
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const at::Tensor taken = std::exchange(grad, at::Tensor());
-  const c10::Stream current = stream_of(indices_.device());
-  const auto gather = [&] { gather_locked(static_cast<int64_t>(i), taken, out_, received_[i], sum_sq_, std::nullopt); };
-  if (belongs_beside(taken) && !is_captured(current)) {
-    BesideBackward::run(taken, current, gather);
-    flush_at_the_end();
-  } else {
-    gather();
+  check_gradient(static_cast<int64_t>(i), taken);
+  if (!may_wait(taken)) {
+    if (waits(i)) flush_locked();
+    gather_list_({{i, taken}}, out_, received_[i], sum_sq_, std::nullopt);
+    received_[i] = true;
+    return true;
   }
+  begin_pending(i, taken.scalar_type(), stream_of(indices_.device()));
+  pending_grads_.push_back({i, taken});
+  pending_grad_bytes_ += static_cast<int64_t>(taken.storage().nbytes());
   received_[i] = true;
+  if (pending_grad_bytes_ >= most_grad_bytes_) {
+    flush_locked();
+  } else {
+    flush_at_the_end();
+  }
   return true;
+}
+
+// Gradients wait for each other only if they are alike.
+void BoundParams::begin_pending(size_t i, at::ScalarType dtype, c10::Stream stream) {
+  const bool alike = pending_accumulates_ == received_[i] && pending_stream_ == stream && pending_dtype_ == dtype;
+  if (!alike || waits(i)) flush_locked();
+  pending_accumulates_ = received_[i];
+  pending_stream_ = stream;
+  pending_dtype_ = dtype;
 }
 
 // The current stream waits for them, and the one that a gradient is held for.
@@ -294,13 +335,13 @@ void BoundParams::add_values_(int64_t i, const at::Tensor& values, const at::Ten
   came_by_tiles_[i] = 1;
 }
 
-void BoundParams::tile_grads_(const std::vector<Pending>& list, const at::Tensor& out, bool accumulate,
+void BoundParams::tile_grads_(const std::vector<PendingTiles>& list, const at::Tensor& out, bool accumulate,
                               const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   follow_last_pass();
   std::vector<at::Tensor> lefts, rights;
   std::vector<int64_t> starts, ends, first_partials;
-  for (const Pending& p : list) {
+  for (const PendingTiles& p : list) {
     SPARSE_OPT_CHECK(version_of(p.left) == p.left_version && version_of(p.right) == p.right_version,
                      "the input or the output gradient of the linear layer with params[", p.i,
                      "] was changed in place before its weight gradient was made; build the optimizer with "
@@ -329,34 +370,29 @@ void BoundParams::tile_grads_(const std::vector<Pending>& list, const at::Tensor
 }
 
 bool BoundParams::waits(size_t i) const {
-  return std::any_of(pending_.begin(), pending_.end(), [i](const Pending& p) { return p.i == i; });
+  const auto is_its = [i](const auto& p) { return p.i == i; };
+  return std::any_of(pending_tiles_.begin(), pending_tiles_.end(), is_its) ||
+         std::any_of(pending_grads_.begin(), pending_grads_.end(), is_its);
 }
 
 bool BoundParams::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
   if (!receiving_) return take_tiles_ && take_tiles_(i, left, right);
   check_tile_operands(static_cast<int64_t>(i), left, right);
   const std::lock_guard lock(mutex_);
-  const c10::Stream stream = stream_of(tiles_.device());
-  if (!pending_.empty()) {
-    const bool alike = pending_accumulates_ == received_[i] && pending_stream_ == stream &&
-                       pending_[0].left.scalar_type() == left.scalar_type();
-    if (!alike || waits(i)) flush_locked();
-  }
+  begin_pending(i, left.scalar_type(), stream_of(tiles_.device()));
   const auto held = [&](const at::Tensor& tensor) {
     const auto same = [&](const at::Tensor& other) { return other.is_alias_of(tensor); };
-    const bool counted =
-        std::any_of(pending_.begin(), pending_.end(), [&](const Pending& p) { return same(p.left) || same(p.right); });
+    const bool counted = std::any_of(pending_tiles_.begin(), pending_tiles_.end(),
+                                     [&](const PendingTiles& p) { return same(p.left) || same(p.right); });
     return counted ? 0 : static_cast<int64_t>(tensor.storage().nbytes());
   };
   const int64_t bytes = held(left) + held(right);
-  pending_accumulates_ = received_[i];
-  pending_stream_ = stream;
-  pending_.push_back({i, left, right, version_of(left), version_of(right)});
-  pending_tiles_ += tile_ends_[i] - tile_starts_[i];
+  pending_tiles_.push_back({i, left, right, version_of(left), version_of(right)});
+  n_pending_tiles_ += tile_ends_[i] - tile_starts_[i];
   pending_bytes_ += bytes;
   received_[i] = true;
   came_by_tiles_[i] = 1;
-  if (pending_tiles_ >= most_tiles_ || pending_bytes_ > most_bytes_) {
+  if (n_pending_tiles_ >= most_tiles_ || pending_bytes_ > most_bytes_) {
     flush_locked();
   } else {
     flush_at_the_end();
@@ -381,15 +417,27 @@ void BoundParams::flush() {
 }
 
 void BoundParams::flush_locked() {
-  if (pending_.empty()) return;
-  const std::vector<Pending> list = std::move(pending_);
+  if (pending_tiles_.empty() && pending_grads_.empty()) return;
+  const std::vector<PendingTiles> tiles = std::move(pending_tiles_);
+  const std::vector<Gradient> grads = std::move(pending_grads_);
+  const int64_t grad_bytes = pending_grad_bytes_;
   forget_pending();
   // The tensors are that stream's, and so is their memory.
   const c10::StreamGuard guard(pending_stream_);
+  const auto gather = [&] { gather_list_(grads, out_, pending_accumulates_, sum_sq_, std::nullopt); };
   try {
-    tile_grads_(list, out_, pending_accumulates_, sum_sq_, std::nullopt);
+    if (!tiles.empty()) tile_grads_(tiles, out_, pending_accumulates_, sum_sq_, std::nullopt);
+    if (grad_bytes >= kLeastBytesBeside && !is_captured(pending_stream_)) {
+      std::vector<at::Tensor> held;
+      for (const Gradient& g : grads) held.push_back(g.grad);
+      BesideBackward::run(std::move(held), pending_stream_, gather);
+      flush_at_the_end();
+    } else if (!grads.empty()) {
+      gather();
+    }
   } catch (...) {  // what stands in the slots is of an earlier step
-    for (const Pending& p : list) received_[p.i] = pending_accumulates_;
+    for (const PendingTiles& p : tiles) received_[p.i] = pending_accumulates_;
+    for (const Gradient& g : grads) received_[g.i] = pending_accumulates_;
     throw;
   }
 }
@@ -402,8 +450,9 @@ void BoundParams::drop_pending() {
 }
 
 void BoundParams::forget_pending() {
-  pending_.clear();
-  pending_tiles_ = pending_bytes_ = 0;
+  pending_tiles_.clear();
+  pending_grads_.clear();
+  n_pending_tiles_ = pending_bytes_ = pending_grad_bytes_ = 0;
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {

@@ -35,8 +35,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
 
   // What the hooks of gradient_hook.h do while they are told to: gather_ the gradient that parameter i has into the
   // buffers named here, and let it go. False, and nothing done, if they are told not to, or it has none or one that is
-  // not strided. On a GPU this goes on beside the backward pass, on a stream of its own, and the gradient is held until
-  // the next one comes, the pass ends, or flush() is called.
+  // not strided. On a GPU gradients wait for each other, as tiles do, and are gathered beside the backward pass, on a
+  // stream of its own; they are held until the next ones are gathered, the pass ends, or flush() is called.
   void receive_into(const at::Tensor& out, const at::Tensor& sum_sq);
   void set_receiving(bool receiving) { receiving_ = receiving; }
   bool receive(size_t i);
@@ -66,8 +66,10 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void drop_pending();
   // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop_pending().
   bool came_by_tiles(size_t i) const { return came_by_tiles_.at(i) != 0; }
-  // When gradients stop waiting. The numbers that hold unless they are set: see bound_params.cpp.
+  // When gradients stop waiting: those by tiles, and those that hooks receive. The numbers that hold unless they are
+  // set: see bound_params.cpp.
   void set_waiting(int64_t tiles, int64_t bytes);
+  void set_waiting_grads(int64_t bytes) { most_grad_bytes_ = bytes; }
 
   // Of each parameter: whether a gradient is in the buffer, for the next one to be added to.
   const std::vector<bool>& received() const { return received_; }
@@ -96,7 +98,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void bump_versions() const;
 
   // A gradient that waits. The tensors are held as they were when it came.
-  struct Pending {
+  struct PendingTiles {
     size_t i;
     at::Tensor left, right;
     uint32_t left_version, right_version;
@@ -106,11 +108,17 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void begin_pass(size_t i, Pass pass);
   void follow_last_pass();
   void finish_gathers();
-  void gather_locked(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
-                     const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
+  struct Gradient {
+    size_t i;
+    at::Tensor grad;
+  };
+  void check_gradient(int64_t i, const at::Tensor& grad) const;
+  void gather_list_(const std::vector<Gradient>& list, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
+                    const std::optional<at::Tensor>& found_inf);
+  void begin_pending(size_t i, at::ScalarType dtype, c10::Stream stream);
   void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;
-  void tile_grads_(const std::vector<Pending>& list, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
-                   const std::optional<at::Tensor>& found_inf);
+  void tile_grads_(const std::vector<PendingTiles>& list, const at::Tensor& out, bool accumulate,
+                   const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
   bool waits(size_t i) const;
   void flush_locked();
   void forget_pending();
@@ -141,10 +149,14 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes. The ops are
   // called under it, so what sees them called (a dispatch mode) must not call back.
   std::mutex mutex_;
-  std::vector<Pending> pending_;
+  std::vector<PendingTiles> pending_tiles_;
+  std::vector<Gradient> pending_grads_;
+  at::ScalarType pending_dtype_ = at::kFloat;
   bool pending_accumulates_ = false;
   c10::Stream pending_stream_, last_stream_;  // the last one is that of the last pass over the buffers
-  int64_t pending_tiles_ = 0, pending_bytes_ = 0, most_tiles_ = 0, most_bytes_ = 0;
+  int64_t n_pending_tiles_ = 0, most_tiles_ = 0;
+  int64_t pending_bytes_ = 0, most_bytes_ = 0;  // of what tiles are made of
+  int64_t pending_grad_bytes_ = 0, most_grad_bytes_ = 0;
   int ending_graph_ = -1;  // the backward pass at whose end flush() will be called
 };
 

@@ -99,16 +99,18 @@ inline IndexType checked_index_type(const at::Tensor& indices, const std::option
   return indices.scalar_type() == at::kLong ? IndexType::kInt64 : IndexType::kInt32;
 }
 
-// `pointers` are those of the dense tensors, and must outlive the result.
+// `pointers` are those of the dense tensors, and must outlive the result. index_bases are of `of` segments, or, where
+// that is not given, of as many as there are dense tensors.
 inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
                                  const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                                 int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt) {
+                                 int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt,
+                                 std::optional<int64_t> of = std::nullopt) {
   const int64_t nnz = checked_slots(indices, run_length);
   const auto count = static_cast<int64_t>(dense.size());
   Segments segments;
   segments.index_type = checked_index_type(indices, index_bases, run_length);
   if (index_bases.has_value()) {
-    check_flat("index_bases", *index_bases, nnz / kIndexFrame + count, indices.device());
+    check_flat("index_bases", *index_bases, nnz / kIndexFrame + of.value_or(count), indices.device());
     check_dtype("index_bases", *index_bases, at::kInt);
     segments.index_bases = static_cast<const int32_t*>(index_bases->data_ptr());
   }

@@ -110,6 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            Unlocked())
       .def("set_tiles", &BoundParams::set_tiles, "tiles"_a, "starts"_a, "ends"_a, "tile_size"_a)
       .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a)
+      .def("set_waiting_grads", &BoundParams::set_waiting_grads, "bytes"_a)
       .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "accumulate"_a, "sum_sq"_a,
            "found_inf"_a, Unlocked())
       .def("add_values_", &BoundParams::add_values_, "i"_a, "values"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())

@@ -47,8 +47,9 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "bool stochastic_rounding, int seed, int run_length, Tensor? index_bases) -> ()");
   // Of their hooks, on a GPU: see ops_cuda.cpp.
   m.def(
-      "gather_partly_(Tensor(a!) out, Tensor dense, Tensor indices, int start, int end, bool accumulate, "
-      "Tensor(b!) partial_sums, int first_partial, Tensor(c!)? found_inf, int run_length, Tensor? index_bases) -> ()");
+      "gather_partly_(Tensor(a!) out, Tensor[] dense, Tensor indices, int[] starts, int[] ends, int[] numbers, int of, "
+      "bool accumulate, Tensor(b!) partial_sums, int[] first_partials, Tensor(c!)? found_inf, int run_length, "
+      "Tensor? index_bases) -> ()");
   m.def(
       "tile_weight_grad_partly_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
       "int[] ends, int tile_size, bool accumulate, Tensor(b!) partial_sums, int[] first_partials, "

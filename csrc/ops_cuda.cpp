@@ -30,13 +30,13 @@ struct Cuda {
     cuda::indexed_sgd(args, stream());
   }
   static void run(const GatherArguments& args) {
-    if (args.sum_sq == nullptr) return cuda::masked_grad_gather(args, nullptr, stream());
-    int64_t blocks = 0;
+    if (args.sum_sq == nullptr) return cuda::masked_grad_gather(args, nullptr, nullptr, stream());
+    std::vector<int64_t> first{0};
     for (int64_t i = 0; i < args.segments.count; ++i) {
-      blocks += gather_blocks(args.segments.starts[i], args.segments.ends[i]);
+      first.push_back(first.back() + gather_blocks(args.segments.starts[i], args.segments.ends[i]));
     }
-    const at::Tensor partial_sums = float_scratch(blocks);
-    cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>(), stream());
+    const at::Tensor partial_sums = float_scratch(first.back());
+    cuda::masked_grad_gather(args, at_each(partial_sums, first).data(), nullptr, stream());
     cuda::sum_partials(args.segments, partial_sums.const_data_ptr<float>(), args.sum_sq, stream());
   }
   static void run(const TileArguments& args) {
@@ -56,6 +56,11 @@ struct Cuda {
       scratch.counters = counters.mutable_data_ptr<int>();
     }
     cuda::tile_weight_grad(args, scratch, partial_sums, first_partials, stream());
+  }
+  static std::vector<const void*> at_each(const at::Tensor& floats, at::IntArrayRef offsets) {
+    std::vector<const void*> pointers;
+    for (const int64_t offset : offsets) pointers.push_back(floats.mutable_data_ptr<float>() + offset);
+    return pointers;
   }
   // Freed on return; the allocator keeps the order of the stream.
   static at::Tensor float_scratch(int64_t n) {
@@ -132,26 +137,34 @@ struct Cuda {
   };
 };
 
-// masked_grad_gather_ of one tensor of a list that is gathered piece by piece: its partial sums go where they stand in
-// those of the whole list, from `first_partial` on.
-void gather_partly_(const at::Tensor& out, const at::Tensor& dense, const at::Tensor& indices, int64_t start,
-                    int64_t end, bool accumulate, const at::Tensor& partial_sums, int64_t first_partial,
-                    const OptionalTensor& found_inf, int64_t run_length, const OptionalTensor& index_bases) {
+// masked_grad_gather_ of some tensors of a list of `of`, which is gathered piece by piece: of those with these
+// `numbers`. Their partial sums go where they stand in those of the whole list, from first_partials on.
+void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
+                    at::IntArrayRef ends, at::IntArrayRef numbers, int64_t of, bool accumulate,
+                    const at::Tensor& partial_sums, at::IntArrayRef first_partials, const OptionalTensor& found_inf,
+                    int64_t run_length, const OptionalTensor& index_bases) {
   const at::Device device = indices.device();
-  const auto pointers = list_data("dense", {dense}, device);
+  const auto pointers = list_data("dense", dense, device);
   GatherArguments args;
-  args.segments = checked_segments("dense", {dense}, pointers, indices, start, end, run_length, index_bases);
-  args.dense_dtype = dtype_of("dense", dense);
+  args.segments = checked_segments("dense", dense, pointers, indices, starts, ends, run_length, index_bases, of);
+  if (!dense.empty()) args.dense_dtype = dtype_of("dense[0]", dense[0]);
   check_flat("out", out, checked_slots(indices, run_length), device);
   args.out_dtype = dtype_of("out", out);
   args.out = out.data_ptr();
   args.accumulate = accumulate;
   args.found_inf = optional_float_data("found_inf", found_inf, 1, device);
-  SPARSE_OPT_CHECK(0 <= first_partial && first_partial + gather_blocks(start, end) <= partial_sums.numel(),
-                   "partial_sums has ", partial_sums.numel(), " elements, wanted ", gather_blocks(start, end), " from ",
-                   first_partial, " on");
+  check_dtype("partial_sums", partial_sums, at::kFloat);
+  SPARSE_OPT_CHECK(numbers.size() == dense.size() && first_partials.size() == dense.size(), "dense holds ",
+                   dense.size(), " tensors, and there are ", numbers.size(), " numbers and ", first_partials.size(),
+                   " first_partials");
+  for (size_t i = 0; i < dense.size(); ++i) {
+    const int64_t blocks = gather_blocks(starts[i], ends[i]);
+    SPARSE_OPT_CHECK(0 <= numbers[i] && numbers[i] < of, "numbers[", i, "] is ", numbers[i], ", wanted less than ", of);
+    SPARSE_OPT_CHECK(0 <= first_partials[i] && first_partials[i] + blocks <= partial_sums.numel(), "partial_sums has ",
+                     partial_sums.numel(), " elements, wanted ", blocks, " from ", first_partials[i], " on");
+  }
   const Cuda::Guard guard(device);
-  cuda::masked_grad_gather(args, partial_sums.mutable_data_ptr<float>() + first_partial, Cuda::stream());
+  cuda::masked_grad_gather(args, Cuda::at_each(partial_sums, first_partials).data(), numbers.data(), Cuda::stream());
 }
 
 // tile_weight_grad_ of some weights of a list that is done piece by piece, as gather_partly_: the partial sums of

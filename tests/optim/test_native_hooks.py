@@ -237,20 +237,53 @@ def test_an_optimizer_that_goes_while_a_gradient_is_gathered(deep):
         assert all((tensor == k).all() for k, tensor in enumerate(taken))
 
 
-@pytest.mark.gpu
-def test_one_gradient_is_held_however_many_groups_there_are(deep):
-    model = deep()
-    groups = [{"params": [named], "lr": 1e-3 * k} for k, named in enumerate(model.named_parameters(), 1)]
-    optimizer = SparseAdamW(groups, MaskSet.random(model, density=0.025))
-    peaks = []
+def peak_of_a_pass(model, optimizer):
+    """Bytes above those before, of a pass that is not the first."""
     for _ in range(2):
         optimizer.zero_grad()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run_deep(model)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-    activations = 12 * 512 * 2048 * 2 + 3 * 512 * 2048 * 4
-    assert peaks[1] < activations + 4 * model[0].weight.nbytes, "of 12 weights' gradients"
+    return torch.cuda.max_memory_allocated() - before
+
+
+ACTIVATIONS = 12 * 512 * 2048 * 2 + 3 * 512 * 2048 * 4  # of run_deep, in bytes
+
+
+@pytest.mark.gpu
+def test_few_gradients_are_held_however_many_groups_there_are(deep):
+    model = deep()
+    groups = [{"params": [named], "lr": 1e-3 * k} for k, named in enumerate(model.named_parameters(), 1)]
+    optimizer = SparseAdamW(groups, MaskSet.random(model, density=0.025))
+    peak = peak_of_a_pass(model, optimizer)
+    assert peak < ACTIVATIONS + 4 * model[0].weight.nbytes, "of 12 weights' gradients"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["element", "run16"])
+def test_gradients_that_wait_for_each_other(deep, pattern):
+    """All of them, some, or none: the same bits, from two passes that add up, and more memory."""
+    peaks, found = [], []
+    for most in (10**12, 3 * 2048 * 2048 * 2, 0, None):
+        model = deep()
+        for k in (1, 5, 6):
+            model[k].bias = torch.nn.Parameter(torch.zeros(2048, device="cuda", dtype=torch.bfloat16))
+        masked = {name: p for name, p in model.named_parameters() if name != "7.weight"}
+        optimizer = SparseAdamW(model, MaskSet.random(masked, density=0.025, pattern=pattern, seed=1))
+        if most is not None:
+            optimizer._buckets[0].native.set_waiting_grads(most)
+        peaks.append(peak_of_a_pass(model, optimizer))
+        optimizer.zero_grad()
+        for seed in range(2):
+            run_deep(model, seed)
+        grads = [optimizer.compact_grad(p) for p in model.parameters()]
+        found.append([optimizer.clip_grad_norm_(1.0), *(g for g in grads if g is not None)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    weight = model[0].weight.nbytes
+    assert peaks[0] > 10 * weight
+    assert peaks[0] > peaks[1] > peaks[2], peaks
+    assert peaks[3] < ACTIVATIONS + 4 * weight, "unless told otherwise a sixteenth waits"
 
 
 @pytest.mark.gpu

@@ -51,10 +51,15 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
   const int64_t tensor = table.segment_offset + range.segment;
   const TensorScalars found = tensors[tensor];
   const AdamWScalars scalars{factors, found.decay, found.sqrt_bias_correction2, found.step_size};
+  RandomWords random[kUnroll] = {};
+  if (Stochastic) {  // while the loads are on their way
+    const auto step = static_cast<uint32_t>(static_cast<int64_t>(args.steps[tensor]));
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) random[j] = random_words(args.seed, slots.slot(j), step);
+  }
   __syncthreads();  // reads before writes, see move.cuh
 
   float g[kUnroll], p[kUnroll], m[kUnroll], v[kUnroll];
-  RandomWords random[kUnroll] = {};
   uint32_t exp_avg_random[kUnroll] = {}, exp_avg_sq_random[kUnroll] = {};
   slots.gradient_values(args, g);
 #pragma unroll
@@ -63,9 +68,6 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     m[j] = to_float(slots.exp_avg[j]);
     v[j] = to_float(slots.exp_avg_sq[j]);
     adamw_element(scalars, g[j], p[j], m[j], v[j]);
-    if (Stochastic)
-      random[j] =
-          random_words(args.seed, slots.slot(j), static_cast<uint32_t>(static_cast<int64_t>(args.steps[tensor])));
     exp_avg_random[j] = random[j].exp_avg;
     exp_avg_sq_random[j] = random[j].exp_avg_sq;
   }

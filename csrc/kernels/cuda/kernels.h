@@ -17,9 +17,12 @@ struct alignas(16) TensorScalars {
 void indexed_adamw(const AdamWArguments& args, TensorScalars* tensors, cudaStream_t stream);
 void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
 
-// `partial_sums` is fp32 [gather_blocks of all segments] on the device, or null. sum_partials adds up what lists of the
-// same segments left there, gathered together or one by one: sum_sq fp32 [segments.count]. args.sum_sq is not written.
-void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream);
+// Lists in host memory, [args.segments.count]: `partial_sums`, or null, where on the device the sums of squares of each
+// segment's blocks go, fp32 [its gather_blocks]; `numbers`, or null for 0, 1, 2..., of each segment among those that
+// index_bases are of. sum_partials adds up what stands in one array for all segments, which may have been gathered
+// together or not: sum_sq fp32 [segments.count]. args.sum_sq is not written.
+void masked_grad_gather(const GatherArguments& args, const void* const* partial_sums, const int64_t* numbers,
+                        cudaStream_t stream);
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
 
 // How a call is cut: each tile's tokens into `splits` ranges, whose sums meet in `sums` [sums_size] fp32. `counters`

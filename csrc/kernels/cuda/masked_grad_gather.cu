@@ -9,11 +9,19 @@
 namespace sparse_opt::cuda {
 namespace {
 
+// A table's companions are where the partial sums of each tensor go.
+template <int Capacity>
+struct GatherTable {
+  SegmentTable<Capacity> list;
+  int32_t numbers[Capacity];  // of each segment among those that the bases are of
+};
+
 template <typename Layout, typename Dense, typename Out, int Capacity>
 __global__ void __launch_bounds__(kThreads)
-    masked_grad_gather_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                              const __grid_constant__ GatherArguments args, float* partial_sums) {
-  const BlockRange range = block_range(table, kSlots);
+    masked_grad_gather_kernel(const __grid_constant__ GatherTable<Capacity> table,
+                              const __grid_constant__ GatherArguments args) {
+  BlockRange range = block_range(table.list, kSlots);
+  range.number = table.numbers[range.segment];
   Out* out = static_cast<Out*>(args.out);
   float sum = 0.0f;
   bool not_finite = false;
@@ -23,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   Out stored[kUnroll];
   slots.find(args.segments, range);
   if (args.accumulate) held = slots.load_compact(static_cast<const Out*>(out));
-  const auto raw = slots.load_dense(static_cast<const Dense*>(table.dense[range.segment]));
+  const auto raw = slots.load_dense(static_cast<const Dense*>(table.list.dense[range.segment]));
 #pragma unroll
   for (int j = 0; j < kUnroll; ++j) {
     float g = to_float(raw[j]);
@@ -39,9 +47,10 @@ __global__ void __launch_bounds__(kThreads)
   if (args.found_inf != nullptr && __syncthreads_or(not_finite) && threadIdx.x == 0) {
     *args.found_inf = __int_as_float(0x7f800000);
   }
-  if (partial_sums != nullptr) {
-    const float block_total = block_sum<kThreads>(sum);
-    if (threadIdx.x == 0) partial_sums[table.block_offset + blockIdx.x] = block_total;
+  if (const void* partial_sums = table.list.companions[range.segment]; partial_sums != nullptr) {
+    const float total = block_sum<kThreads>(sum);
+    const int block = static_cast<int>(blockIdx.x) - table.list.first_block[range.segment];
+    if (threadIdx.x == 0) static_cast<float*>(const_cast<void*>(partial_sums))[block] = total;
   }
 }
 
@@ -60,23 +69,29 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_con
 }
 
 template <typename Layout, typename Dense, typename Out>
-void launch(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
-  for_each_table(
-      args.segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-        if (blocks == 0) return;
-        masked_grad_gather_kernel<Layout, Dense, Out><<<blocks, kThreads, 0, stream>>>(table, args, partial_sums);
-        check_launch("masked_grad_gather_");
-      });
+void launch(const GatherArguments& args, const void* const* partial_sums, const int64_t* numbers, cudaStream_t stream) {
+  for_each_table(args.segments, partial_sums, kSlots,
+                 [&]<int Capacity>(const SegmentTable<Capacity>& list, unsigned blocks) {
+                   if (blocks == 0) return;
+                   GatherTable<Capacity> table{list, {}};
+                   for (int i = 0; i < list.count; ++i) {
+                     const int64_t segment = list.segment_offset + i;
+                     table.numbers[i] = static_cast<int32_t>(numbers != nullptr ? numbers[segment] : segment);
+                   }
+                   masked_grad_gather_kernel<Layout, Dense, Out><<<blocks, kThreads, 0, stream>>>(table, args);
+                   check_launch("masked_grad_gather_");
+                 });
 }
 
 }  // namespace
 
-void masked_grad_gather(const GatherArguments& args, float* partial_sums, cudaStream_t stream) {
+void masked_grad_gather(const GatherArguments& args, const void* const* partial_sums, const int64_t* numbers,
+                        cudaStream_t stream) {
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     dispatch_dtype(args.out_dtype, [&]<typename Out>() {
       const bool vectors = has_runs_of_vectors(args.segments) && fits_vectors(args.out, sizeof(Out));
       dispatch_layout(args.segments, vectors,
-                      [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, stream); });
+                      [&]<typename Layout>() { launch<Layout, Dense, Out>(args, partial_sums, numbers, stream); });
     });
   });
 }

@@ -39,7 +39,7 @@ struct SegmentTable {
   static constexpr int kClues = Capacity > kSmallTable ? 256 : 1;
 
   void* dense[Capacity];
-  const void* companions[Capacity];  // dense gradients, or the old tensors of a delta
+  const void* companions[Capacity];  // dense gradients, the old tensors of a delta, or where sums of squares go
   int64_t starts[Capacity];
   int64_t ends[Capacity];
   int32_t first_block[Capacity + 1];  // of each segment, in this launch
