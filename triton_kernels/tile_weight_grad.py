@@ -45,10 +45,19 @@ TILE_OPTIONS = {
     (64, 4): TileOptions(16, 4, 2),
     (128, 4): TileOptions(16, 8, 2),
 }
-# A tile's tokens are split where active tiles are fewer than these programs for each multiprocessor, but no part is
-# shorter than LEAST_TOKENS, and the parts' sums are SCRATCH_BYTES at most.
-PROGRAMS_PER_MULTIPROCESSOR = 3
-LEAST_TOKENS = 1024
+# A tile's tokens are split where active tiles are few: into as many parts as make these programs for each
+# multiprocessor, none shorter than LEAST_TOKENS, and with sums of SCRATCH_BYTES at most. Fewer tokens than WHOLE_BELOW
+# stay together. Of 8192, in us, one matrix on an H200, with the launch that adds up the parts:
+#
+#   tiles of 128       5     14     24     38     76    100    152   of 64     19     58     96    154    230    308
+#   whole           62.3   68.3   72.4   73.8   75.7   77.2    124         37.7   45.0   47.2   55.1   57.6   71.7
+#   two parts       33.8   38.7   43.4   46.9   65.8   68.0    108         21.9   32.2   37.2   49.9   77.8   83.0
+#   three           25.6   29.6   35.4   40.7   53.7   81.2   98.5         16.8   28.9   39.4   60.6   65.7   86.9
+#   four            21.5   25.3   32.8   42.6   67.3   78.8    107         14.3   28.9   38.3   55.1   72.7   90.9
+#   eight           16.7   21.5   33.8   50.9   79.7   94.9    128         13.5   34.9   43.2   60.7   76.5   92.9
+PROGRAMS = {64: 3, 128: 1}
+WHOLE_BELOW = {64: 2048, 128: 1024}
+LEAST_TOKENS = 512
 MOST_SPLITS = 8
 SCRATCH_BYTES = 64 << 20
 # Rows of a tile that one program adds up, of the parts' sums.
@@ -304,7 +313,16 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _splits(active: int, tokens: int, tile_size: int, device: torch.device) -> int:
     """Into how many parts the tokens of each tile are cut."""
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device), active)
+    if tokens < WHOLE_BELOW[tile_size]:
+        return 1
+    multiprocessors = _multiprocessors(device)
+    wanted = PROGRAMS[tile_size] * multiprocessors // active
+    if tile_size == 128 and wanted < 2 and tokens >= 6144:
+        # Long tiles also gain where two programs share a multiprocessor, and where parts make the last round shorter.
+        if active <= multiprocessors:
+            wanted = 2 * multiprocessors // active
+        elif 3 * active <= 4 * multiprocessors:
+            wanted = 3
     room = SCRATCH_BYTES // (4 * tile_size * tile_size * active)
     return max(1, min(wanted, tokens // LEAST_TOKENS, MOST_SPLITS, room))
 

@@ -25,6 +25,7 @@ def test_parts_make_the_same_gradient(
 ) -> None:
     """Small integers, whose products and sums are exact in fp32 in any order: every bit is to be the reference's."""
     monkeypatch.setattr(tile_weight_grad, "LEAST_TOKENS", 50)
+    monkeypatch.setattr(tile_weight_grad, "WHOLE_BELOW", {64: 0, 128: 0})
     tokens, shapes = 170, SHAPES[:matrices]
     generator = torch.Generator().manual_seed(tile_size)
 
@@ -70,16 +71,30 @@ def test_parts_make_the_same_gradient(
 
 def test_splits_keep_to_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_weight_grad, "_multiprocessors", lambda device: 100)
-    cases = {  # active tiles, tokens -> splits of a tile of 128
-        (1, 1 << 20): tile_weight_grad.MOST_SPLITS,
-        (100, 1 << 20): 3,
-        (299, 1 << 20): 2,
-        (300, 1 << 20): 1,
-        (1, 2047): 1,
-        (1, 2048): 2,
-        (1, 0): 1,
-        (10**6, 1 << 20): 1,
+    many = 1 << 20
+    cases = {  # tile size, active tiles, tokens -> splits
+        (128, 1, many): tile_weight_grad.MOST_SPLITS,
+        (128, 50, many): 2,
+        (128, 51, many): 3,  # two programs on a multiprocessor
+        (128, 66, many): 3,
+        (128, 67, many): 2,
+        (128, 100, many): 2,
+        (128, 101, many): 3,  # a round and a half
+        (128, 133, many): 3,
+        (128, 134, many): 1,
+        (128, 51, 6143): 1,
+        (128, 10**6, many): 1,
+        (128, 1, 1023): 1,
+        (128, 1, 1024): 2,
+        (64, 1, many): tile_weight_grad.MOST_SPLITS,
+        (64, 100, many): 3,
+        (64, 150, many): 2,
+        (64, 151, many): 1,
+        (64, 1, 2047): 1,
+        (64, 1, 2048): 4,
+        (64, 1, 0): 1,
     }
-    assert {case: tile_weight_grad._splits(*case, 128, DEVICE) for case in cases} == cases
-    monkeypatch.setattr(tile_weight_grad, "SCRATCH_BYTES", 2 * 100 * 4 * 128**2)
-    assert tile_weight_grad._splits(100, 1 << 20, 128, DEVICE) == 2
+    found = {case: tile_weight_grad._splits(case[1], case[2], case[0], DEVICE) for case in cases}
+    assert found == cases
+    monkeypatch.setattr(tile_weight_grad, "SCRATCH_BYTES", 2 * 60 * 4 * 128**2)
+    assert tile_weight_grad._splits(60, many, 128, DEVICE) == 2
