@@ -76,12 +76,13 @@ struct Cuda {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
     const int64_t change_bytes = args.element_size + (args.wide_indices ? 8 : 4);
-    const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
     const at::Tensor progress = at::empty({cuda::delta_progress_bytes(args)}, call.options(at::kByte));
     const at::Tensor bounds = host_memory(args.count, at::kLong), counts = at::empty({args.count}, at::kLong);
     args.progress = progress.data_ptr();
     args.bounds = bounds.mutable_data_ptr<int64_t>();
     cuda::delta_prepare(args, stream());
+    // Last of all that can be done before: the GPU waits from its end until the host has made room and launched.
+    const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
     auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
     cuda::delta_encode(args, stream());
     c10::cuda::getCurrentCUDAStream().synchronize();
