@@ -1,7 +1,8 @@
 """Timing of variants side by side.
 
-Each round calls every variant once, in an order that turns from round to round, so that a change of clocks or a busy
-neighbour meets all of them. Reported are medians with the 20th and 80th percentile.
+Each round calls every variant once, in an order drawn for it, the same in every run: a change of clocks or a busy
+neighbour meets all of them, and none always finds the caches as the same other one left them. Reported are medians with
+the 20th and 80th percentile.
 
 On a GPU two times are kept. The device's is read with events; the device spins before the first of them while the host
 enqueues the work, so that the time to launch stays out of it. The host's is the time until the call returned, with the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,10 +113,11 @@ def samples(
     clock = clock or _clock(torch.device(device))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     names = list(variants)
+    orders = random.Random(0)
     began = time.perf_counter()
-    for i in range(n_rounds if variants else 0):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+    for _ in range(n_rounds):
+        orders.shuffle(names)
+        for name in names:
             times[name].append(clock(rotations[name].next()))
         if budget_s is not None and time.perf_counter() - began > budget_s:
             break

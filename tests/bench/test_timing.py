@@ -36,13 +36,21 @@ def test_medians_and_percentiles_of_device_and_host():
     )
 
 
-def test_variants_take_turns_and_the_order_turns_too():
-    order: list[str] = []
-    variants = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    found = measure(variants, n_warmup=1, n_rounds=3, clock=Ticks(*range(9)))
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
-    # a was called first, third and second in its rounds; each variant keeps its own times.
-    assert [found[name].ms for name in "abc"] == [5, 3, 4]
+def test_variants_take_turns_in_orders_that_are_drawn():
+    def run() -> tuple[str, dict[str, list[float]]]:
+        order: list[str] = []
+        variants = {name: (lambda name=name: order.append(name)) for name in "abc"}
+        found = samples(variants, n_warmup=1, n_rounds=20, clock=Ticks(*range(60)))
+        return "".join(order), {name: [ms for ms, _, _ in times] for name, times in found.items()}
+
+    order, times = run()
+    assert order[:3] == "abc"  # to warm up
+    order = order[3:]
+    rounds = [order[i : i + 3] for i in range(0, 60, 3)]
+    assert len(order) == 60 and all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert {each[i : i + 2] for each in rounds for i in range(2)} == {"ab", "ac", "ba", "bc", "ca", "cb"}
+    assert times == {name: [k for k, each in enumerate(order) if each == name] for name in "abc"}
+    assert run() == ("abc" + order, times)
 
 
 def test_several_callables_of_a_variant_are_taken_in_rotation():
