@@ -49,8 +49,17 @@ def step_us(grads: Gradients, device: torch.device, n_rounds: int) -> float:
     return min(_from_rest(steps, device) for _ in range(n_rounds))
 
 
-def backward_us(hooks: str, device: torch.device, n_rounds: int) -> float:
-    """Microseconds of a backward pass; the median of `n_rounds`."""
+def backward_us(device: torch.device, n_rounds: int) -> dict[str, float]:
+    """Kind of hooks -> microseconds of a backward pass, the median of `n_rounds` in which they take turns."""
+    passes = {hooks: _backward_pass(hooks, device) for hooks in HOOKS}
+    times: dict[str, list[float]] = {hooks: [] for hooks in HOOKS}
+    for _ in range(n_rounds):
+        for hooks, run in passes.items():
+            times[hooks].append(_from_rest(run, device))
+    return {hooks: statistics.median(found) for hooks, found in times.items()}
+
+
+def _backward_pass(hooks: str, device: torch.device) -> Callable[[], float]:
     model, x = model_of(device), torch.ones(SIDE, SIDE, device=device)
     forget: Callable[[], None] = functools.partial(model.zero_grad, set_to_none=True)
     if hooks == "empty Python hooks":
@@ -63,7 +72,7 @@ def backward_us(hooks: str, device: torch.device, n_rounds: int) -> float:
         forget()
         return backward(model, x)
 
-    return statistics.median(_from_rest(run, device) for _ in range(n_rounds))
+    return run
 
 
 def backward(model: nn.ParameterDict, x: torch.Tensor) -> float:
@@ -101,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [f"SparseAdamW.step, {grads} gradients, {N_TENSORS} tensors", f"{step_us(grads, device, args.n_rounds):.1f}"]
         for grads in ("compact", "dense")
     ]
-    passes = {hooks: backward_us(hooks, device, args.n_rounds) for hooks in HOOKS}
+    passes = backward_us(device, args.n_rounds)
     rows += [[f"backward pass, {hooks}", f"{passes[hooks]:.0f}"] for hooks in HOOKS]
     for hooks in HOOKS[1:]:
         rows.append([f"one of {hooks}", f"{(passes[hooks] - passes[HOOKS[0]]) / N_TENSORS:.2f}"])
