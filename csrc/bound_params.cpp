@@ -194,6 +194,7 @@ void BoundParams::check_gradient(int64_t i, const at::Tensor& grad) const {
 
 void BoundParams::gather_list_(const std::vector<Gradient>& list, const at::Tensor& out, bool accumulate,
                                const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   follow_last_pass();
   if (!partial_sums_.defined()) {
     static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
