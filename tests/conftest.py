@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +21,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(needs_gpu)
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def one_patch_of_triton_in_a_kernel() -> Iterator[None]:
+    """Triton's interpreter patches `triton.language` for a kernel and again in each call of a function of the kernel's,
+    which takes longer than most of these functions. One patch serves until the kernel is through, and is then undone.
+    """
+    from triton.runtime import interpreter
+
+    patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    done: set[frozenset[str]] = set()
+
+    @functools.cache
+    def patched_by(fn: Callable[..., Any]) -> frozenset[str]:
+        """The modules of Triton that `_patch_lang` patches for a function: those that its own module names."""
+        found = [getattr(value, "__name__", None) for value in fn.__globals__.values()]
+        return frozenset({"triton.language", "triton.language.core"}.intersection(found))
+
+    def patch_once(fn: Callable[..., Any]) -> Any:
+        if (modules := patched_by(fn)) in done:
+            return None  # calls of functions undo nothing
+        done.add(modules)
+        return patch(fn)
+
+    def run_kernel(*args: Any, **kwargs: Any) -> Any:
+        done.clear()
+        return run(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_kernel)
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
