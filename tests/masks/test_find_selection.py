@@ -73,15 +73,15 @@ def test_order_of_bits_is_order_of_numbers() -> None:
 def brute_units(scores: Tensor, pattern: str) -> list[tuple[float, list[int]]]:
     """(sum, positions) of each unit, row by row, found by looking at each."""
     height, width = PATTERNS[pattern]
-    matrix = scores.reshape(math.prod(scores.shape[:-1]), scores.shape[-1] if scores.dim() else 1)
-    rows, columns = matrix.shape
+    rows, columns = math.prod(scores.shape[:-1]), scores.shape[-1] if scores.dim() else 1
+    matrix = scores.reshape(rows, columns).tolist()
     units = []
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             inside = [
                 (i, j) for i in range(top, min(top + height, rows)) for j in range(left, min(left + width, columns))
             ]
-            total = math.fsum(float(matrix[i, j]) for i, j in inside)
+            total = math.fsum(matrix[i][j] for i, j in inside)
             units.append((float(np.float32(total)), [i * columns + j for i, j in inside]))
     return units
 
