@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spa
 pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
-from sparse_opt.bench import baseline
+from sparse_opt.bench import baseline, baseline_run
 from sparse_opt.bench.baseline_report import FIRST_LOSS_ATOL, FIRST_RATIO_ATOL
 from sparse_opt.cli.main import main
 
@@ -42,8 +44,23 @@ def need_peft() -> None:
     pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
 
 
+@pytest.fixture
+def in_this_process(monkeypatch, tmp_path_factory):
+    """Modes run here: starting Python and importing transformers takes longer than the work."""
+
+    start_process = subprocess.run
+
+    def run(command, **kwargs):
+        if command[:3] != [sys.executable, "-m", "sparse_opt.bench.baseline_run"]:  # git, for the environment
+            return start_process(command, **kwargs)
+        return subprocess.CompletedProcess(command, baseline_run.main(command[3:]))
+
+    monkeypatch.setattr(baseline.subprocess, "run", run)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
 @pytest.mark.slow
-def test_dpo_in_all_modes(tmp_path, bench):
+def test_dpo_in_all_modes(tmp_path, bench, in_this_process):
     need_peft()
     code, out, err = bench(
         "dpo", "--small", "--n_steps", 4, "--n_warmup", 1, "--sequence_length", 32, "--work_dir", tmp_path
