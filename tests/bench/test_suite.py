@@ -34,26 +34,34 @@ ops.indexed_swap_ = {kind}
 
 def run_suite(*arguments: str, plugins: Path | None = None) -> subprocess.CompletedProcess[str]:
     # PYTHONSAFEPATH: the installed package is what is benched, not the folder of its name in the checkout.
-    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", "--bench_device", "cpu"]
+    # The suite draws nothing by hypothesis, whose plugin takes as long to import as a case takes to run.
+    without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command = [sys.executable, "-m", "pytest", "bench", "-q", *without, "--bench_device", "cpu"]
     variables = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": "" if plugins is None else str(plugins)}
     return subprocess.run(
         [*command, *arguments], cwd=CHECKOUT, env=variables, capture_output=True, text=True, check=False
     )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def needs_the_plugin():
     pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark: pip install 'sparse-opt[test]'")
 
 
-def test_every_op_is_collected_on_every_backend_but_an_interpreted_one():
+@pytest.fixture(scope="module")
+def collection():
+    """What `--collect-only` prints."""
     done = run_suite("--collect-only")
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_op_is_collected_on_every_backend_but_an_interpreted_one(collection):
     for op in backends.OPS:
         for backend in set(backends.available("cpu")) - {"triton"}:
-            assert done.stdout.count(f"test_op[{backend}-{op}-") == 2 * 3, (op, backend)
-            assert done.stdout.count(f"test_sparse_adamw_step[{backend}-") == 2 * 3 * 2, backend
-    assert "[triton" not in done.stdout
+            assert collection.count(f"test_op[{backend}-{op}-") == 2 * 3, (op, backend)
+            assert collection.count(f"test_sparse_adamw_step[{backend}-") == 2 * 3 * 2, backend
+    assert "[triton" not in collection
 
 
 def test_results_carry_bytes_rates_and_the_machine(tmp_path):
@@ -101,8 +109,7 @@ def test_a_slower_op_fails_the_comparison(tmp_path, needs_extension):
     assert "Performance has regressed" in slow.stdout + slow.stderr
 
 
-def test_the_committed_run_has_every_case_of_a_cpu(needs_extension):
-    done = run_suite("--collect-only")
-    collected = {line for line in done.stdout.splitlines() if line.startswith("bench/")}
+def test_the_committed_run_has_every_case_of_a_cpu(needs_extension, collection):
+    collected = {line for line in collection.splitlines() if line.startswith("bench/")}
     (path,) = sorted((CHECKOUT / "bench" / "results" / "pytest").glob("*/*_cpu.json"))[-1:]
     assert {bench["fullname"] for bench in json.loads(path.read_text())["benchmarks"]} == collected
