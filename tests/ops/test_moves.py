@@ -12,6 +12,9 @@ from sparse_opt import ops
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ANY = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+# Triton's kernels of swap and delta know a dtype by its size alone: one of each is enough for what the interpreter is
+# slow at.
+ONE_OF_EACH_SIZE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def name_of(value):
@@ -144,7 +147,8 @@ def any_bits(shape, dtype, generator, device):
 def test_swap_moves_bits(dtype, layout, index_dtype, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(3)
-    for mask in (*MASKS, "far-apart"):
+    few = place == ("cpu", "triton") and dtype not in ONE_OF_EACH_SIZE
+    for mask in ("random",) if few else (*MASKS, "far-apart"):
         shapes = [(41, 2900), (7,)] if mask == "far-apart" else None  # two blocks
         case = make(device, index_dtype=index_dtype, mask=mask, layout=layout, shapes=shapes)
         case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
@@ -168,6 +172,8 @@ def test_delta_round_trip(dtype, share, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(4)
     shapes = [(7, 33), (1,), (0,), (129,), (3, 1030), (130, 130)]
+    if place == ("cpu", "triton"):  # the interpreter is slow: its largest is of two blocks, or they are all within one
+        shapes[4:] = [(91, 91)] if dtype in ONE_OF_EACH_SIZE else []
     old = [any_bits(s, dtype, generator, device) for s in shapes]
     new = []
     for t in old:
