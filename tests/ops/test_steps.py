@@ -145,7 +145,8 @@ def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
 @pytest.mark.parametrize("op", RUNS)
 def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
     """No more than there are granules of memory, which GPU kernels go by; lists on both sides of a table's size."""
-    shapes = [(41, 1 + 3400 // (i + 1)) for i in range(12 if dtype == torch.bfloat16 else 3)]
+    long = dtype == torch.bfloat16 and place != ("cpu", "triton")  # slow in the interpreter, and Triton has one table
+    shapes = [(41, 1 + 3400 // (i + 1)) for i in range(12 if long else 3)]
     device = torch.device(place[0])
     case = make(device, dtype=dtype, moment_dtype=moments, mask="far-apart", shapes=shapes, layout=layout)
     assert case.ends[0] - case.starts[0] > 2 * 640  # several blocks
