@@ -224,7 +224,8 @@ def test_a_job_that_fails_is_said(bench, in_this_process):
 
 
 @pytest.mark.slow
-def test_a_small_comparison(bench, in_this_process, tmp_path):
+def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
+    monkeypatch.setitem(profiles.ARITHMETIC, "n_demonstrations", 80 * 64)  # as many as the start trains on
     own = tmp_path / "own.yaml"
     setting = {"value": True, "stages": ["train"], "does": "packs", "costs": "nothing"}
     own.write_text(yaml.safe_dump({"summary": "mine", "settings": {"packing": setting}}), encoding="utf-8")
