@@ -27,6 +27,7 @@ BesideBackward::BesideBackward(at::Device device)
 
 void BesideBackward::run(std::vector<at::Tensor> gradients, c10::Stream made, const std::function<void()>& work) {
   BesideBackward& own = *of(made.device(), /*make=*/true);
+  std::optional<Held> done;
   const std::lock_guard lock(own.mutex_);
   own.is_made_.record(made);
   own.is_made_.block(own.stream_);
@@ -34,7 +35,7 @@ void BesideBackward::run(std::vector<at::Tensor> gradients, c10::Stream made, co
     const c10::StreamGuard guard(own.stream_);
     work();
   }
-  own.let_go_locked();
+  done = own.take_held();
   own.is_done_.record(own.stream_);
   own.held_ = {std::move(gradients), made};
 }
@@ -42,14 +43,15 @@ void BesideBackward::run(std::vector<at::Tensor> gradients, c10::Stream made, co
 void BesideBackward::let_go(at::Device device) {
   BesideBackward* own = of(device, /*make=*/false);
   if (own == nullptr) return;
+  std::optional<Held> done;
   const std::lock_guard lock(own->mutex_);
-  own->let_go_locked();
+  done = own->take_held();
 }
 
-void BesideBackward::let_go_locked() {
-  if (!held_.has_value()) return;
-  is_done_.block(held_->stream);
-  held_.reset();
+// For the caller to let go when nothing is locked.
+std::optional<BesideBackward::Held> BesideBackward::take_held() {
+  if (held_.has_value()) is_done_.block(held_->stream);
+  return std::exchange(held_, std::nullopt);
 }
 
 }  // namespace sparse_opt

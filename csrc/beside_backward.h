@@ -24,12 +24,13 @@ class BesideBackward {
 
  private:
   static BesideBackward* of(at::Device device, bool make);
-  void let_go_locked();
 
   struct Held {
     std::vector<at::Tensor> gradients;
     c10::Stream stream;
   };
+  std::optional<Held> take_held();
+
   std::mutex mutex_;
   c10::Stream stream_;
   c10::Event is_made_, is_done_;

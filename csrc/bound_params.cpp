@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
 #ifdef SPARSE_OPT_WITH_CUDA
@@ -45,14 +46,11 @@ int64_t enough_tiles(int64_t tile_size) {
 }
 constexpr int64_t kMostBytes = int64_t{512} << 20;
 
-// Gradients wait to be gathered together: until they hold so much memory, or this part of what all of them would.
+// Gradients wait to be gathered together, on a GPU: no more than would hold so much memory, or this part of what all of
+// an object's would. Longer ones are worth a launch of their own. Those of all objects count together where memory
+// does: parameter groups that a backward pass goes through one after the other leave their last ones waiting.
 constexpr int64_t kMostGradientBytes = int64_t{128} << 20, kGradientParts = 16;
-
-// Longer ones are worth a launch of their own. Nor may others have the memory, who might write it meanwhile.
-bool may_wait(const at::Tensor& grad) {
-  return grad.is_cuda() && static_cast<int64_t>(grad.storage().nbytes()) <= kMostGradientBytes &&
-         grad.storage().use_count() == 1;
-}
+std::atomic<int64_t> all_waiting_bytes{0};
 
 // The gather of a matrix is over before it has filled a GPU, and so is what comes before and after it: beside the next
 // product of the backward pass it costs less. What is shorter costs the host more than the GPU.
@@ -92,14 +90,15 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       last_pass_(params_.size(), Pass::kNone),
       received_(params_.size()),
       came_by_tiles_(params_.size()),
-      pending_stream_(stream_of(indices_.device())),
-      last_stream_(pending_stream_) {
+      waiting_tiles_{stream_of(indices_.device())},
+      waiting_grads_{stream_of(indices_.device())},
+      last_stream_(stream_of(indices_.device())) {
   int64_t bytes = 0;
   for (const at::Tensor& param : params_) {
     numels_.push_back(param.numel());
     bytes += static_cast<int64_t>(param.nbytes());
   }
-  most_grad_bytes_ = std::min(kMostGradientBytes, bytes / kGradientParts);
+  if (indices_.is_cuda()) most_grad_bytes_ = std::min(kMostGradientBytes, bytes / kGradientParts);
   if (index_bases_.has_value()) {
     const int64_t frames = indices_.numel() / kIndexFrame + 1;
     for (size_t i = 0; i < params_.size(); ++i)
@@ -110,6 +109,7 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
 
 // The buffers' memory is of streams that may not have waited for a gather, where a backward pass raised.
 BoundParams::~BoundParams() {
+  take_waiting_grads();
   try {
     finish_gathers();
   } catch (const c10::Error&) {  // of an earlier kernel: whoever waits for the device is told
@@ -227,38 +227,36 @@ void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) 
 }
 
 bool BoundParams::receive(size_t i) {
+  at::Tensor taken;  // outlives the lock: a gradient may have a graph, of which any code may be part
   const std::lock_guard lock(mutex_);
   at::Tensor& grad = params_[i].mutable_grad();
   if (!grad.defined() && came_by_tiles(i)) return true;
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const at::Tensor taken = std::exchange(grad, at::Tensor());
+  taken = std::exchange(grad, at::Tensor());
   check_gradient(static_cast<int64_t>(i), taken);
-  if (!may_wait(taken)) {
-    if (waits(i)) flush_locked();
+  if (waits(i)) flush_locked();
+  const auto bytes = static_cast<int64_t>(taken.storage().nbytes());
+  // Nor may others have the memory, who might write it meanwhile.
+  const bool may_wait = most_grad_bytes_ > 0 && bytes <= kMostGradientBytes && taken.storage().use_count() == 1;
+  if (!may_wait) {
     gather_list_({{i, taken}}, out_, received_[i], sum_sq_, std::nullopt);
     received_[i] = true;
     return true;
   }
-  begin_pending(i, taken.scalar_type(), stream_of(indices_.device()));
-  pending_grads_.push_back({i, taken});
-  pending_grad_bytes_ += static_cast<int64_t>(taken.storage().nbytes());
+  const c10::Stream stream = stream_of(indices_.device());
+  const bool fits = waiting_grads_.bytes + bytes <= most_grad_bytes_;
+  if (!fits || !waiting_grads_.takes(received_[i], taken.scalar_type(), stream)) flush_grads();
+  waiting_grads_.add({i, taken.requires_grad() ? taken.detach() : taken}, received_[i], taken.scalar_type(), stream);
+  waiting_grads_.bytes += bytes;
+  all_waiting_bytes += bytes;
   received_[i] = true;
-  if (pending_grad_bytes_ >= most_grad_bytes_) {
-    flush_locked();
+  if (waiting_grads_.bytes >= most_grad_bytes_ || all_waiting_bytes >= kMostGradientBytes) {
+    flush_grads();
   } else {
     flush_at_the_end();
   }
   return true;
-}
-
-// Gradients wait for each other only if they are alike.
-void BoundParams::begin_pending(size_t i, at::ScalarType dtype, c10::Stream stream) {
-  const bool alike = pending_accumulates_ == received_[i] && pending_stream_ == stream && pending_dtype_ == dtype;
-  if (!alike || waits(i)) flush_locked();
-  pending_accumulates_ = received_[i];
-  pending_stream_ = stream;
-  pending_dtype_ = dtype;
 }
 
 // The current stream waits for them, and the one that a gradient is held for.
@@ -336,13 +334,13 @@ void BoundParams::add_values_(int64_t i, const at::Tensor& values, const at::Ten
   came_by_tiles_[i] = 1;
 }
 
-void BoundParams::tile_grads_(const std::vector<PendingTiles>& list, const at::Tensor& out, bool accumulate,
+void BoundParams::tile_grads_(const std::vector<TileOperands>& list, const at::Tensor& out, bool accumulate,
                               const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   follow_last_pass();
   std::vector<at::Tensor> lefts, rights;
   std::vector<int64_t> starts, ends, first_partials;
-  for (const PendingTiles& p : list) {
+  for (const TileOperands& p : list) {
     SPARSE_OPT_CHECK(version_of(p.left) == p.left_version && version_of(p.right) == p.right_version,
                      "the input or the output gradient of the linear layer with params[", p.i,
                      "] was changed in place before its weight gradient was made; build the optimizer with "
@@ -371,30 +369,33 @@ void BoundParams::tile_grads_(const std::vector<PendingTiles>& list, const at::T
 }
 
 bool BoundParams::waits(size_t i) const {
-  const auto is_its = [i](const auto& p) { return p.i == i; };
-  return std::any_of(pending_tiles_.begin(), pending_tiles_.end(), is_its) ||
-         std::any_of(pending_grads_.begin(), pending_grads_.end(), is_its);
+  const auto in = [i](const auto& list) {
+    return std::any_of(list.begin(), list.end(), [i](const auto& gradient) { return gradient.i == i; });
+  };
+  return in(waiting_tiles_.list) || in(waiting_grads_.list);
 }
 
 bool BoundParams::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
   if (!receiving_) return take_tiles_ && take_tiles_(i, left, right);
   check_tile_operands(static_cast<int64_t>(i), left, right);
   const std::lock_guard lock(mutex_);
-  begin_pending(i, left.scalar_type(), stream_of(tiles_.device()));
+  if (waits(i)) flush_locked();
+  const c10::Stream stream = stream_of(tiles_.device());
+  if (!waiting_tiles_.takes(received_[i], left.scalar_type(), stream)) flush_tiles();
   const auto held = [&](const at::Tensor& tensor) {
     const auto same = [&](const at::Tensor& other) { return other.is_alias_of(tensor); };
-    const bool counted = std::any_of(pending_tiles_.begin(), pending_tiles_.end(),
-                                     [&](const PendingTiles& p) { return same(p.left) || same(p.right); });
+    const bool counted = std::any_of(waiting_tiles_.list.begin(), waiting_tiles_.list.end(),
+                                     [&](const TileOperands& p) { return same(p.left) || same(p.right); });
     return counted ? 0 : static_cast<int64_t>(tensor.storage().nbytes());
   };
   const int64_t bytes = held(left) + held(right);
-  pending_tiles_.push_back({i, left, right, version_of(left), version_of(right)});
-  n_pending_tiles_ += tile_ends_[i] - tile_starts_[i];
-  pending_bytes_ += bytes;
+  waiting_tiles_.add({i, left, right, version_of(left), version_of(right)}, received_[i], left.scalar_type(), stream);
+  waiting_tiles_.tiles += tile_ends_[i] - tile_starts_[i];
+  waiting_tiles_.bytes += bytes;
   received_[i] = true;
   came_by_tiles_[i] = 1;
-  if (n_pending_tiles_ >= most_tiles_ || pending_bytes_ > most_bytes_) {
-    flush_locked();
+  if (waiting_tiles_.tiles >= most_tiles_ || waiting_tiles_.bytes > most_bytes_) {
+    flush_tiles();
   } else {
     flush_at_the_end();
   }
@@ -418,42 +419,51 @@ void BoundParams::flush() {
 }
 
 void BoundParams::flush_locked() {
-  if (pending_tiles_.empty() && pending_grads_.empty()) return;
-  const std::vector<PendingTiles> tiles = std::move(pending_tiles_);
-  const std::vector<Gradient> grads = std::move(pending_grads_);
-  const int64_t grad_bytes = pending_grad_bytes_;
-  forget_pending();
-  // The tensors are that stream's, and so is their memory.
-  const c10::StreamGuard guard(pending_stream_);
-  const auto gather = [&] { gather_list_(grads, out_, pending_accumulates_, sum_sq_, std::nullopt); };
+  flush_tiles();
+  flush_grads();
+}
+
+template <typename T, typename Put>
+void BoundParams::put(const Waiting<T>& now, Put put) {
+  const c10::StreamGuard guard(now.stream);
   try {
-    if (!tiles.empty()) tile_grads_(tiles, out_, pending_accumulates_, sum_sq_, std::nullopt);
-    if (grad_bytes >= kLeastBytesBeside && !is_captured(pending_stream_)) {
-      std::vector<at::Tensor> held;
-      for (const Gradient& g : grads) held.push_back(g.grad);
-      BesideBackward::run(std::move(held), pending_stream_, gather);
-      flush_at_the_end();
-    } else if (!grads.empty()) {
-      gather();
-    }
+    put();
   } catch (...) {  // what stands in the slots is of an earlier step
-    for (const PendingTiles& p : tiles) received_[p.i] = pending_accumulates_;
-    for (const Gradient& g : grads) received_[g.i] = pending_accumulates_;
+    for (const T& gradient : now.list) received_[gradient.i] = now.accumulate;
     throw;
   }
+}
+
+void BoundParams::flush_tiles() {
+  if (waiting_tiles_.list.empty()) return;
+  const Waiting<TileOperands> now = waiting_tiles_.take();
+  put(now, [&] { tile_grads_(now.list, out_, now.accumulate, sum_sq_, std::nullopt); });
+}
+
+void BoundParams::flush_grads() {
+  if (waiting_grads_.list.empty()) return;
+  const Waiting<Gradient> now = take_waiting_grads();
+  put(now, [&] {
+    const auto gather = [&] { gather_list_(now.list, out_, now.accumulate, sum_sq_, std::nullopt); };
+    if (!indices_.is_cuda() || now.bytes < kLeastBytesBeside || is_captured(now.stream)) return gather();
+    std::vector<at::Tensor> held;
+    for (const Gradient& gradient : now.list) held.push_back(gradient.grad);
+    BesideBackward::run(std::move(held), now.stream, gather);
+    flush_at_the_end();
+  });
+}
+
+BoundParams::Waiting<BoundParams::Gradient> BoundParams::take_waiting_grads() {
+  all_waiting_bytes -= waiting_grads_.bytes;
+  return waiting_grads_.take();
 }
 
 void BoundParams::drop_pending() {
   const std::lock_guard lock(mutex_);
   finish_gathers();
-  forget_pending();
+  waiting_tiles_.take();
+  take_waiting_grads();
   std::fill(came_by_tiles_.begin(), came_by_tiles_.end(), char{0});
-}
-
-void BoundParams::forget_pending() {
-  pending_tiles_.clear();
-  pending_grads_.clear();
-  n_pending_tiles_ = pending_bytes_ = pending_grad_bytes_ = 0;
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {

@@ -97,31 +97,54 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void check_numels() const;
   void bump_versions() const;
 
-  // A gradient that waits. The tensors are held as they were when it came.
-  struct PendingTiles {
+  // A gradient, and what one is made of, held as it was when it came.
+  struct Gradient {
+    size_t i;
+    at::Tensor grad;
+  };
+  struct TileOperands {
     size_t i;
     at::Tensor left, right;
     uint32_t left_version, right_version;
+  };
+  // Those that wait for each other, since they are alike.
+  template <typename T>
+  struct Waiting {
+    c10::Stream stream;  // theirs, and so is their memory
+    std::vector<T> list = {};
+    bool accumulate = false;
+    at::ScalarType dtype = at::kFloat;
+    int64_t tiles = 0, bytes = 0;
+
+    bool takes(bool accumulates, at::ScalarType its_dtype, c10::Stream its_stream) const {
+      return list.empty() || (accumulate == accumulates && dtype == its_dtype && stream == its_stream);
+    }
+    void add(T gradient, bool accumulates, at::ScalarType its_dtype, c10::Stream its_stream) {
+      list.push_back(std::move(gradient));
+      accumulate = accumulates;
+      dtype = its_dtype;
+      stream = its_stream;
+    }
+    Waiting take() { return std::exchange(*this, Waiting{stream}); }
   };
   enum class Pass : uint8_t { kNone, kGather, kTiles, kAdded };
   void lay_out_partial_sums();
   void begin_pass(size_t i, Pass pass);
   void follow_last_pass();
   void finish_gathers();
-  struct Gradient {
-    size_t i;
-    at::Tensor grad;
-  };
   void check_gradient(int64_t i, const at::Tensor& grad) const;
   void gather_list_(const std::vector<Gradient>& list, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
                     const std::optional<at::Tensor>& found_inf);
-  void begin_pending(size_t i, at::ScalarType dtype, c10::Stream stream);
   void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;
-  void tile_grads_(const std::vector<PendingTiles>& list, const at::Tensor& out, bool accumulate,
+  void tile_grads_(const std::vector<TileOperands>& list, const at::Tensor& out, bool accumulate,
                    const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
   bool waits(size_t i) const;
+  template <typename T, typename Put>
+  void put(const Waiting<T>& now, Put put);
+  void flush_tiles();
+  void flush_grads();
   void flush_locked();
-  void forget_pending();
+  Waiting<Gradient> take_waiting_grads();
   void flush_at_the_end();
 
   std::vector<at::Tensor> params_, grads_;
@@ -149,15 +172,11 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes. The ops are
   // called under it, so what sees them called (a dispatch mode) must not call back.
   std::mutex mutex_;
-  std::vector<PendingTiles> pending_tiles_;
-  std::vector<Gradient> pending_grads_;
-  at::ScalarType pending_dtype_ = at::kFloat;
-  bool pending_accumulates_ = false;
-  c10::Stream pending_stream_, last_stream_;  // the last one is that of the last pass over the buffers
-  int64_t n_pending_tiles_ = 0, most_tiles_ = 0;
-  int64_t pending_bytes_ = 0, most_bytes_ = 0;  // of what tiles are made of
-  int64_t pending_grad_bytes_ = 0, most_grad_bytes_ = 0;
-  int ending_graph_ = -1;  // the backward pass at whose end flush() will be called
+  Waiting<TileOperands> waiting_tiles_;
+  Waiting<Gradient> waiting_grads_;
+  int64_t most_tiles_ = 0, most_bytes_ = 0, most_grad_bytes_ = 0;
+  c10::Stream last_stream_;  // of the last pass over the buffers
+  int ending_graph_ = -1;    // the backward pass at whose end flush() will be called
 };
 
 }  // namespace sparse_opt

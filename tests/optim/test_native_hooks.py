@@ -60,10 +60,19 @@ def assert_gathered(model, optimizer, mask, times=1):
             torch.testing.assert_close(optimizer.compact_grad(param), times * grad)
 
 
+def let_wait(optimizer, most=10**12):
+    """Gradients of so many bytes wait to be gathered together, on a CPU too, where they do not otherwise."""
+    for bucket in optimizer._buckets:
+        bucket.native.set_waiting_grads(most)
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["", "waiting"])
 @pytest.mark.parametrize("options", [{}, {"create_graph": True}], ids=["", "create-graph"])
-def test_python_is_not_asked(model, python_calls, options):
+def test_python_is_not_asked(model, python_calls, options, waiting):
     mask = MaskSet.random(model, density=0.5)
     optimizer = SparseAdamW(model, mask)
+    if waiting:
+        let_wait(optimizer)
     backward(model, **options)
     backward(model, **options)
     assert_gathered(model, optimizer, mask, times=2)
@@ -156,6 +165,109 @@ def test_gradients_that_must_not_come_are_refused(model, python_calls):
     assert len(python_calls) == 2
 
 
+def gradients_of(model, optimizer):
+    grads = [optimizer.compact_grad(p) for p in model.parameters()]
+    return [optimizer.clip_grad_norm_(1.0), *(g for g in grads if g is not None)]
+
+
+def run_parts(model, parts, nested=False):
+    """A backward pass through some of the model's layers, all of which are applied; one of them twice, if nested."""
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(4, 32, device=next(model.parameters()).device, requires_grad=True)
+    for i, layer in enumerate(model):
+        x = layer(x) if i in parts else layer(x.detach().requires_grad_()).detach().requires_grad_()
+        if nested and i == 1:
+            x = checkpoint(layer, x, use_reentrant=True)
+    x.square().mean().backward()
+
+
+@pytest.mark.parametrize("passes", [[{2, 3}, {0, 1, 2, 3}], [{1, 2, 3}, {3}, {2, 3}]], ids=["more", "fewer"])
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+@pytest.mark.parametrize("pattern", ["element", "run16"])
+def test_gradients_that_wait_are_those_that_do_not(device, pattern, passes, nested):
+    """Of passes that reach some parameters, whose gradients add up, and of some of them twice in a pass."""
+    found = []
+    for most in (0, 10**12, 3000):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=i % 2 == 0) for i in range(4)]).to(device)
+        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern=pattern, seed=1))
+        let_wait(optimizer, most)
+        for _ in range(2):  # the second finds the buffers full of the first's
+            optimizer.zero_grad()
+            torch.manual_seed(1)
+            for parts in passes:
+                run_parts(model, parts, nested)
+            found.append(gradients_of(model, optimizer))
+    for other in found[1:]:
+        assert len(other) == len(found[0]) > 4
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_more_gradients_wait_than_a_launch_takes(device):
+    """CUDA's kernels take 320 tensors at a time; the positions of single elements have bases of their own."""
+    torch.manual_seed(0)
+    params = {f"p{i}": torch.nn.Parameter(torch.randn(1 + 7 * i % 90, device=device)) for i in range(400)}
+    factors = [torch.randn_like(p) for p in params.values()]
+    mask = MaskSet.random(params, density=0.4)
+    optimizer = SparseAdamW(list(params.items()), mask)
+    let_wait(optimizer)
+    sum((p * f).sum() for p, f in zip(params.values(), factors, strict=True)).backward()
+    for (name, p), f in zip(params.items(), factors, strict=True):
+        wanted = f[mask[name].long().to(device)]
+        assert p.grad is None
+        if wanted.numel():
+            assert torch.equal(optimizer.compact_grad(p), wanted), name
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "step", "del"])
+def test_a_pass_that_raises_while_gradients_wait(device, then):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)]).to(device)
+    x = torch.ones(3, 16, device=device)
+    mask = MaskSet.random(model, density=0.5)
+    optimizer = SparseAdamW(model, mask)
+    let_wait(optimizer)
+
+    def fail(grad):
+        raise RuntimeError("stop here")
+
+    handle = model[1].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="stop here"):
+        model(x).square().sum().backward()
+    handle.remove()
+    if then == "step":
+        weights = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()  # of those that came
+        moved = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
+        assert moved[-2:] == [True, True] and not any(moved[:2])
+    elif then == "zero_grad":
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        grads = [optimizer.compact_grad(p) for p in model.parameters()]
+        twin = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)]).to(device)
+        twin.load_state_dict(model.state_dict())
+        twin(x).square().sum().backward()
+        for (name, p), found in zip(twin.named_parameters(), grads, strict=True):
+            assert torch.equal(found, p.grad.view(-1)[mask[name].long().to(device)]), name
+    else:
+        del optimizer
+        gc.collect()
+        model(x).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_that_cannot_be_gathered_have_not_come(device):
+    model = torch.nn.Linear(16, 16).to(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
+    let_wait(optimizer)
+    bucket = optimizer._buckets[0]
+    bucket.native.receive_into(torch.empty(1, device=device), bucket.sum_sq)
+    with pytest.raises(ValueError, match="out has 1 elements"):
+        model(torch.ones(3, 16, device=device)).sum().backward()
+    assert bucket.received == [False, False]
+
+
 @pytest.fixture
 def deep(device):
     """Makes models that are alike, whose gradients are large enough for a GPU to be still making the next ones."""
@@ -177,11 +289,14 @@ def run_deep(model, seed=0):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("waiting", [False, True], ids=["", "waiting"])
 @pytest.mark.parametrize("other_stream", [False, True])
-def test_what_is_gathered_beside_the_backward_pass(deep, other_stream):
+def test_what_is_gathered_beside_the_backward_pass(deep, other_stream, waiting):
     model, twin = deep(), deep()
     mask = MaskSet.random(model, density=0.025)
     optimizer = SparseAdamW(model, mask, lr=1e-3)
+    if waiting:
+        let_wait(optimizer, 40 << 20)
     stream = torch.cuda.Stream() if other_stream else torch.cuda.current_stream()
     for seed in range(6):
         twin.zero_grad()
@@ -271,13 +386,12 @@ def test_gradients_that_wait_for_each_other(deep, pattern):
         masked = {name: p for name, p in model.named_parameters() if name != "7.weight"}
         optimizer = SparseAdamW(model, MaskSet.random(masked, density=0.025, pattern=pattern, seed=1))
         if most is not None:
-            optimizer._buckets[0].native.set_waiting_grads(most)
+            let_wait(optimizer, most)
         peaks.append(peak_of_a_pass(model, optimizer))
         optimizer.zero_grad()
         for seed in range(2):
             run_deep(model, seed)
-        grads = [optimizer.compact_grad(p) for p in model.parameters()]
-        found.append([optimizer.clip_grad_norm_(1.0), *(g for g in grads if g is not None)])
+        found.append(gradients_of(model, optimizer))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     weight = model[0].weight.nbytes
