@@ -1,5 +1,5 @@
-// Takes a gradient as soon as autograd has made it, to be gathered, without Python: a model has hundreds of hooks in each
-// backward pass, on a thread that would have to take the interpreter's lock for each.
+// Takes a gradient as soon as autograd has made it, to be gathered, without Python: a model has hundreds of hooks in
+// each backward pass, on a thread that would have to take the interpreter's lock for each.
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
