@@ -353,18 +353,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         found_inf = scalars["found_inf"]
         counted = 1.0 if found_inf is None else (found_inf == 0).float()
         if len(present) == len(bucket.params):
-            params, starts, ends, steps = bucket.params, bucket.starts, bucket.ends, bucket.steps
-            steps.add_(counted)
+            params, starts, ends, where = bucket.params, bucket.starts, bucket.ends, None
+            steps = bucket.steps + counted
         else:
             params = [bucket.params[i] for i in present]
             starts, ends = [bucket.starts[i] for i in present], [bucket.ends[i] for i in present]
             where = gradients.to_device(present, torch.int64, bucket.device)
-            bucket.steps[where] += counted
-            steps = bucket.steps[where]
+            steps = bucket.steps[where] + counted
         dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
         target = (params, bucket.indices, starts, ends)
         arguments |= {"steps": steps, "dense_grads": dense_grads, **bucket.layout(present)}
         self._update(bucket, getattr(bucket.ops, self._op), target, **arguments)
+        if where is None:  # a step that was refused is not counted
+            bucket.steps.copy_(steps)
+        else:
+            bucket.steps[where] = steps
         torch.autograd.graph.increment_version(params)
 
     def _scalars(

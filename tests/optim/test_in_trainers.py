@@ -19,9 +19,9 @@ def make_model(device, dtype=torch.float32):
     return torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(device, dtype)
 
 
-def loss_of(model, seed):
+def loss_of(model, seed, width=12):
     p = next(model.parameters())
-    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(seed)).to(p.device, p.dtype)
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(seed)).to(p.device, p.dtype)
     return model(x).square().mean()
 
 
@@ -210,6 +210,27 @@ def test_a_refused_state_changes_nothing_and_a_loaded_one_is_not_shared(device):
         optimizer.load_state_dict(renamed)
     for key, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, before[key][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("kind", [SparseAdamW, SparseSGD])
+def test_a_refused_step_is_not_counted(kind, some, device):
+    """Whether all parameters have a gradient or some of them."""
+    model = make_model(device)
+    layers = model[2:] if some else model
+    optimizer = kind(model, MaskSet.random(model, density=0.5, seed=1), lr=0.1)
+    loss_of(layers, 0, width=16 if some else 12).backward()
+    optimizer.step()
+    (bucket,) = optimizer._buckets
+    first = 0.0 if some else 1.0
+    weight = layers[0].weight
+    weight.data = weight.data.t().contiguous().t()
+    with pytest.raises((ValueError, RuntimeError), match="strides|stride"):
+        optimizer.step()
+    assert bucket.steps.tolist() == [first, first, 1.0, 1.0]
+    weight.data = weight.data.contiguous()
+    optimizer.step()
+    assert bucket.steps.tolist() == [2 * first, 2 * first, 2.0, 2.0]
 
 
 def test_amp_scaling_beside_masks_and_distributed_checkpoints(device):
