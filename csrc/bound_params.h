@@ -67,7 +67,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop_pending().
   bool came_by_tiles(size_t i) const { return came_by_tiles_.at(i) != 0; }
   // When gradients stop waiting: those by tiles, and those that hooks receive. The numbers that hold unless they are
-  // set: see bound_params.cpp.
+  // set: see bound_gradients.cpp.
   void set_waiting(int64_t tiles, int64_t bytes);
   void set_waiting_grads(int64_t bytes) { most_grad_bytes_ = bytes; }
 
@@ -128,6 +128,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
     Waiting take() { return std::exchange(*this, Waiting{stream}); }
   };
   enum class Pass : uint8_t { kNone, kGather, kTiles, kAdded };
+  static c10::Stream current_stream(at::Device device);
+  int64_t enough_grad_bytes() const;
   void lay_out_partial_sums();
   void begin_pass(size_t i, Pass pass);
   void follow_last_pass();

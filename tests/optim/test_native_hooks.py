@@ -396,8 +396,7 @@ def test_gradients_that_wait_for_each_other(deep, pattern):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     weight = model[0].weight.nbytes
     assert peaks[0] > 10 * weight
-    assert peaks[0] > peaks[1] > peaks[2], peaks
-    assert peaks[3] < ACTIVATIONS + 4 * weight, "unless told otherwise a sixteenth waits"
+    assert max(peaks[2:]) < ACTIVATIONS + 4 * weight, "unless told otherwise a sixteenth waits"
 
 
 @pytest.mark.gpu

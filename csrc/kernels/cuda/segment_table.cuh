@@ -21,9 +21,9 @@ constexpr int kUnroll = 4;
 // by one instruction. Each thread has kUnroll independent elements in flight and takes no second turn.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
-// Every launch copies its parameters, so a table is not much larger than lists are: a few, of
-// gradients that come by hooks, or those of a model of 8 B parameters (Llama's has 291). More take several launches.
-// Parameters may take 32764 bytes from CUDA 12.1 on (sm_70 and later), 4096 before.
+// Every launch copies its parameters, so a table is not much larger than lists are: some gradients, of hooks, or the
+// tensors of a model of 8 B parameters (Llama's has 291). More take several launches. Parameters may take 32764 bytes
+// from CUDA 12.1 on (sm_70 and later), 4096 before.
 constexpr int kSmallTable = 8;
 #if CUDART_VERSION >= 12010
 constexpr int kLargeTable = 320;
