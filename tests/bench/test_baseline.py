@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,18 +43,8 @@ def need_peft() -> None:
 
 
 @pytest.fixture
-def in_this_process(monkeypatch, tmp_path_factory):
-    """Modes run here: starting Python and importing transformers takes longer than the work."""
-
-    start_process = subprocess.run
-
-    def run(command, **kwargs):
-        if command[:3] != [sys.executable, "-m", "sparse_opt.bench.baseline_run"]:  # git, for the environment
-            return start_process(command, **kwargs)
-        return subprocess.CompletedProcess(command, baseline_run.main(command[3:]))
-
-    monkeypatch.setattr(baseline.subprocess, "run", run)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+def in_this_process(run_here):
+    run_here(baseline_run)
 
 
 @pytest.mark.slow

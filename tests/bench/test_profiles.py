@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -201,18 +199,8 @@ def test_results_name_no_folder_of_the_machine():
 
 
 @pytest.fixture
-def in_this_process(monkeypatch, tmp_path):
-    """Jobs run here: starting Python and importing transformers takes longer than the work."""
-
-    start_process = subprocess.run
-
-    def run(command, **kwargs):
-        if command[:3] != [sys.executable, "-m", "sparse_opt.bench.profiles_run"]:  # git, for the environment
-            return start_process(command, **kwargs)
-        return subprocess.CompletedProcess(command, profiles_run.main(command[3:]))
-
-    monkeypatch.setattr(profiles.subprocess, "run", run)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+def in_this_process(run_here):
+    run_here(profiles_run)
 
 
 def test_a_job_that_fails_is_said(bench, in_this_process):

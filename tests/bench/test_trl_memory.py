@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
@@ -15,18 +14,9 @@ TINY = ["--shape", "tiny", "--sequence_length", "32", "--n_steps", "2"]
 
 
 @pytest.fixture
-def one_process(monkeypatch, tmp_path_factory):
-    """For the first mode; the others run here: starting Python and importing TRL takes longer than the work."""
-
-    start_process = subprocess.run
-
-    def run(command, **kwargs):
-        if "--job" not in command or command[-1].endswith(f"/{trl_memory.MODES[0]}.json"):  # git, for the environment
-            return start_process(command, **kwargs)
-        return subprocess.CompletedProcess(command, trl_memory.main(command[3:]))
-
-    monkeypatch.setattr(trl_memory.subprocess, "run", run)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+def one_process(run_here):
+    """For the first mode; the others run here."""
+    run_here(trl_memory, unless=lambda command: command[-1].endswith(f"/{trl_memory.MODES[0]}.json"))
 
 
 @pytest.mark.slow

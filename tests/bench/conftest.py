@@ -1,0 +1,32 @@
+"""What tests of the benchmarks share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """``run_here(module, unless=)``: what a benchmark starts as `python -m module` runs in this process instead.
+
+    Starting Python and importing transformers takes longer than the work. Other commands are started as ever, and so
+    are those for which ``unless(command)`` holds.
+    """
+    start_process = subprocess.run
+
+    def arrange(module: ModuleType, unless: Callable[[Sequence[str]], bool] = lambda command: False) -> None:
+        def run(command: Sequence[str], **kwargs: Any) -> Any:
+            if list(command[:3]) != [sys.executable, "-m", module.__name__] or unless(command):
+                return start_process(command, **kwargs)
+            return subprocess.CompletedProcess(command, module.main(command[3:]))
+
+        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+    return arrange
