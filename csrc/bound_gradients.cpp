@@ -169,7 +169,7 @@ bool BoundParams::receive(size_t i) {
   check_gradient(static_cast<int64_t>(i), taken);
   if (waits(i)) flush_locked();
   const auto bytes = static_cast<int64_t>(taken.storage().nbytes());
-  // Nor may others have the memory, who might write it meanwhile.
+  // Those who have its memory too might write it meanwhile.
   const bool may_wait = most_grad_bytes_ > 0 && bytes <= kMostGradientBytes && taken.storage().use_count() == 1;
   if (!may_wait) {
     gather_list_({{i, taken}}, out_, received_[i], sum_sq_, std::nullopt);
