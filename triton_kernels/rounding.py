@@ -70,12 +70,12 @@ def round_stochastic(x, DTYPE: tl.constexpr, random):
 def random_words(seed, slots, step):
     """Philox2x32-7 for [BLOCK] compact slots: 32 random bits for the parameter, 16 low ones for each moment.
 
-    Counter (slot's low word, step); key: the seed, with what is above 32 bits of it and of the slot mixed in.
+    Counter: the slot's low word, and the step with the slot's high word mixed in; key: the seed, likewise.
     """
     seed = seed.to(tl.int64)
     c0 = (slots & 0xFFFFFFFF).to(tl.uint32)
-    c1 = c0 * 0 + (step & 0xFFFFFFFF).to(tl.uint32)
-    key = (seed + (seed >> 32) * 0xBB67AE85 + (slots >> 32) * 0x85EBCA6B).to(tl.uint32)
+    c1 = (step + (slots >> 32) * 0x85EBCA6B).to(tl.uint32)
+    key = (seed + (seed >> 32) * 0xBB67AE85).to(tl.uint32)
     for _ in tl.static_range(7):
         product = c0.to(tl.uint64) * 0xD256D193
         c0 = (product >> 32).to(tl.uint32) ^ key ^ c1

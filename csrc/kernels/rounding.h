@@ -11,12 +11,11 @@ struct RandomWords {
 };
 
 // Philox2x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Counter: the compact slot's
-// low word and the step. Key: the seed, with what is above 32 bits of it and of the slot mixed in. Ten rounds of
-// Philox4x32 were what bound a step from compact gradients.
+// low word, and the step with the slot's high word mixed in. Key: the seed, with its high word mixed in; that it is the
+// same for all slots makes the step from compact gradients of 10 % and bf16 moments 3 % faster on an H200.
 SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, uint32_t step) {
-  uint32_t c0 = static_cast<uint32_t>(slot), c1 = step;
-  uint32_t key = static_cast<uint32_t>(seed) + static_cast<uint32_t>(seed >> 32) * 0xBB67AE85u +
-                 static_cast<uint32_t>(slot >> 32) * 0x85EBCA6Bu;
+  uint32_t c0 = static_cast<uint32_t>(slot), c1 = step + static_cast<uint32_t>(slot >> 32) * 0x85EBCA6Bu;
+  uint32_t key = static_cast<uint32_t>(seed) + static_cast<uint32_t>(seed >> 32) * 0xBB67AE85u;
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif

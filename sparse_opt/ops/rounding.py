@@ -11,7 +11,7 @@ from torch import Tensor
 # Philox2x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, who find 7 rounds to pass BigCrush.
 _MULTIPLIER, _WEYL = 0xD256D193, 0x9E3779B9
 _ROUNDS = 7
-# What the high words of the seed and of the slot add to the key, which has only 32 bits.
+# What the high word of the seed adds to the key, and that of the slot to the step, which have only 32 bits.
 _SEED_HIGH, _SLOT_HIGH = 0xBB67AE85, 0x85EBCA6B
 _MASK32 = 0xFFFFFFFF
 
@@ -36,8 +36,9 @@ def philox2x32(key: Tensor, counter: tuple[Tensor, Tensor], rounds: int = _ROUND
 def random_words(seed: int, step: int, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """What rounds the parameter (32 random bits), exp_avg and exp_avg_sq (the low 16) of compact slots [start, end)."""
     slot = torch.arange(start, end, device=device, dtype=torch.int64)
-    key = ((seed & _MASK32) + (seed >> 32) * _SEED_HIGH + (slot >> 32) * _SLOT_HIGH) & _MASK32
-    param, moments = philox2x32(key, (slot & _MASK32, torch.full_like(slot, step & _MASK32)))
+    key = torch.full_like(slot, ((seed & _MASK32) + (seed >> 32) * _SEED_HIGH) & _MASK32)
+    step_word = ((step & _MASK32) + (slot >> 32) * _SLOT_HIGH) & _MASK32
+    param, moments = philox2x32(key, (slot & _MASK32, step_word))
     return param, moments, moments >> 16
 
 

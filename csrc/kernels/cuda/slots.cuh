@@ -32,7 +32,8 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
 template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
 struct ElementSlots {
   static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks;
-  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 1024 / Threads;  // that a multiprocessor should hold
+  // That a multiprocessor should hold: with about 4096 slots.
+  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4096 / (Threads * Unroll);
 
   int64_t first;  // slot j is first + j * kThreads
   bool in_range[kUnroll];
@@ -235,15 +236,15 @@ inline bool lie_far_apart(const Segments& segments, int size) {
   return segments.run_length == 1 && segments.numel * size >= 64 * active;
 }
 
-// call.template operator()<Layout>(): vectors where runs are of vectors and compact buffers fit them, else elements of
-// so many threads.
-template <int Threads = kThreads, typename Call>
+// call.template operator()<Layout>(): vectors where runs are of vectors and compact buffers fit them, else elements, so
+// many of each of so many threads.
+template <int Threads = kThreads, int Unroll = kUnroll, typename Call>
 void dispatch_layout(const Segments& segments, bool vectors, Call call) {
   if (vectors) {
     call.template operator()<RunSlots>();
   } else {
     dispatch_index(segments.index_type,
-                   [&]<typename Index>() { call.template operator()<ElementSlots<Index, Threads>>(); });
+                   [&]<typename Index>() { call.template operator()<ElementSlots<Index, Threads, Unroll>>(); });
   }
 }
 
