@@ -26,7 +26,7 @@ using GatherPartly = void(const at::Tensor&, at::TensorList, const at::Tensor&, 
                           int64_t, const OptionalTensor&);
 using TileWeightGrad = decltype(tile_weight_grad_<AnyDevice>);
 using TileWeightGradPartly = void(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, at::IntArrayRef,
-                                  at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef, const at::Tensor&,
+                                  at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef,
                                   const OptionalTensor&);
 using AddPartialSums = void(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef);
 
@@ -101,7 +101,7 @@ void BoundParams::begin_pass(size_t i, Pass pass) {
 }
 
 // Passes over the buffers come in the order of the calls, also where those come on different streams: they may have
-// slots, partial sums and counters in common. All that has been given to the other stream until now is waited for.
+// slots and partial sums in common. All that has been given to the other stream until now is waited for.
 void BoundParams::follow_last_pass() {
   const c10::Stream current = current_stream(indices_.device());
   if (current == last_stream_ || is_captured(current) || is_captured(last_stream_)) return;
@@ -222,7 +222,6 @@ void BoundParams::set_tiles(at::Tensor tiles, std::vector<int64_t> starts, std::
   tile_size_ = tile_size;
   set_waiting(enough_tiles(tile_size), kMostBytes);
   lay_out_partial_sums();
-  if (tiles_.is_cuda()) counters_ = at::zeros({tiles_.size(0)}, tiles_.options().dtype(at::kInt));
 }
 
 void BoundParams::set_waiting(int64_t tiles, int64_t bytes) {
@@ -286,8 +285,7 @@ void BoundParams::tile_grads_(const std::vector<TileOperands>& list, const at::T
   }
   if (partial_sums_.defined()) {
     static const auto op = native_op<TileWeightGradPartly>("sparse_opt_native::tile_weight_grad_partly_");
-    op.call(out, lefts, rights, tiles_, starts, ends, tile_size_, accumulate, partial_sums_, first_partials, counters_,
-            found_inf);
+    op.call(out, lefts, rights, tiles_, starts, ends, tile_size_, accumulate, partial_sums_, first_partials, found_inf);
     return;
   }
   static const auto op = native_op<TileWeightGrad>("sparse_opt_native::tile_weight_grad_");

@@ -168,7 +168,6 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   std::vector<int64_t> tile_starts_, tile_ends_;
   std::vector<std::pair<int64_t, int64_t>> matrices_;  // rows and columns of the parameters that have tiles
   int64_t tile_size_ = 0;
-  at::Tensor counters_;  // on a GPU: int, 0 between calls
   TakeTiles take_tiles_;
   std::vector<char> came_by_tiles_;
   // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes. The ops are

@@ -1,12 +1,14 @@
-#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/hash.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <numeric>
-#include <optional>
 
 #include "kernels/cuda/kernels.h"
 #include "native.h"
@@ -40,22 +42,8 @@ struct Cuda {
     cuda::sum_partials(args.segments, partial_sums.const_data_ptr<float>(), args.sum_sq, stream());
   }
   static void run(const TileArguments& args) {
-    const int64_t tiles = args.active();
-    cuda::TileScratch scratch = cuda::tile_scratch(args);
-    at::Tensor counters, partial_sums;
-    if (scratch.sums_size > 0) counters = at::zeros({tiles}, at::TensorOptions().device(at::kCUDA).dtype(at::kInt));
-    if (args.sum_sq != nullptr) partial_sums = float_scratch(tiles);
-    run(args, scratch, counters, args.sum_sq != nullptr ? partial_sums.mutable_data_ptr<float>() : nullptr, nullptr);
-  }
-  static void run(const TileArguments& args, cuda::TileScratch& scratch, const at::Tensor& counters,
-                  float* partial_sums, const int64_t* first_partials) {
-    at::Tensor sums;
-    if (scratch.sums_size > 0) {
-      sums = float_scratch(scratch.sums_size);
-      scratch.sums = sums.mutable_data_ptr<float>();
-      scratch.counters = counters.mutable_data_ptr<int>();
-    }
-    cuda::tile_weight_grad(args, scratch, partial_sums, first_partials, stream());
+    if (args.sum_sq == nullptr) return cuda::tile_weight_grad(args, nullptr, nullptr, stream());
+    cuda::tile_weight_grad(args, float_scratch(args.active()).mutable_data_ptr<float>(), nullptr, stream());
   }
   static std::vector<const void*> at_each(const at::Tensor& floats, at::IntArrayRef offsets) {
     std::vector<const void*> pointers;
@@ -70,34 +58,46 @@ struct Cuda {
   static void run_take(const MoveArguments& args) { cuda::indexed_take(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 
-  // Memory for the changes is needed before their number is known: as much as there can be if that is little, else
-  // what a sample lets expect.
+  // Memory for the changes is needed before their number is known: as much as there can be if that is little; else as
+  // the last call of this size lets expect, so that the GPU need not wait for the host; or as a sample does, where
+  // there was no such call or the sample shows that this one has more changes.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
     const int64_t change_bytes = args.element_size + (args.wide_indices ? 8 : 4);
     const at::Tensor progress = at::empty({cuda::delta_progress_bytes(args)}, call.options(at::kByte));
     const at::Tensor bounds = host_memory(args.count, at::kLong), counts = at::empty({args.count}, at::kLong);
+    at::Tensor indices, values;
+    const auto encode = [&](int64_t room) {
+      std::tie(indices, values) = call.allocate(std::min(numel, room));
+      cuda::delta_encode(args, stream());
+    };
     args.progress = progress.data_ptr();
     args.bounds = bounds.mutable_data_ptr<int64_t>();
+    std::fill(args.bounds, args.bounds + args.count, kNothing);
     cuda::delta_prepare(args, stream());
-    // Last of all that can be done before: the GPU waits from its end until the host has made room and launched.
-    const std::optional<Sample> sample = numel * change_bytes > kSmallRoom ? std::optional<Sample>(call) : std::nullopt;
-    auto [indices, values] = call.allocate(sample ? std::min(numel, sample->expected_changes()) : numel);
-    cuda::delta_encode(args, stream());
-    c10::cuda::getCurrentCUDAStream().synchronize();
-    int64_t total = 0;
-    for (int64_t i = 0; i < args.count; ++i) {
-      const int64_t end = call.numels[i] == 0 ? total : args.bounds[i];  // no block writes the bound of an empty one
-      counts.mutable_data_ptr<int64_t>()[i] = end - total;
-      total = end;
+    std::atomic<int64_t>& last = last_found(call.device(), numel);
+    if (numel * change_bytes <= kSmallRoom) {
+      encode(numel);
+    } else {
+      const Sample sample(call);
+      const int64_t found = last.load(std::memory_order_relaxed);
+      args.is_guess = found > 0;
+      if (args.is_guess) encode(found + found / 8 + 16384);
+      if (!args.is_guess || sample.estimate() > args.room) {
+        args.is_guess = false;
+        encode(sample.likely_most());
+      }
     }
+    const int64_t total = read_counts(call, counts.mutable_data_ptr<int64_t>());
     if (total > args.room) {
-      std::tie(indices, values) = call.allocate(total);
+      args.is_guess = false;
+      std::fill(args.bounds, args.bounds + args.count, kNothing);
       cuda::delta_prepare(args, stream());
-      cuda::delta_encode(args, stream());
-      c10::cuda::getCurrentCUDAStream().synchronize();  // it writes `bounds` again
+      encode(total);
+      read_counts(call, counts.mutable_data_ptr<int64_t>());
     }
+    last.store(total + 1, std::memory_order_relaxed);
     const bool spacious = total < args.room - args.room / 4;  // what is kept should not hold much other memory
     indices.resize_({total});
     values.resize_({total});
@@ -106,34 +106,74 @@ struct Cuda {
 
  private:
   static constexpr int64_t kSmallRoom = int64_t{64} << 20;  // bytes
+  static constexpr int kNothing = -1;                       // in the host's memory, until the GPU has written there
+
+  // What the GPU writes to `word`, in the host's memory. It may still be at work behind that: what follows on its
+  // stream waits for that, and the host need not.
+  template <typename T>
+  static T arrived(const T* word) {
+    constexpr int kLooks = 4096;  // until it is asked whether anything is still to come
+    for (int look = 1;; ++look) {
+      const T found = *static_cast<const volatile T*>(word);
+      if (found != kNothing) return found;
+      if (look % kLooks != 0) continue;
+      const cudaError_t state = cudaStreamQuery(stream());
+      if (state == cudaErrorNotReady) continue;
+      C10_CUDA_CHECK(state);
+      TORCH_INTERNAL_ASSERT(*static_cast<const volatile T*>(word) != kNothing, "delta_encode: a kernel wrote nothing");
+    }
+  }
+
+  // Writes the number of changes of each tensor, and returns that of all.
+  static int64_t read_counts(const DeltaCall& call, int64_t* counts) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < call.args.count; ++i) {
+      const int64_t end = call.numels[i] == 0 ? total : arrived(call.args.bounds + i);  // nothing writes an empty one's
+      counts[i] = end - total;
+      total = end;
+    }
+    return total;
+  }
 
   static at::Tensor host_memory(int64_t n, at::ScalarType dtype) {
     return at::empty({n}, at::TensorOptions().dtype(dtype).pinned_memory(true));
   }
 
-  // The changes in some of the blocks, on their way to the host.
-  struct Sample {
-    static constexpr int64_t kStride = 512;
-    at::Tensor counts;
-    at::cuda::CUDAEvent arrived;
+  // One more than the changes that the last call found whose tensors had so many elements; 0 before the first. Some
+  // sizes share an entry: it is where a guess comes from, and nothing else.
+  static std::atomic<int64_t>& last_found(const at::Device& device, int64_t numel) {
+    static std::array<std::atomic<int64_t>, 256> found;
+    return found[c10::get_hash(device.index(), numel) % found.size()];
+  }
 
-    explicit Sample(DeltaCall& call) {
-      const int64_t n = call.blocks() / kStride + call.args.count + 1;
-      counts = host_memory(n, at::kInt);
-      int* count = counts.mutable_data_ptr<int>();
-      std::fill(count, count + n, 0);
+  // The changes in some of the blocks, on their way to the host.
+  class Sample {
+   public:
+    explicit Sample(DeltaCall& call) : counts_(host_memory(call.blocks() / kStride + call.args.count + 1, at::kInt)) {
+      int* count = counts_.mutable_data_ptr<int>();
+      std::fill(count, count + counts_.numel(), kNothing);
       call.args.sample_stride = kStride;
       call.args.sampled = count;
-      cuda::delta_sample(call.args, stream());
-      arrived.record();
+      size_ = cuda::delta_sample(call.args, stream());
     }
 
-    // Six per cent and eight standard deviations more than the sample makes likely, were the changes independent.
-    int64_t expected_changes() const {
-      arrived.synchronize();
-      const int* count = counts.const_data_ptr<int>();
-      const auto found = static_cast<double>(std::accumulate(count, count + counts.numel(), int64_t{0}));
+    int64_t estimate() const { return kStride * found(); }
+
+    // Six per cent and eight standard deviations more, were the changes independent.
+    int64_t likely_most() const {
+      const auto found = static_cast<double>(this->found());
       return static_cast<int64_t>(kStride * (1.0625 * found + 8.0 * std::sqrt(found) + 1024.0));
+    }
+
+   private:
+    static constexpr int64_t kStride = 512;
+    at::Tensor counts_;
+    int64_t size_;
+
+    int64_t found() const {
+      int64_t found = 0;
+      for (int64_t i = 0; i < size_; ++i) found += arrived(counts_.const_data_ptr<int>() + i);
+      return found;
     }
   };
 };
@@ -174,10 +214,9 @@ void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tenso
 void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
                               const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends, int64_t tile_size,
                               bool accumulate, const at::Tensor& partial_sums, at::IntArrayRef first_partials,
-                              const at::Tensor& counters, const OptionalTensor& found_inf) {
+                              const OptionalTensor& found_inf) {
   const TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
   check_dtype("partial_sums", partial_sums, at::kFloat);
-  check_dtype("counters", counters, at::kInt);
   SPARSE_OPT_CHECK(first_partials.size() == starts.size(), "there are ", first_partials.size(),
                    " first_partials, wanted ", starts.size());
   for (size_t i = 0; i < starts.size(); ++i) {
@@ -185,11 +224,8 @@ void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs
                      "partial_sums has ", partial_sums.numel(), " elements, wanted ", ends[i] - starts[i], " from ",
                      first_partials[i], " on");
   }
-  SPARSE_OPT_CHECK(call.args.active() <= counters.numel(), "counters has ", counters.numel(), " elements, wanted ",
-                   call.args.active());
   const Cuda::Guard guard(tiles.device());
-  cuda::TileScratch scratch = cuda::tile_scratch(call.args);
-  Cuda::run(call.args, scratch, counters, partial_sums.mutable_data_ptr<float>(), first_partials.data());
+  cuda::tile_weight_grad(call.args, partial_sums.mutable_data_ptr<float>(), first_partials.data(), Cuda::stream());
 }
 
 void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,

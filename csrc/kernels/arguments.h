@@ -144,6 +144,7 @@ struct DeltaArguments {
   void* progress = nullptr;
   // In memory of the host that the GPU writes to, so that no copy stands between kernels.
   int64_t* bounds = nullptr;  // [count], the running sum at each tensor's end
+  bool is_guess = false;      // whether room was made before the sample was known
   int64_t sample_stride = 1;
   int* sampled = nullptr;  // [blocks / sample_stride + tables], the changes in every sample_stride-th block of a table
 };

@@ -67,6 +67,28 @@ def test_delta(large):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_tensors", [1, 900])
+def test_changes_that_are_other_than_before(place, n_tensors):
+    """The CUDA backend makes room by what the call before found, and has to see that it was wrong."""
+    device, backend = place
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    numel = 2**25 // n_tensors
+    old = torch.randint(-(2**15), 2**15, (n_tensors * numel,), dtype=torch.int16, device=device)
+    olds = [old[i * numel : (i + 1) * numel] for i in range(n_tensors)]
+    for share in (0.01, 0.01, 0.0105, 0.2, 0.01, 0.0, 0.0, 1.0, 1.0, 0.5):
+        new = old + (torch.rand(old.numel(), device=device) < share).to(torch.int16)
+        news = [new[i * numel : (i + 1) * numel] for i in range(n_tensors)]
+        free = torch.cuda.memory_allocated()
+        found = ops.delta_encode(olds, news, backend=backend)
+        held = torch.cuda.memory_allocated() - free
+        assert held <= 1.4 * 6 * found[0].numel() + 2**22, share  # a guess that was too high is not kept
+        for got, want in zip(found, ops.delta_encode(olds, news, backend="reference"), strict=True):
+            assert torch.equal(got, want), share
+        del found, got, want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_tensors", [1, 900])
 def test_changes_that_a_sample_misses(place, n_tensors):
     """The CUDA backend makes room by a sample of its blocks, every 512th, and has to see that it was wrong."""
     device, backend = place

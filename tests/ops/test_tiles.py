@@ -233,16 +233,27 @@ def test_tiles_sum_in_fp32(tile_size, any_place):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("tile_size", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("side", [200, 1280])  # tiles whose parts all run side by side; more than that, of 128
+@pytest.mark.parametrize("side", [200, 640, 1280])  # into 8 parts, of 128 into 4 and then 2; not at all, of 64
 def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
     """Where tiles are few and tokens many, each tile's are cut into parts: of whole steps or not, some without any."""
-    for n in (2048, 4097, 6200, 20001):
+    for n in (1024, 2048, 4097, 6200, 20001):
         call = make(
             "cuda", shapes=((side, side), (64, 200)), tokens=(n,), dtype=dtype, tile_size=tile_size, density=1.0
         )
         call.grad_outputs[1], call.inputs[1] = call.grad_outputs[1][:70], call.inputs[1][:70]
         values, _ = call.exact()
+        sum_sq, flag = torch.full((2,), math.nan, device="cuda"), torch.zeros(1, device="cuda")
+        got = call.run(backend, sum_sq=sum_sq, found_inf=flag)
+        assert torch.equal(got[PADDING:-PADDING].double(), values), n
+        assert_sums(sum_sq, call, got)
+        assert flag.item() == 0
         assert torch.equal(call.run(backend)[PADDING:-PADDING].double(), values), n
+        added = call.run(backend, accumulate=True, sum_sq=sum_sq)
+        assert torch.equal(added[PADDING:-PADDING].double(), values + call.out[PADDING:-PADDING].double()), n
+        assert_sums(sum_sq, call, added)
+        call.inputs[0][n - 1, side - 1] = math.inf  # the last part of the last tile finds it
+        call.run(backend, found_inf=flag)
+        assert flag.item() == math.inf
 
 
 def test_tiles_keep_all_bits_of_fp32_operands(any_place):

@@ -207,7 +207,7 @@ def test_backward_passes_of_two_threads_add_up_with_tiles(device, native):
 
 @pytest.mark.gpu
 def test_tiles_of_layers_on_several_streams(native):
-    """Few tiles and many tokens: each launch splits its tokens, and the parts meet in counters of all launches."""
+    """Few tiles and many tokens: each launch splits its tokens. All leave their sums in the same buffers."""
     device = torch.device("cuda")
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(256, 256, bias=False, device=device) for _ in range(6))

@@ -1,5 +1,5 @@
 // delta_encode stands in delta_encode.cuh. Before it, delta_sample reads every args.sample_stride-th block of both
-// tensors, so that the caller can make room for the changes.
+// tensors, by which the caller makes room for the changes, or delta_encode sees that a guess was too low.
 #include "delta_encode.cuh"
 #include "kernels.h"
 #include "move.cuh"
@@ -19,7 +19,10 @@ __global__ void __launch_bounds__(kThreads) delta_sample_kernel(const __grid_con
                   static_cast<int>(range.end - range.begin));
   int total;
   block_rank(__popc(changed.words[threadIdx.x]), total);
-  if (threadIdx.x == 0) args.sampled[blockIdx.x] = total;
+  if (threadIdx.x == 0) {
+    atomicAdd(DeltaProgress(args.progress, 0).sampled, static_cast<unsigned long long>(total));
+    tell<::cuda::thread_scope_system>(args.sampled + blockIdx.x, total);
+  }
 }
 
 template <typename Launch>
@@ -40,7 +43,7 @@ int64_t encode_tiles(const DeltaArguments& args) {
 
 }  // namespace
 
-void delta_sample(const DeltaArguments& args, cudaStream_t stream) {
+int64_t delta_sample(const DeltaArguments& args, cudaStream_t stream) {
   DeltaArguments rest = args;
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_delta_table(args, kDeltaBlock, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
@@ -49,6 +52,7 @@ void delta_sample(const DeltaArguments& args, cudaStream_t stream) {
       rest.sampled += sampled;
     });
   });
+  return rest.sampled - args.sampled;
 }
 
 int64_t delta_progress_bytes(const DeltaArguments& args) {

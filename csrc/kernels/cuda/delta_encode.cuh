@@ -49,17 +49,19 @@ struct EncodeShape {
 // What blocks tell each other, within args.progress, which is 0 at first. Counts and sums are 1 more than they say; 0
 // is nothing yet.
 struct DeltaProgress {
-  uint64_t* total;   // of the tables that are done
-  uint64_t* sums;    // [tiles], the changes before each
-  uint32_t* counts;  // [tiles]
-  uint32_t* turns;   // [tables], how many blocks and tiles of the table have been handed out
+  unsigned long long* sampled;  // the changes that delta_sample has seen
+  uint64_t* total;              // of the tables that are done
+  uint64_t* sums;               // [tiles], the changes before each
+  uint32_t* counts;             // [tiles]
+  uint32_t* turns;              // [tables], how many blocks and tiles of the table have been handed out
 
   __host__ __device__ DeltaProgress(void* memory, int64_t tiles)
-      : total(static_cast<uint64_t*>(memory)),
+      : sampled(static_cast<unsigned long long*>(memory)),
+        total(static_cast<uint64_t*>(memory) + 1),
         sums(total + 1),
         counts(reinterpret_cast<uint32_t*>(sums + tiles)),
         turns(counts + tiles) {}
-  static int64_t bytes(int64_t tiles, int64_t tables) { return 8 + 12 * tiles + 4 * tables; }
+  static int64_t bytes(int64_t tiles, int64_t tables) { return 16 + 12 * tiles + 4 * tables; }
 };
 
 // One word that others wait for, and that nothing else goes with: no order is asked for.
@@ -67,9 +69,9 @@ template <typename T>
 __device__ __forceinline__ T look(T* at) {
   return ::cuda::atomic_ref<T, ::cuda::thread_scope_device>(*at).load(::cuda::std::memory_order_relaxed);
 }
-template <typename T>
+template <::cuda::thread_scope Scope = ::cuda::thread_scope_device, typename T>
 __device__ __forceinline__ void tell(T* at, T value) {
-  ::cuda::atomic_ref<T, ::cuda::thread_scope_device>(*at).store(value, ::cuda::std::memory_order_relaxed);
+  ::cuda::atomic_ref<T, Scope>(*at).store(value, ::cuda::std::memory_order_relaxed);
 }
 
 // The sums before each of a table's tiles, in order, as their counts come in. Called by one whole warp.
@@ -275,6 +277,7 @@ __global__ void __launch_bounds__(kEncodeThreads, kEncodeBlocks)
   __shared__ uint64_t shared_before;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const DeltaProgress progress(args.progress, all_tiles);
+  if (args.is_guess && static_cast<int64_t>(*progress.sampled) * args.sample_stride > args.room) return;
   uint32_t* counts = progress.counts + table.block_offset;
   uint64_t* sums = progress.sums + table.block_offset;
   uint32_t* turns = progress.turns + table.segment_offset / Capacity;
@@ -367,7 +370,7 @@ __global__ void __launch_bounds__(kEncodeThreads, kEncodeBlocks)
       const int total = slot.total, from = slot.segment;
       const int64_t begin = int64_t{slot.tile - table.first_block[from]} * Shape::kTile;
       if (threadIdx.x == 0 && slot.tile + 1 == table.first_block[from + 1]) {
-        args.bounds[table.segment_offset + from] = at + total;
+        tell<::cuda::thread_scope_system>(args.bounds + table.segment_offset + from, at + total);
       }
       if (at + total > args.room) {
         // The caller sees the sum of all, and calls again.

@@ -25,32 +25,23 @@ void masked_grad_gather(const GatherArguments& args, const void* const* partial_
                         cudaStream_t stream);
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
 
-// How a call is cut: each tile's tokens into `splits` ranges, whose sums meet in `sums` [sums_size] fp32. `counters`
-// are [active tiles] int, 0 before and after. Both may be null where sums_size is 0.
-struct TileScratch {
-  int splits = 1;
-  int64_t sums_size = 0;
-  float* sums = nullptr;
-  int* counters = nullptr;
-};
-TileScratch tile_scratch(const TileArguments& args);
-
 // `partial_sums` is fp32 or null: one sum for each tile, those of matrix i from first_partials[i] on, or, where that
 // list (in host memory) is null, one matrix after the other; args.sum_sq, if wanted, needs them so.
-void tile_weight_grad(const TileArguments& args, const TileScratch& scratch, float* partial_sums,
-                      const int64_t* first_partials, cudaStream_t stream);
+void tile_weight_grad(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
+                      cudaStream_t stream);
 
 // steps[i] += 1 for i in [0, count), unless found_inf, which may be null, holds something else than 0.
 void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);
-// Fills args.sampled.
-void delta_sample(const DeltaArguments& args, cudaStream_t stream);
+// Fills args.sampled, and returns how many these are. Between delta_prepare and delta_encode.
+int64_t delta_sample(const DeltaArguments& args, cudaStream_t stream);
 // Bytes of args.progress, which delta_prepare readies for one delta_encode.
 int64_t delta_progress_bytes(const DeltaArguments& args);
 void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
+// Where args.is_guess, does nothing if sample_stride times what delta_sample has seen is more than args.room.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
 void delta_apply(const MoveArguments& args, cudaStream_t stream);
 

@@ -1,12 +1,15 @@
 // Active tiles of weight gradients. A block brings the tile's columns of both operands into shared memory, step by step
-// of tokens, and multiplies them there; where few tiles are active it does so for a part of the tokens, and the last
-// block of a tile adds up what the others left, in their order.
+// of tokens, and multiplies them there. Where few tiles are active it does so for a part of the tokens, and the blocks
+// of a tile, which are a cluster, add up their sums out of each other's shared memory, each a part of the columns.
 //
 // Bytes, with T tokens, of a tile of n x n in 2-byte operands: 2 x 2 n T from the L2 cache, 4 n^2 written (and read, to
-// accumulate; and twice for each part of the tokens). From memory comes what some tile needs of the operands, once, as
-// blocks that run together are at about the same token. The floor is the larger of the two over their rates. A product
-// has n^2 T multiply-adds, n / 4 for each byte from L2: at 64 that is the cache's time before it is the tensor cores'.
+// accumulate). From memory comes what some tile needs of the operands, once, as blocks that run together are at about
+// the same token. The floor is the larger of the two over their rates. A product has n^2 T multiply-adds, n / 4 for
+// each byte from L2: at 64 that is the cache's time before it is the tensor cores'.
+#include <cooperative_groups.h>
+
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "block_sum.cuh"
@@ -36,53 +39,79 @@ struct TileTable {
   int64_t first_partial[Capacity];    // in partial_sums
   int32_t first_block[Capacity + 1];  // of each matrix, in this launch: a block for each tile
   int32_t count;
-  int64_t block_offset;  // this launch's first block within the call
 };
 
-// Leaves this block's sums, and says whether it is the last of its tile; if so, `sums` are those of all, added in
-// order.
+// The pairs of a thread's sums that its block stores.
+struct PairRange {
+  int first, last;
+};
+
+constexpr int kMostSplits = 8;  // blocks of a cluster that every GPU with clusters takes
+
+// What a block of a cluster knows of the others.
 template <typename Sums, int Threads>
-__device__ __forceinline__ bool meet(Sums& sums, float* meeting, int* counter, int splits, int split) {
-  float4* all = reinterpret_cast<float4*>(meeting) + threadIdx.x;
-  constexpr int kQuads = Sums::kPairs / 2;
+struct TileCluster {
+  static constexpr int kQuads = Sums::kPairs / 2;
+  static constexpr int kBytes = kQuads * Threads * static_cast<int>(sizeof(float4));  // of a block's sums
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // Adds up some of the columns, which are returned, of all blocks' sums, in the order of the blocks. `shared`, kBytes,
+  // is free once every block has come to the next barrier of the cluster.
+  static __device__ __forceinline__ PairRange meet(Sums& sums, void* shared, int splits, int split) {
+    const auto cluster = cooperative_groups::this_cluster();
+    float4* own = static_cast<float4*>(shared) + threadIdx.x;
+    __syncthreads();  // nobody multiplies what has stood there
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const float2 a = sums.pair(2 * q), b = sums.pair(2 * q + 1);
-    __stcg(all + (split * kQuads + q) * Threads, make_float4(a.x, a.y, b.x, b.y));
-  }
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(counter, 1) == splits - 1;
-  __syncthreads();
-  if (!last) return false;
-  __threadfence();
-  if (threadIdx.x == 0) *counter = 0;
-  constexpr int kTogether = 8;  // loads that do not wait for each other
-  static_assert(kQuads % kTogether == 0);
+    for (int q = 0; q < kQuads; ++q) {
+      const float2 a = sums.pair(2 * q), b = sums.pair(2 * q + 1);
+      own[q * Threads] = make_float4(a.x, a.y, b.x, b.y);
+    }
+    const float4* others[kMostSplits];
 #pragma unroll
-  for (int first = 0; first < kQuads; first += kTogether) {
-    float4 sum[kTogether] = {};
-    for (int s = 0; s < splits; ++s) {
-      float4 part[kTogether];
+    for (int s = 0; s < kMostSplits; ++s) others[s] = s < splits ? cluster.map_shared_rank(own, s) : own;
+    cluster.sync();
+    const int first = split * kQuads / splits, last = (split + 1) * kQuads / splits;
 #pragma unroll
-      for (int q = 0; q < kTogether; ++q) part[q] = __ldcg(all + (s * kQuads + first + q) * Threads);
+    for (int q = 0; q < kQuads; ++q) {
+      if (q < first || q >= last) continue;
+      float4 part[kMostSplits];
 #pragma unroll
-      for (int q = 0; q < kTogether; ++q) {
-        sum[q].x += part[q].x;
-        sum[q].y += part[q].y;
-        sum[q].z += part[q].z;
-        sum[q].w += part[q].w;
+      for (int s = 0; s < kMostSplits; ++s) {
+        if (s < splits) part[s] = others[s][q * Threads];
       }
-    }
+      float4 sum = part[0];
 #pragma unroll
-    for (int q = 0; q < kTogether; ++q) {
-      sums.set_pair(2 * (first + q), {sum[q].x, sum[q].y});
-      sums.set_pair(2 * (first + q) + 1, {sum[q].z, sum[q].w});
+      for (int s = 1; s < kMostSplits; ++s) {
+        if (s >= splits) break;
+        sum.x += part[s].x;
+        sum.y += part[s].y;
+        sum.z += part[s].z;
+        sum.w += part[s].w;
+      }
+      sums.set_pair(2 * q, {sum.x, sum.y});
+      sums.set_pair(2 * q + 1, {sum.z, sum.w});
     }
+    return {2 * first, 2 * last};
   }
-  return true;
-}
+
+  // Of `value` of each block's thread 0, the sum, in thread 0 of the first block. Every thread calls it.
+  static __device__ __forceinline__ float sum(float value, int splits, int split) {
+    __shared__ float values[kMostSplits];
+    const auto cluster = cooperative_groups::this_cluster();
+    if (threadIdx.x == 0) *cluster.map_shared_rank(values + split, 0) = value;
+    cluster.sync();
+    float sum = 0.0f;
+    if (threadIdx.x == 0 && split == 0) {
+      for (int s = 0; s < splits; ++s) sum += values[s];
+    }
+    return sum;
+  }
+#else
+  // No GPU that this code is for has clusters, and no call is split.
+  static __device__ PairRange meet(Sums&, void*, int, int) { return {0, Sums::kPairs}; }
+  static __device__ float sum(float value, int, int) { return value; }
+#endif
+};
 
 struct Stored {
   float squares = 0.0f;
@@ -96,8 +125,8 @@ struct alignas(2 * sizeof(Out)) OutPair {
 
 // Two neighbours go as one word wherever they may: four threads then write a sector.
 template <typename Out, int Tile, typename Sums>
-__device__ __forceinline__ Stored store_tile(const Sums& sums, const TileArguments& args, const int64_t* tile,
-                                             int64_t rows, int64_t columns) {
+__device__ __forceinline__ Stored store_tile(const Sums& sums, const PairRange& pairs, const TileArguments& args,
+                                             const int64_t* tile, int64_t rows, int64_t columns) {
   const int64_t first_row = tile[0], first_column = tile[1], stride = tile[3];
   const int height = static_cast<int>(rows - first_row < Tile ? rows - first_row : Tile);
   const int width = static_cast<int>(columns - first_column < Tile ? columns - first_column : Tile);
@@ -107,6 +136,7 @@ __device__ __forceinline__ Stored store_tile(const Sums& sums, const TileArgumen
   Stored stored;
 #pragma unroll
   for (int p = 0; p < Sums::kPairs; ++p) {
+    if (p < pairs.first || p >= pairs.last) continue;
     const int row = sums.row(p), column = sums.column(p);
     Out* to = out + row * stride + column;
     const bool inside[2] = {row < height && column < width, row < height && column + 1 < width};
@@ -133,11 +163,11 @@ __device__ __forceinline__ Stored store_tile(const Sums& sums, const TileArgumen
 template <typename T, int Tile, bool Aligned, int Capacity>
 __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     tile_weight_grad_kernel(const __grid_constant__ TileTable<Capacity> table,
-                            const __grid_constant__ TileArguments args, const __grid_constant__ TileScratch scratch,
-                            float* partial_sums) {
+                            const __grid_constant__ TileArguments args, float* partial_sums) {
   using Shape = TileShape<T, Tile>;
   extern __shared__ __align__(1024) char stages[];  // as wgmma's swizzle wants them
-  const int block = static_cast<int>(blockIdx.x), split = static_cast<int>(blockIdx.y);
+  const int block = static_cast<int>(blockIdx.x);
+  const int split = static_cast<int>(blockIdx.y), splits = static_cast<int>(gridDim.y);
   int matrix = 0, high = table.count;  // first_block[matrix] <= block < first_block[high]
   while (high - matrix > 1) {
     const int middle = (matrix + high) / 2;
@@ -148,7 +178,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   const int64_t tokens = table.tokens[matrix], rows = table.rows[matrix], columns = table.columns[matrix];
 
   const int64_t all_steps = (tokens + Shape::kStep - 1) / Shape::kStep;
-  const int64_t steps_each = (all_steps + scratch.splits - 1) / scratch.splits;
+  const int64_t steps_each = (all_steps + splits - 1) / splits;
   const int64_t first_step = split * steps_each;
   const int64_t left_steps = all_steps - first_step;
   const int64_t steps = left_steps < steps_each ? left_steps : steps_each;  // may be negative: nothing is left
@@ -179,49 +209,113 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   }
   sums.finish();
 
-  const int64_t number = table.block_offset + block;  // of the tile, within the call
-  if (scratch.splits > 1) {
-    float* meeting = scratch.sums + number * scratch.splits * Tile * Tile;
-    if (!meet<TileSums<T, Tile>, Shape::kThreads>(sums, meeting, scratch.counters + number, scratch.splits, split)) {
-      return;
-    }
-  }
+  using Cluster = TileCluster<TileSums<T, Tile>, Shape::kThreads>;
+  PairRange pairs{0, TileSums<T, Tile>::kPairs};
+  if (splits > 1) pairs = Cluster::meet(sums, stages, splits, split);
 
   Stored stored;
   switch (args.out_dtype) {  // the same for all: one kernel for each would take minutes to compile
     case DType::kFloat32:
-      stored = store_tile<float, Tile>(sums, args, tile, rows, columns);
+      stored = store_tile<float, Tile>(sums, pairs, args, tile, rows, columns);
       break;
     case DType::kBFloat16:
-      stored = store_tile<bfloat16, Tile>(sums, args, tile, rows, columns);
+      stored = store_tile<bfloat16, Tile>(sums, pairs, args, tile, rows, columns);
       break;
     case DType::kFloat16:
-      stored = store_tile<float16, Tile>(sums, args, tile, rows, columns);
+      stored = store_tile<float16, Tile>(sums, pairs, args, tile, rows, columns);
       break;
   }
   if (args.found_inf != nullptr && __syncthreads_or(stored.not_finite) && threadIdx.x == 0) {
     *args.found_inf = __int_as_float(0x7f800000);
   }
-  if (partial_sums != nullptr) {
-    const float total = block_sum<Shape::kThreads>(stored.squares);
-    if (threadIdx.x == 0) partial_sums[table.first_partial[matrix] + block - table.first_block[matrix]] = total;
+  float total = partial_sums != nullptr ? block_sum<Shape::kThreads>(stored.squares) : 0.0f;
+  if (splits > 1) total = Cluster::sum(total, splits, split);  // also where none is wanted: nobody leaves before
+  if (partial_sums != nullptr && threadIdx.x == 0 && split == 0) {
+    partial_sums[table.first_partial[matrix] + block - table.first_block[matrix]] = total;
   }
 }
 
-template <typename T, int Tile, bool Aligned, int Capacity>
-void launch_tables(const TileArguments& args, const TileScratch& scratch, float* partial_sums,
-                   const int64_t* first_partials, cudaStream_t stream) {
-  using Shape = TileShape<T, Tile>;
-  const auto kernel = tile_weight_grad_kernel<T, Tile, Aligned, Capacity>;
-  // Without this 48 KiB are allowed. It is a note in the driver's books: nothing waits, and a capture goes on.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+void check_call(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
-    throw std::runtime_error("tile_weight_grad_: " + std::to_string(Shape::kSharedBytes) +
-                             " bytes of shared memory were refused: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("tile_weight_grad_: ") + what + ": " + cudaGetErrorString(error));
   }
+}
+
+// Whether the code that the device at hand runs is one in which blocks may be clusters: what was compiled for older
+// GPUs, and translated by the driver, is not.
+template <auto kKernel>
+bool has_clusters() {
+  static const bool found = [] {
+    cudaFuncAttributes attributes;
+    check_call(cudaFuncGetAttributes(&attributes, kKernel), "its attributes were refused");
+    return attributes.ptxVersion >= 90;
+  }();
+  return found;
+}
+
+// A call that is cut into `splits` parts: of so many tiles for each multiprocessor at most, and of so many tokens or
+// more.
+struct SplitRule {
+  int splits;
+  double most_tiles;
+  int64_t least_tokens;
+};
+
+// Into how many parts the tokens of each tile are cut, which fills the GPU where tiles are few. A multiprocessor holds
+// two blocks of 128, which take one and a half times as long as one, or three of 64. Clusters of three, and more so of
+// five or six, leave multiprocessors over. One launch on an H200 with 132 of them, out of a graph, in us:
+//
+//   tiles of 128    5    24    38    58    66    76   100   152   of 64     8    30    58    80   110   154
+//   8192 tokens
+//     whole      77.5  79.2  79.6  80.2  80.3  80.4  80.9   124          37.4  41.4  43.7  44.7  47.1  54.8
+//     two parts  44.5  46.5  46.9  47.8  50.0  69.1  69.6   116          22.8  27.0  32.0  34.8  41.7  56.2
+//     three      32.8  35.4  37.5  49.8  51.8  59.5  98.5  99.0          17.1  22.1  29.2  33.3  42.9  69.6
+//     four       26.5  31.7  40.1  47.3  81.3  81.6  84.5   115          14.2  19.7  29.0  34.0  55.7  61.9
+//     eight      18.1  32.1  52.2  57.8  75.3  80.2   101   133          10.2  18.3  37.4  40.8  54.3  70.1
+//   1024 tokens
+//     whole      15.4  15.6  15.7  15.8  15.7  15.9  16.0  23.1           8.9   8.9   9.1   9.0   9.0  11.1
+//     two parts  13.2  13.7  13.8  13.9  14.0  17.4  17.5  28.6           8.6   8.6   8.8   9.2  10.1  12.3
+//     four       10.9  11.4  13.9  14.4  21.6  22.4  25.7  34.4           7.2   7.4   8.5   9.4  14.7  15.8
+constexpr SplitRule kRules64[] = {{8, 0.3, 2048}, {4, 0.47, 1024}, {3, 0.64, 2048}, {2, 1.0, 2048}};
+constexpr SplitRule kRules128[] = {{8, 0.16, 2048}, {4, 0.25, 1024}, {3, 0.31, 1024}, {4, 0.45, 2048},
+                                   {2, 0.5, 1024},  {3, 0.64, 2048}, {2, 1.0, 4096},  {3, 1.25, 6144}};
+
+template <int Tile>
+int splits_of(const TileArguments& args) {
+  int device = 0, multiprocessors = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const double tiles = static_cast<double>(args.active()) / multiprocessors;
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < args.count; ++i) tokens = std::max(tokens, args.tokens[i]);
+  for (const SplitRule& rule : Tile == 64 ? std::span<const SplitRule>(kRules64) : std::span(kRules128)) {
+    if (tiles <= rule.most_tiles && tokens >= rule.least_tokens) return rule.splits;
+  }
+  return 1;
+}
+
+template <typename T, int Tile, bool Aligned, int Capacity>
+void launch_tables(const TileArguments& args, float* partial_sums, const int64_t* first_partials, cudaStream_t stream) {
+  using Shape = TileShape<T, Tile>;
+  constexpr auto kernel = tile_weight_grad_kernel<T, Tile, Aligned, Capacity>;
+  constexpr int kMeetingBytes = TileCluster<TileSums<T, Tile>, Shape::kThreads>::kBytes;
+  // Without this 48 KiB are allowed. It is a note in the driver's books: nothing waits, and a capture goes on.
+  check_call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  std::max(Shape::kSharedBytes, kMeetingBytes)),
+             "its shared memory was refused");
+  const int splits = has_clusters<kernel>() ? splits_of<Tile>(args) : 1;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {1, static_cast<unsigned>(splits), 1};
+  cudaLaunchConfig_t config = {};
+  config.blockDim = Shape::kThreads;
+  config.dynamicSmemBytes = splits > 1 ? std::max(Shape::kSharedBytes, kMeetingBytes) : Shape::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = splits > 1 ? 1 : 0;
+
   TileTable<Capacity> table;
-  table.block_offset = 0;
+  int64_t done = 0;  // tiles, in launches before this one
   for (int64_t first = 0; first < args.count; first += Capacity) {
     table.count = static_cast<int32_t>(std::min<int64_t>(Capacity, args.count - first));
     table.first_block[0] = 0;
@@ -234,25 +328,22 @@ void launch_tables(const TileArguments& args, const TileScratch& scratch, float*
       table.first_tile[i] = args.starts[first + i];
       const int64_t blocks = args.ends[first + i] - args.starts[first + i];
       table.first_block[i + 1] = table.first_block[i] + static_cast<int32_t>(blocks);
-      const int64_t consecutive = table.block_offset + table.first_block[i];
-      table.first_partial[i] = first_partials != nullptr ? first_partials[first + i] : consecutive;
+      table.first_partial[i] = first_partials != nullptr ? first_partials[first + i] : done + table.first_block[i];
     }
     const auto blocks = static_cast<unsigned>(table.first_block[table.count]);
     if (blocks == 0) continue;
-    const dim3 grid(blocks, static_cast<unsigned>(scratch.splits));
-    kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(table, args, scratch, partial_sums);
-    check_launch("tile_weight_grad_");
-    table.block_offset += blocks;
+    config.gridDim = dim3(blocks, static_cast<unsigned>(splits));
+    check_call(cudaLaunchKernelEx(&config, kernel, table, args, partial_sums), "the CUDA launch failed");
+    done += blocks;
   }
 }
 
 template <typename T, int Tile, bool Aligned>
-void launch(const TileArguments& args, const TileScratch& scratch, float* partial_sums, const int64_t* first_partials,
-            cudaStream_t stream) {
+void launch(const TileArguments& args, float* partial_sums, const int64_t* first_partials, cudaStream_t stream) {
   if (args.count <= kSmallTileTable) {
-    launch_tables<T, Tile, Aligned, kSmallTileTable>(args, scratch, partial_sums, first_partials, stream);
+    launch_tables<T, Tile, Aligned, kSmallTileTable>(args, partial_sums, first_partials, stream);
   } else {
-    launch_tables<T, Tile, Aligned, kLargeTileTable>(args, scratch, partial_sums, first_partials, stream);
+    launch_tables<T, Tile, Aligned, kLargeTileTable>(args, partial_sums, first_partials, stream);
   }
 }
 
@@ -269,43 +360,14 @@ bool aligned(const TileArguments& args) {
 
 }  // namespace
 
-// Parts of the tokens pay where tiles are few and each has many steps: what the parts leave for each other is 4 n^2
-// bytes twice, and a block waits for the others' at the end. On an H200, one launch, 8192 tokens, in us:
-//
-//   tiles of 128       5     14     24     38     76    152        of 64     19     58     96    154    308    616
-//   whole           83.4   83.9   84.3   84.4   85.3    136              42.3   45.4   48.0   57.0   82.0    174
-//   as below        30.3   34.8   39.1   46.9   65.2    127              21.9   32.5   41.6   57.0   82.0    174
-//
-// Blocks are to run side by side, one of 128 or two of 64 on a multiprocessor. Where they would not even in two parts,
-// those of 128 go in three, which leaves a shorter last round; more of either cost up to a third. With 2048 tokens
-// parts of tiles of 128 still gain 10 to 20 %, those of 64 nothing; with 1024 all lose.
-TileScratch tile_scratch(const TileArguments& args) {
-  constexpr int64_t kMostSplits = 8, kLeastTokens = 512;  // of a part
-  TileScratch scratch;
-  const int64_t tiles = args.active();
-  const bool large = args.tile_size == 128;
-  int64_t tokens = 0;
-  for (int64_t i = 0; i < args.count; ++i) tokens = std::max(tokens, args.tokens[i]);
-  if (tiles == 0 || tokens < (large ? 2048 : 4096)) return scratch;
-  int device = 0, multiprocessors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  int64_t splits = std::min({(large ? 1 : 2) * multiprocessors / tiles, tokens / kLeastTokens, kMostSplits});
-  if (large && splits < 2 && 2 * tiles <= 3 * multiprocessors && tokens >= 6144) splits = 3;
-  scratch.splits = static_cast<int>(std::max<int64_t>(1, splits));
-  if (scratch.splits > 1) scratch.sums_size = tiles * scratch.splits * args.tile_size * args.tile_size;
-  return scratch;
-}
-
-void tile_weight_grad(const TileArguments& args, const TileScratch& scratch, float* partial_sums,
-                      const int64_t* first_partials, cudaStream_t stream) {
+void tile_weight_grad(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
+                      cudaStream_t stream) {
   const bool is_aligned = aligned(args);
   dispatch_dtype(args.dtype, [&]<typename T>() {
-    if (args.tile_size == 64 && is_aligned) launch<T, 64, true>(args, scratch, partial_sums, first_partials, stream);
-    if (args.tile_size == 64 && !is_aligned) launch<T, 64, false>(args, scratch, partial_sums, first_partials, stream);
-    if (args.tile_size == 128 && is_aligned) launch<T, 128, true>(args, scratch, partial_sums, first_partials, stream);
-    if (args.tile_size == 128 && !is_aligned)
-      launch<T, 128, false>(args, scratch, partial_sums, first_partials, stream);
+    if (args.tile_size == 64 && is_aligned) launch<T, 64, true>(args, partial_sums, first_partials, stream);
+    if (args.tile_size == 64 && !is_aligned) launch<T, 64, false>(args, partial_sums, first_partials, stream);
+    if (args.tile_size == 128 && is_aligned) launch<T, 128, true>(args, partial_sums, first_partials, stream);
+    if (args.tile_size == 128 && !is_aligned) launch<T, 128, false>(args, partial_sums, first_partials, stream);
   });
   if (args.sum_sq == nullptr) return;
   // Partial sums as a gather would have left them, one for each tile.
