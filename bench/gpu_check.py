@@ -1,12 +1,13 @@
 """What has to hold on a machine with a GPU: the build, the tests, the memory checker, and the kernels' speed.
 
 Prints each part as it ends, the kernels' table with its targets last, and writes all of it as JSON. Ends with 1 if
-anything was wrong; what is too slow is shown and counted.
+anything was wrong; what is too slow is shown and counted. A run that was cut short goes on with --resume.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -59,16 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := why_unwritable(args.output):
         parser.error(problem)
     report: dict[str, Any] = {"benchmark": "gpu_check", "environment": environment(device), "completed": False}
+    done = _done_before(args.output, report["environment"]) if args.resume else {}
+    report.update(done)
     failures: list[str] = []
     try:
         failures += _build(report, device)
-        if not args.skip_tests:
+        if not args.skip_tests and "tests" not in done:
             failures += _tests(report, args, device)
-        if not args.skip_sanitizer:
+        if not args.skip_sanitizer and "sanitizer" not in done:
             failures += _sanitizer(report, device)
-        _title("kernels")
-        failures += kernels.run_table(report, args, device)
-        report["completed"] = True
+        if not args.skip_kernels:
+            _title("kernels")
+            failures += kernels.run_table(report, args, device)
+            report["completed"] = True
     finally:  # what was found before an error is worth keeping
         report["failures"] = failures
         write_json(args.output, report)
@@ -86,9 +90,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pytest_options", default="", help="more words for pytest but -m: --pytest_options='-n 8'")
     parser.add_argument("--skip_tests", action="store_true", help="leave the tests out")
     parser.add_argument("--skip_sanitizer", action="store_true", help="leave compute-sanitizer out")
+    parser.add_argument("--skip_kernels", action="store_true", help="leave the table out")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the tests and compute-sanitizer's checks that --output says ended well, of the same commit, machine "
+        "and versions",
+    )
     parser.add_argument("--device", default="cuda", help="a CPU runs the same code, to try it out (%(default)s)")
     kernels.add_options(parser)
     return parser
+
+
+def _done_before(output: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """The tests and checks that ended well in a run before, of the same commit, machine and versions."""
+    report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    then = report.get("environment", {})
+    commit = str(here["commit"])
+    if commit.endswith("-dirty") or any(then.get(key) != here[key] for key in here if key != "date"):
+        return {}
+    results = {
+        "tests": [report.get("tests")],
+        "sanitizer": [report.get("sanitizer", {}).get(t) for t in SANITIZER_TOOLS],
+    }
+    done = {
+        name: report[name] for name, found in results.items() if all(one and one["exit_code"] == 0 for one in found)
+    }
+    for name, found in done.items():
+        print(f"{name}: done on {then['date']}: {found}")
+    return done
 
 
 def _build(report: dict[str, Any], device: torch.device) -> list[str]:

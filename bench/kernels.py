@@ -160,7 +160,7 @@ def cells(row: Mapping[str, Any], verdicts: Sequence[targets.Verdict]) -> list[s
         f"{row['ms']:.3f}",
         f"{row['p20_ms']:.3f} - {row['p80_ms']:.3f}",
         f"{row['host_ms']:.3f}",
-        f"{row['host_again_ms']:.3f}",
+        "" if row["host_in_a_row_ms"] is None else f"{row['host_in_a_row_ms']:.3f}",
         "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
         "" if ratio is None else f"{ratio:.2f}",
         "" if not own else "met" if all(verdict.met for verdict in own) else "missed",

@@ -68,7 +68,7 @@ class Session:
         source = torch.ones(1 << 29 if self.device.type == "cuda" else 1 << 25, device=self.device)
         copy = functools.partial(torch.empty_like(source).copy_, source)
         times = samples({"copy": copy}, device=self.device, n_rounds=10)["copy"]
-        return 2 * source.nbytes / (1e-3 * statistics.median(lap.ms for lap in times))
+        return 2 * source.nbytes / (1e-3 * statistics.median(ms for ms, _, _ in times))
 
     def measure(
         self, calls: Mapping[str, Sequence[Callable[[], object]]], nbytes: Mapping[str, float]
@@ -76,7 +76,7 @@ class Session:
         """Time the backends in turns; name -> what each took."""
         times = samples(calls, device=self.device, n_rounds=self.n_rounds)
         return {
-            name: Measured([1e-3 * lap.ms for lap in found], [1e-3 * lap.host_ms for lap in found], nbytes[name])
+            name: Measured([1e-3 * ms for ms, _, _ in found], [1e-3 * host for _, host, _ in found], nbytes[name])
             for name, found in times.items()
         }
 

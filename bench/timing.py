@@ -4,10 +4,10 @@ Each round calls every variant once, in an order drawn for it, the same in every
 neighbour meets all of them, and none always finds the caches as the same other one left them. Reported are medians with
 the 20th and 80th percentile.
 
-On a GPU a variant is called twice in its turn. The host's time is that until the first call returned, with the device
-idle before it, and the caches full of what other variants did; the wall's, until the device had done the work too. The
-second call follows itself. Of it the host's time is kept again, and the device's, which is read with events: the device
-spins before the first of them while the host enqueues the work, so that the time to launch stays out of it.
+On a GPU two times are kept. The device's is read with events; the device spins before the first of them while the host
+enqueues the work, so that the time to launch stays out of it. The host's is the time until the call returned, with the
+device idle before it; the wall's, until the device had done the work too. So the host finds its caches full of what
+other variants did; `host_in_a_row_ms` is the time of calls that follow each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,15 +38,6 @@ class Prepared:
         return self.call()
 
 
-class Lap(NamedTuple):
-    """Milliseconds of one turn, as `Timing` has them."""
-
-    ms: float
-    host_ms: float
-    wall_ms: float
-    host_again_ms: float
-
-
 Variant = Callable[[], object] | Sequence[Callable[[], object]]
 
 
@@ -57,10 +48,8 @@ class Timing:
     ms: float  # median time of the work, on the device where there is one
     p20_ms: float
     p80_ms: float
-    # Without a GPU the same as ms:
-    host_ms: float  # median time until the call returned, after other variants
-    wall_ms: float  # median time until the work was done, launches and all
-    host_again_ms: float  # median time until the call returned, right after the same call
+    host_ms: float  # median time until the call returned; without a GPU the same as ms
+    wall_ms: float  # median time until the work was done, launches and all; without a GPU the same as ms
     n_rounds: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,8 +57,8 @@ class Timing:
 
 
 class Clock(Protocol):
-    def __call__(self, call: Callable[[], object]) -> Lap:
-        """Run ``call`` and return its milliseconds.
+    def __call__(self, call: Callable[[], object]) -> tuple[float, float, float]:
+        """Run ``call`` and return its milliseconds on the device, on the host and by the wall.
 
         What a `Prepared` call wants before it is run each time, outside of the time.
         """
@@ -114,8 +103,8 @@ def samples(
     n_rounds: int = 20,
     budget_s: float | None = None,
     clock: Clock | None = None,
-) -> dict[str, list[Lap]]:
-    """As `measure`, but name -> what the clock said of every turn."""
+) -> dict[str, list[tuple[float, float, float]]]:
+    """As `measure`, but name -> what the clock said of every timed call."""
     rotations = {name: _Rotation(variant) for name, variant in variants.items()}
     for rotation in rotations.values():
         for _ in range(n_warmup):
@@ -123,7 +112,7 @@ def samples(
             _prepare(call)
             call()
     clock = clock or _clock(torch.device(device))
-    times: dict[str, list[Lap]] = {name: [] for name in variants}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     names = list(variants)
     orders = random.Random(0)
     began = time.perf_counter()
@@ -134,6 +123,22 @@ def samples(
         if budget_s is not None and time.perf_counter() - began > budget_s:
             break
     return times
+
+
+def host_in_a_row_ms(call: Callable[[], object], device: torch.device, n_calls: int = 10, n_rounds: int = 5) -> float:
+    """The host's milliseconds of one of ``n_calls`` that follow each other, fewer than a GPU's queue has room for.
+
+    The device is idle before the first, and the median is taken of ``n_rounds`` times.
+    """
+    means = []
+    for _ in range(n_rounds):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(n_calls):
+            call()
+        means.append(1e3 * (time.perf_counter() - began) / n_calls)
+    torch.cuda.synchronize(device)
+    return statistics.median(means)
 
 
 def n_buffer_sets(nbytes: int, device: torch.device | str) -> int:
@@ -173,25 +178,25 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     return p20, statistics.median(values), p80
 
 
-def _timing(found: list[Lap]) -> Timing:
-    device, *others = zip(*found, strict=True)
+def _timing(found: list[tuple[float, float, float]]) -> Timing:
+    device, host, wall = zip(*found, strict=True)
     p20, median, p80 = percentiles(device)
-    return Timing(median, p20, p80, *map(statistics.median, others), len(found))
+    return Timing(median, p20, p80, statistics.median(host), statistics.median(wall), len(found))
 
 
 def _clock(device: torch.device) -> Clock:
     return _cpu_clock if device.type == "cpu" else functools.partial(_cuda_clock, device)
 
 
-def _cpu_clock(call: Callable[[], object]) -> Lap:
+def _cpu_clock(call: Callable[[], object]) -> tuple[float, float, float]:
     _prepare(call)
     began = time.perf_counter()
     call()
     ms = 1e3 * (time.perf_counter() - began)
-    return Lap(ms, ms, ms, ms)
+    return ms, ms, ms
 
 
-def _cuda_clock(device: torch.device, call: Callable[[], object]) -> Lap:
+def _cuda_clock(device: torch.device, call: Callable[[], object]) -> tuple[float, float, float]:
     with torch.cuda.device(device):
         _prepare(call)
         torch.cuda.synchronize()
@@ -208,12 +213,10 @@ def _cuda_clock(device: torch.device, call: Callable[[], object]) -> Lap:
         # the device takes as long as its work, and needs no more than this.
         torch.cuda._sleep(int(_spin_cycles_per_ms(device) * min(2.0 * host_ms + 0.1, _LONGEST_SPIN_MS)))
         start.record()
-        began = time.perf_counter()
         call()
-        host_again_ms = 1e3 * (time.perf_counter() - began)
         end.record()
         end.synchronize()
-        return Lap(start.elapsed_time(end), host_ms, wall_ms, host_again_ms)
+        return start.elapsed_time(end), host_ms, wall_ms
 
 
 @functools.cache

@@ -60,7 +60,7 @@ struct Cuda {
 
   // Memory for the changes is needed before their number is known: as much as there can be if that is little; else as
   // the last call of this size lets expect, so that the GPU need not wait for the host; or as a sample does, where
-  // there was no such call or the sample shows that this one has more changes.
+  // there was no such call, or the sample shows that this one has more changes.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
@@ -69,6 +69,7 @@ struct Cuda {
     const at::Tensor bounds = host_memory(args.count, at::kLong), counts = at::empty({args.count}, at::kLong);
     at::Tensor indices, values;
     const auto encode = [&](int64_t room) {
+      indices = values = at::Tensor();
       std::tie(indices, values) = call.allocate(std::min(numel, room));
       cuda::delta_encode(args, stream());
     };
@@ -81,9 +82,10 @@ struct Cuda {
       encode(numel);
     } else {
       const Sample sample(call);
-      const int64_t found = last.load(std::memory_order_relaxed);
-      args.is_guess = found > 0;
-      if (args.is_guess) encode(found + found / 8 + 16384);
+      const int64_t found = last.load(std::memory_order_relaxed), guess = found + found / 8 + 16384;
+      // A guess that is too high asks for memory in vain: not for much.
+      args.is_guess = found > 0 && guess <= numel / 8;
+      if (args.is_guess) encode(guess);
       if (!args.is_guess || sample.estimate() > args.room) {
         args.is_guess = false;
         encode(sample.likely_most());
@@ -157,6 +159,12 @@ struct Cuda {
       size_ = cuda::delta_sample(call.args, stream());
     }
 
+    Sample(const Sample&) = delete;
+    // Others may have the memory as soon as this is gone, so that the GPU must be done with it, also after an error.
+    ~Sample() {
+      if (!arrived_) cudaStreamSynchronize(stream());
+    }
+
     int64_t estimate() const { return kStride * found(); }
 
     // Six per cent and eight standard deviations more, were the changes independent.
@@ -169,10 +177,12 @@ struct Cuda {
     static constexpr int64_t kStride = 512;
     at::Tensor counts_;
     int64_t size_;
+    mutable bool arrived_ = false;
 
     int64_t found() const {
       int64_t found = 0;
       for (int64_t i = 0; i < size_; ++i) found += arrived(counts_.const_data_ptr<int>() + i);
+      arrived_ = true;
       return found;
     }
   };
@@ -209,8 +219,7 @@ void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tenso
 }
 
 // tile_weight_grad_ of some weights of a list that is done piece by piece, as gather_partly_: the partial sums of
-// weight i go to those of the whole list from first_partials[i] on. `counters` are int, 0, one for each tile of the
-// call or more.
+// weight i go to those of the whole list from first_partials[i] on.
 void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
                               const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends, int64_t tile_size,
                               bool accumulate, const at::Tensor& partial_sums, at::IntArrayRef first_partials,

@@ -22,6 +22,36 @@ def needs_extension():
         pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
 
 
+def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_extension):
+    path = tmp_path / "gpu_check.json"
+    words = [*SMALL, "--output", str(path), "--only", "deltas"]
+    monkeypatch.setenv("SPARSE_OPT_COMMIT", "abc")
+    assert gpu_check.main([*words, "--skip_kernels"]) == 0
+    report = json.loads(path.read_text())
+    assert not report["completed"] and "kernels" not in report
+    passed = {"exit_code": 0, "seconds": 1.0, "passed": 7, "failed": 0, "skipped": 0}
+    checks = {tool: {"exit_code": 0, "seconds": 1.0} for tool in gpu_check.SANITIZER_TOOLS}
+    monkeypatch.setattr(gpu_check, "_tests", lambda *_: pytest.fail("the tests had been run"))
+    words.remove("--skip_tests")
+    path.write_text(json.dumps({**report, "tests": passed, "sanitizer": checks}))
+    assert gpu_check.main([*words, "--resume"]) == 0
+    assert f"tests: done on {report['environment']['date']}" in capsys.readouterr().out
+    again = json.loads(path.read_text())
+    assert again["completed"] and again["tests"] == passed and again["sanitizer"] == checks and again["kernels"]["rows"]
+
+    # What did not end well, or was of another commit, is done again; so is what has no commit to go by.
+    calls = []
+    monkeypatch.setattr(gpu_check, "_tests", lambda *_: calls.append(1) or [])
+    failed = {**passed, "exit_code": 1}
+    for commit, tests, times in (("abc", failed, 1), ("def", passed, 1), ("abc-dirty", passed, 1), ("abc", passed, 0)):
+        calls.clear()
+        monkeypatch.setenv("SPARSE_OPT_COMMIT", commit)
+        environment = {**report["environment"], "commit": commit if commit != "def" else "abc"}
+        path.write_text(json.dumps({**report, "environment": environment, "tests": tests, "sanitizer": checks}))
+        assert gpu_check.main([*words, "--resume", "--skip_kernels"]) == 0
+        assert len(calls) == times, commit
+
+
 def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, needs_extension):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)  # SparseAdamW's rows are of the automatic choice
     path = tmp_path / "gpu_check.json"

@@ -233,10 +233,10 @@ def test_tiles_sum_in_fp32(tile_size, any_place):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("tile_size", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("side", [200, 640, 1280])  # into 8 parts, of 128 into 4 and then 2; not at all, of 64
+@pytest.mark.parametrize("side", [200, 512, 640, 768, 1280])  # into 8 parts to 2, of either size also into 3, or none
 def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
     """Where tiles are few and tokens many, each tile's are cut into parts: of whole steps or not, some without any."""
-    for n in (1024, 2048, 4097, 6200, 20001):
+    for n in (1024, 2048, 4097, 20001):
         call = make(
             "cuda", shapes=((side, side), (64, 200)), tokens=(n,), dtype=dtype, tile_size=tile_size, density=1.0
         )

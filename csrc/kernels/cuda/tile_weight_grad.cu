@@ -9,6 +9,8 @@
 #include <cooperative_groups.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <span>
 #include <vector>
 
@@ -46,7 +48,7 @@ struct PairRange {
   int first, last;
 };
 
-constexpr int kMostSplits = 8;  // blocks of a cluster that every GPU with clusters takes
+constexpr int kMostSplits = 8;  // blocks of a cluster that a GPU of enough multiprocessors takes
 
 // What a block of a cluster knows of the others.
 template <typename Sums, int Threads>
@@ -236,21 +238,29 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
 }
 
 void check_call(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("tile_weight_grad_: ") + what + ": " + cudaGetErrorString(error));
-  }
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // is said here, and not by whoever asks next
+  throw std::runtime_error(std::string("tile_weight_grad_: ") + what + ": " + cudaGetErrorString(error));
 }
 
-// Whether the code that the device at hand runs is one in which blocks may be clusters: what was compiled for older
-// GPUs, and translated by the driver, is not.
+// How many blocks a cluster may have on the device at hand; asked once for each device. 1 in code that was compiled for
+// GPUs without clusters, which the driver may have translated for one that has them.
 template <auto kKernel>
-bool has_clusters() {
-  static const bool found = [] {
+int most_splits(const cudaLaunchConfig_t& config) {
+  static std::array<std::atomic<int>, 64> found;
+  int device = 0;
+  cudaGetDevice(&device);
+  std::atomic<int>& most = found[device % found.size()];
+  if (most.load(std::memory_order_relaxed) == 0) {
     cudaFuncAttributes attributes;
     check_call(cudaFuncGetAttributes(&attributes, kKernel), "its attributes were refused");
-    return attributes.ptxVersion >= 90;
-  }();
-  return found;
+    int blocks = 1;
+    if (attributes.ptxVersion >= 90) {
+      check_call(cudaOccupancyMaxPotentialClusterSize(&blocks, kKernel, &config), "the size of clusters was refused");
+    }
+    most.store(std::clamp(blocks, 1, kMostSplits), std::memory_order_relaxed);
+  }
+  return most.load(std::memory_order_relaxed);
 }
 
 // A call that is cut into `splits` parts: of so many tiles for each multiprocessor at most, and of so many tokens or
@@ -303,16 +313,21 @@ void launch_tables(const TileArguments& args, float* partial_sums, const int64_t
   check_call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   std::max(Shape::kSharedBytes, kMeetingBytes)),
              "its shared memory was refused");
-  const int splits = has_clusters<kernel>() ? splits_of<Tile>(args) : 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1, kMostSplits);
+  config.blockDim = Shape::kThreads;
+  config.dynamicSmemBytes = std::max(Shape::kSharedBytes, kMeetingBytes);
+  config.stream = stream;
+  const int splits = std::min(splits_of<Tile>(args), most_splits<kernel>(config));
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {1, static_cast<unsigned>(splits), 1};
-  cudaLaunchConfig_t config = {};
-  config.blockDim = Shape::kThreads;
-  config.dynamicSmemBytes = splits > 1 ? std::max(Shape::kSharedBytes, kMeetingBytes) : Shape::kSharedBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = splits > 1 ? 1 : 0;
+  if (splits > 1) {
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  } else {
+    config.dynamicSmemBytes = Shape::kSharedBytes;
+  }
 
   TileTable<Capacity> table;
   int64_t done = 0;  // tiles, in launches before this one
