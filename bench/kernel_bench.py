@@ -39,7 +39,7 @@ from .optimizers import (
 )
 from .rows import TORCH, Row, Work, row_of
 from .shapes import LLAMA_3_2_3B_SIZES, Shapes, total_numel
-from .timing import Prepared, host_in_a_row_ms, measure
+from .timing import Prepared, measure
 
 # So large that the coefficient is 1: a timed clip does all its work and leaves the gradients as they are.
 NO_CLIP = 1e30
@@ -184,7 +184,7 @@ class KernelBench:
     def _fused_step(self, params: list[Tensor], grads: list[Tensor]) -> list[Work]:
         step = peers.torch_adamw_step(parameters(self._named(params)), grads, fused=True)
         nbytes = floors.dense_adamw_bytes(total_numel(self.shapes), param_itemsize=2)
-        return [Work(peers.FUSED, TORCH, None, step, nbytes, launches_in_a_row=True)]
+        return [Work(peers.FUSED, TORCH, None, step, nbytes)]
 
     def _other_dense_steps(self, params: list[Tensor], grads: list[Tensor], mask: MaskSet) -> list[Work]:
         """torch's other step over all elements, and what a mask costs without sparse kernels.
@@ -231,8 +231,7 @@ class KernelBench:
         if self._sound(targets.CLIP, functools.partial(check_norm, optimizer, named_grads, active)) and self._sound(
             targets.CLIP, functools.partial(check_no_sync, targets.CLIP, clip, self.device)
         ):
-            backend = self._auto("indexed_adamw_")
-            self._time([Work(targets.CLIP, backend, density, clip, None, is_auto=True, launches_in_a_row=True)])
+            self._time([Work(targets.CLIP, self._auto("indexed_adamw_"), density, clip, None, is_auto=True)])
 
     def _step(
         self,
@@ -269,7 +268,7 @@ class KernelBench:
         auto = self._auto("indexed_adamw_")
         per_active = (held["indices"] + held["state"]) / mask.nnz
         taken = backend or auto
-        return [Work(name, taken, density, optimizer.step, nbytes, taken == auto, per_active, changed, True)]
+        return [Work(name, taken, density, optimizer.step, nbytes, taken == auto, per_active, changed)]
 
     def _base_weights(
         self, params: list[Tensor], grads: list[Tensor], mask: MaskSet, density: float, fetches: str = ""
@@ -452,9 +451,7 @@ class KernelBench:
         calls = {str(i): work.call for i, work in enumerate(works)}
         timings = measure(calls, device=self.device, n_rounds=n_rounds or self.n_rounds)
         for work, timing in zip(works, timings.values(), strict=True):
-            launches = work.launches_in_a_row and self.device.type == "cuda"
-            in_a_row_ms = host_in_a_row_ms(work.call, self.device) if launches else None
-            self._add(row_of(work, timing, self.copy_rate, in_a_row_ms))
+            self._add(row_of(work, timing, self.copy_rate))
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)

@@ -31,19 +31,7 @@ CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
 FULL_DELTA_NUMEL, FULL_ROUNDS = 2**30, 20
 TILE_TOKENS, CPU_TILE_TOKENS = (8192, 1024), (48,)
 
-HEADERS = (
-    "work",
-    "backend",
-    "density",
-    "ms",
-    "p20 - p80",
-    "host ms",
-    "again",
-    "floor ms",
-    "x floor",
-    "verdict",
-    "target",
-)
+HEADERS = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms", "x floor", "verdict", "target")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,7 +148,6 @@ def cells(row: Mapping[str, Any], verdicts: Sequence[targets.Verdict]) -> list[s
         f"{row['ms']:.3f}",
         f"{row['p20_ms']:.3f} - {row['p80_ms']:.3f}",
         f"{row['host_ms']:.3f}",
-        "" if row["host_in_a_row_ms"] is None else f"{row['host_in_a_row_ms']:.3f}",
         "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
         "" if ratio is None else f"{ratio:.2f}",
         "" if not own else "met" if all(verdict.met for verdict in own) else "missed",

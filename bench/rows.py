@@ -23,7 +23,6 @@ class Work(NamedTuple):
     is_auto: bool = False
     bytes_per_active: float | None = None
     changed: float | None = None
-    launches_in_a_row: bool = False  # whether the host's time of calls that follow each other is wanted too
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Row:
     is_auto: bool = False  # the backend is the one that is taken where none is named
     bytes_per_active: float | None = None  # of indices and moments, where an optimizer holds them
     changed: float | None = None  # share of active weights whose bits a step changes
-    host_in_a_row_ms: float | None = None  # the host's time of a call that follows the same one, on a GPU
 
     @property
     def share_of_floor(self) -> float | None:
@@ -53,7 +51,6 @@ class Row:
             "is_auto": self.is_auto,
             "density": self.density,
             **self.timing.as_dict(),
-            "host_in_a_row_ms": self.host_in_a_row_ms,
             "bytes": self.nbytes,
             "floor_ms": self.floor_ms,
             "share_of_floor": self.share_of_floor,
@@ -62,7 +59,7 @@ class Row:
         }
 
 
-def row_of(work: Work, timing: Timing, copy_rate: float, in_a_row_ms: float | None = None) -> Row:
+def row_of(work: Work, timing: Timing, copy_rate: float) -> Row:
     """The row of a work that was timed; its floor is its bytes over the copy rate, in bytes a second."""
     floor_ms = None if work.nbytes is None else 1e3 * work.nbytes / copy_rate
     return Row(
@@ -75,5 +72,4 @@ def row_of(work: Work, timing: Timing, copy_rate: float, in_a_row_ms: float | No
         work.is_auto,
         work.bytes_per_active,
         work.changed,
-        in_a_row_ms,
     )

@@ -6,8 +6,7 @@ the 20th and 80th percentile.
 
 On a GPU two times are kept. The device's is read with events; the device spins before the first of them while the host
 enqueues the work, so that the time to launch stays out of it. The host's is the time until the call returned, with the
-device idle before it; the wall's, until the device had done the work too. So the host finds its caches full of what
-other variants did; `host_in_a_row_ms` is the time of calls that follow each other.
+device idle before it; the wall's, until the device had done the work too.
 """
 
 from __future__ import annotations
@@ -123,22 +122,6 @@ def samples(
         if budget_s is not None and time.perf_counter() - began > budget_s:
             break
     return times
-
-
-def host_in_a_row_ms(call: Callable[[], object], device: torch.device, n_calls: int = 10, n_rounds: int = 5) -> float:
-    """The host's milliseconds of one of ``n_calls`` that follow each other, fewer than a GPU's queue has room for.
-
-    The device is idle before the first, and the median is taken of ``n_rounds`` times.
-    """
-    means = []
-    for _ in range(n_rounds):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(n_calls):
-            call()
-        means.append(1e3 * (time.perf_counter() - began) / n_calls)
-    torch.cuda.synchronize(device)
-    return statistics.median(means)
 
 
 def n_buffer_sets(nbytes: int, device: torch.device | str) -> int:

@@ -33,9 +33,8 @@ BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 
 # First available wins. On an H200 (bench/results/gpu_check.json) the CUDA kernels are as fast as Triton's or faster,
-# but for 3 % of AdamW's time from dense gradients where 10 % are active, 5 to 11 % of tile products of 8192 tokens and
-# so many tiles, and 7 to 19 % of those in calls of one matrix, and take less of the host's time. `reference` is last on
-# a GPU: it reads scalars back to the host.
+# but for 3 to 11 % of some tile products, large ones above all, and take less of the host's time. `reference` is last
+# on a GPU: it reads scalars back to the host.
 AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": dict.fromkeys(OPS, ("cpu", "reference")),
     "cuda": dict.fromkeys(OPS, ("cuda", "triton", "reference")),

@@ -95,7 +95,8 @@ def indexed_adamw_(
         grad_scale: one fp32 element that the gradient is divided by first, as `torch.amp.GradScaler` sets it.
         found_inf: one fp32 element; if it is not zero, nothing changes.
         stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random, from
-            Philox2x32-7 with key `seed` and counter (compact slot, step): a repeated step repeats its bits.
+            Philox2x32-7 with key `seed` and counter (compact slot, step), 32 bits each, their high words mixed in: a
+            repeated step repeats its bits.
         seed: 0 <= seed < 2**63.
         run_length: consecutive elements that each index stands for, a power of two; 1 where a mask takes elements one
             by one. With a mask of pattern `run32` (see `MaskSet`) 32: fewer indices, and neighbours moved together.
@@ -337,11 +338,13 @@ def delta_encode(
         indices: [changed] positions in each flattened tensor, ascending; int32, or int64 if a tensor has more than
             2**31 - 1 elements.
         values: [changed] of the tensors' dtype, the new bits.
-        counts: [n] int64 on the CPU, the number of changes in each tensor. Reading it waits for the device.
+        counts: [n] int64 on the CPU, the number of changes in each tensor. The call waits until the device knows them;
+            with backend cuda indices and values may still be on their way then: other streams wait for this one.
 
     Memory while it runs: a bit for each element on a CPU and with backend triton; with cuda 12 bytes for every 2048
-    elements or more, and room for the changes that a sample lets expect, or for all elements where that is 64 MiB at
-    most. Indices and values may be the front of buffers a third larger.
+    elements or more, and room for as many changes as the last call on tensors of this size lets expect, or, where there
+    was none or it found more than one in nine, a sample; for all elements where that is 64 MiB at most. Indices and
+    values may be the front of buffers a third larger.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
