@@ -14,6 +14,8 @@ PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # says how far runs of one commit lie apart.
 BASELINE ?= $(lastword $(sort $(wildcard bench/results/pytest/*/*_cpu.json)))
 BENCH_THRESHOLD ?= min:20%
+# More words for `make gpu-check`: --resume goes on where a run was cut short.
+GPU_CHECK_OPTIONS ?=
 
 .PHONY: help quickstart test test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
@@ -89,7 +91,7 @@ gpu-check: ## build for the GPU at hand against PYTHON's torch, run the GPU test
 	rm -rf build/gpu
 	export TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$($(PYTHON) -c 'import torch; c = torch.cuda.get_device_capability(); print("%d.%d" % c + "a" * (c == (9, 0)))')}" && \
 	  SPARSE_OPT_REQUIRE_NATIVE=1 $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
-	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.gpu_check
+	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.gpu_check $(GPU_CHECK_OPTIONS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks sparse_opt/_C*.so

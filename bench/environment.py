@@ -43,14 +43,18 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """SPARSE_OPT_COMMIT where it is set; else the checkout's commit, with "-dirty" after it where files differ."""
+    """SPARSE_OPT_COMMIT where it is set; else the checkout's commit, with "-dirty" after it where files differ.
+
+    Results may differ: a run that writes one where another was kept measures the same code after it as before.
+    """
     if named := os.environ.get(COMMIT_VARIABLE):
         return named
     folder = Path(__file__).resolve().parent
     head = _git(folder, "rev-parse", "HEAD")
     if not head:
         return None
-    return head + ("-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    code = ("--untracked-files=no", "--", ":(top)", ":(top,exclude)bench/results")
+    return head + ("-dirty" if _git(folder, "status", "--porcelain", *code) else "")
 
 
 def _git(folder: Path, *arguments: str) -> str:
