@@ -88,10 +88,9 @@ def _case(op: str, dtype: torch.dtype, density: float) -> Case:
     sparse = density < 1
     if op == "tile_weight_grad_":
         generator = torch.Generator().manual_seed(0)
-        # Past the tokens of a block, and no multiple of anything.
-        return tile_weight_grad_case(
-            SHAPES.values(), dtype, density, generator, tokens=301, tile_size=64 if sparse else 128
-        )
+        # Past the tokens of a block, and so many that each tile's are cut into parts; no multiple of anything.
+        tile_size, tokens = (64, 301) if sparse else (128, 2101)
+        return tile_weight_grad_case(SHAPES.values(), dtype, density, generator, tokens=tokens, tile_size=tile_size)
     case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
     if isinstance(case, StepCase) and not sparse:
         case.options = {"stochastic_rounding": True, "seed": 1}
