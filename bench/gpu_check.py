@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := why_unwritable(args.output):
         parser.error(problem)
     report: dict[str, Any] = {"benchmark": "gpu_check", "environment": environment(device), "completed": False}
-    done = _done_before(args.output, report["environment"]) if args.resume else {}
+    try:
+        done = _done_before(args.output, report["environment"]) if args.resume else {}
+    except ValueError as error:
+        parser.error(f"--resume: {args.output} is no JSON: {error}")
     report.update(done)
     failures: list[str] = []
     try:
@@ -103,11 +106,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _done_before(output: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """The tests and checks that ended well in a run before, of the same commit, machine and versions."""
+    """The tests and checks that ended well in a run before, of the same commit, machine and versions.
+
+    Raises:
+        ValueError: `output` is no JSON.
+    """
     report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
     then = report.get("environment", {})
-    commit = str(here["commit"])
-    if commit.endswith("-dirty") or any(then.get(key) != here[key] for key in here if key != "date"):
+    commit = here["commit"]
+    if not commit or commit.endswith("-dirty") or any(then.get(key) != here[key] for key in here if key != "date"):
         return {}
     results = {
         "tests": [report.get("tests")],

@@ -50,6 +50,15 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_e
         path.write_text(json.dumps({**report, "environment": environment, "tests": tests, "sanitizer": checks}))
         assert gpu_check.main([*words, "--resume", "--skip_kernels"]) == 0
         assert len(calls) == times, commit
+    monkeypatch.setattr(gpu_check, "environment", lambda _: {**report["environment"], "commit": None})
+    path.write_text(json.dumps({"environment": gpu_check.environment(None), "tests": passed, "sanitizer": checks}))
+    assert gpu_check.main([*words, "--resume", "--skip_kernels"]) == 0
+    assert len(calls) == 1
+
+    path.write_text("{")
+    with pytest.raises(SystemExit):
+        gpu_check.main([*words, "--resume"])
+    assert f"--resume: {path} is no JSON: Expecting" in capsys.readouterr().err
 
 
 def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, needs_extension):
