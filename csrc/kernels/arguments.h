@@ -131,6 +131,7 @@ struct DeltaArguments {
   int element_size = 0;                  // 1, 2, 4 or 8
   bool wide_indices = false;
   int64_t room = 0;         // changes that indices and values have room for
+  bool is_guess = false;    // whether room was made before a GPU's sample was known
   void* indices = nullptr;  // [room] int32, or int64 if wide_indices
   void* values = nullptr;   // [room]
 
@@ -144,7 +145,6 @@ struct DeltaArguments {
   void* progress = nullptr;
   // In memory of the host that the GPU writes to, so that no copy stands between kernels.
   int64_t* bounds = nullptr;  // [count], the running sum at each tensor's end
-  bool is_guess = false;      // whether room was made before the sample was known
   int64_t sample_stride = 1;
   int* sampled = nullptr;  // [blocks / sample_stride + tables], the changes in every sample_stride-th block of a table
 };
