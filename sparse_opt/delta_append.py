@@ -19,6 +19,7 @@ from .errors import DeltaLogError, MaskError
 from .masks import MaskSet
 from .patch_codec import Backend
 from .state_digest import StateDigest
+from .tensor_state import materialized
 
 
 @dataclass
@@ -209,9 +210,9 @@ def _resolved(mask: MaskSet, layout: StateLayout, tensors: Mapping[str, Tensor],
 
 
 def _gathered(layout: StateLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, those of one dtype on the device of the first."""
+    """Contiguous tensors whose memory holds their bits, those of one dtype on the device of the first."""
     gathered: dict[str, Tensor] = {}
     for specs in by_dtype(layout).values():
         device = tensors[specs[0].name].device
-        gathered |= {spec.name: tensors[spec.name].to(device).contiguous() for spec in specs}
+        gathered |= {spec.name: materialized(tensors[spec.name].to(device)) for spec in specs}
     return gathered

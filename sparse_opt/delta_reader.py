@@ -154,7 +154,7 @@ class DeltaReader:
         found, tensors = read_state(model_or_state)
         layout = self.layout
         layout.require_same(found, str(self.directory))
-        digest = layout.state_digest(StateDigest.start([tensors[name].contiguous() for name in layout.names]).result())
+        digest = layout.state_digest(StateDigest.start([tensors[name] for name in layout.names]).result())
         headers = (read_header(file) for file in reversed(self._listed().values()))
         return next((header.file.step for header in headers if header.result_digest == digest), None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,59 +123,31 @@ class StateLayout:
 
 
 class StateReader:
-    """Reads a state of one layout step after step. Where its tensors are still those that were read last, all that was
-    found of them still holds, which spares a model of 254 tensors some milliseconds.
+    """Reads the states that are logged one after the other, which all have the layout of the log.
+
+    Each read calls the module's `state_dict()` again. What it returns can change without a trace in the module's
+    parameters: methods and hooks of the instance, submodules exchanged under their names, other tensors at the same
+    address.
     """
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
-        self._marks: list[tuple[object, ...]] | None = None
-        self._tensors: dict[str, Tensor] = {}
+        self._expected = {spec.name: (spec.torch_dtype, torch.Size(spec.shape)) for spec in layout.tensors}
 
     def read(self, model_or_state: nn.Module | Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """The layout's tensors, as `read_state` gives them.
+        """The layout's tensors, as `read_state` returns them.
 
         Raises:
             DeltaLogError: as `read_state`; or the tensors are not the layout's. Begins with `where`.
         """
-        marks = _marks(model_or_state)
-        if marks is None or marks != self._marks:
-            found, tensors = read_state(model_or_state)
-            self._layout.require_same(found, where)
-            self._marks, self._tensors = marks, tensors
-        return self._tensors
-
-
-def _marks(model_or_state: nn.Module | Mapping[str, Tensor]) -> list[tuple[object, ...]] | None:
-    """What tells this state from others: which tensors it has, and where they lie. None where that cannot be told."""
-    marks: list[tuple[object, ...]] = []
-    named: list[Iterable[tuple[str, Tensor | None]]] = []
-    if not isinstance(model_or_state, nn.Module):
-        named.append(model_or_state.items())
-    else:
-        for part in model_or_state.modules():
-            # What else it may put into its state dict, hooks and methods of its own decide.
-            if part._state_dict_hooks or part._state_dict_pre_hooks or not _is_plain(type(part)):
-                return None
-            marks.append((part, *part._non_persistent_buffers_set))
-            named += [part._parameters.items(), part._buffers.items()]
-    for items in named:
-        for name, tensor in items:
-            if tensor is None:
-                continue
-            if type(tensor) not in (Tensor, nn.Parameter):
-                return None  # of others than plain tensors the place in memory does not say everything
-            place = tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-            marks.append((name, *place))
-    return marks
-
-
-def _is_plain(kind: type[nn.Module]) -> bool:
-    return (
-        kind.state_dict is nn.Module.state_dict
-        and kind._save_to_state_dict is nn.Module._save_to_state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-    )
+        try:
+            tensors, aliases = _read_tensors(model_or_state)
+        except DeltaLogError as error:
+            raise DeltaLogError(f"{where}: {error}") from error
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if found != self._expected or aliases != self._layout.aliases:
+            self._layout.require_same(_layout(tensors, aliases, frozenset()), where)
+        return tensors
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
@@ -187,30 +159,46 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
         DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory; the model
             is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
     """
-    module = model_or_state if isinstance(model_or_state, nn.Module) else None
-    if module is not None:
-        _require_whole(module)
-    # `module` tells the two apart, which a type checker does not follow.
-    state: dict[str, Tensor] = dict(model_or_state.state_dict() if module is not None else model_or_state)  # type: ignore[union-attr,arg-type]
+    tensors, aliases = _read_tensors(model_or_state)
+    buffers: frozenset[str] = frozenset()
+    if isinstance(model_or_state, nn.Module):
+        parameters = model_or_state.named_parameters(remove_duplicate=False)
+        buffers = frozenset(tensors.keys() - {name for name, _ in parameters})
+    return _layout(tensors, aliases, buffers), tensors
+
+
+def _layout(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: frozenset[str]) -> StateLayout:
+    specs = tuple(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items())
+    return StateLayout(specs, aliases, buffers)
+
+
+def _read_tensors(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a state under their first names, and further name -> first name of tied ones."""
+    if isinstance(model_or_state, nn.Module):
+        _require_whole(model_or_state)
+        state = dict(model_or_state.state_dict())
+    else:
+        state = dict(model_or_state)
     for name, tensor in state.items():
         _require_plain(name, tensor)
     firsts = canonical_names(state)
     tensors = {name: tensor.detach() for name, tensor in state.items() if firsts[name] == name}
-    specs = tuple(TensorSpec(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items())
-    aliases = {name: first for name, first in firsts.items() if first != name}
-    buffers: frozenset[str] = frozenset()
-    if module is not None:
-        buffers = frozenset(tensors.keys() - {n for n, _ in module.named_parameters(remove_duplicate=False)})
-    return StateLayout(specs, aliases, buffers), tensors
+    return tensors, {name: first for name, first in firsts.items() if first != name}
 
 
 def _require_whole(module: nn.Module) -> None:
-    # By name: neither package need be there. `state_dict()` of the first would wait for all ranks.
-    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
-        raise DeltaLogError("the model is sharded by FullyShardedDataParallel: log a full state dict, gathered first")
-    for name, param in module.named_parameters():
-        if hasattr(param, "ds_id"):
-            raise DeltaLogError(f"{name} is sharded by DeepSpeed ZeRO-3: log a full state dict, gathered first")
+    for part in module.modules():
+        # By name: neither package need be there. `state_dict()` of the first would wait for all ranks.
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise DeltaLogError(
+                "the model is sharded by FullyShardedDataParallel: log a full state dict, gathered first"
+            )
+        for parameter in part._parameters.values():
+            if hasattr(parameter, "ds_id"):
+                names = (name for name, found in module.named_parameters() if found is parameter)
+                raise DeltaLogError(
+                    f"{next(names)} is sharded by DeepSpeed ZeRO-3: log a full state dict, gathered first"
+                )
 
 
 def _require_plain(name: str, tensor: object) -> None:
@@ -220,9 +208,26 @@ def _require_plain(name: str, tensor: object) -> None:
         raise DeltaLogError(
             f"state entry {name} is {type(tensor).__name__}, wanted a plain tensor: gather sharded ones first"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise DeltaLogError(
             f"state entry {name} is {tensor.layout} on {tensor.device}, wanted a strided tensor in memory"
         )
     if tensor.element_size() not in BITS_DTYPE:
         raise DeltaLogError(f"state entry {name} is {tensor.dtype}, wanted elements of 1, 2, 4 or 8 bytes")
+    stored = tensor.untyped_storage().nbytes()
+    if stored < _reach(tensor):
+        raise DeltaLogError(
+            f"state entry {name} is {dtype_name(tensor)} {list(tensor.shape)} and reaches to {_reach(tensor)} bytes in "
+            f"a storage of {stored} bytes: its memory was freed"
+        )
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes of its storage up to the last one of the tensor."""
+    if tensor.numel() == 0:
+        return 0
+    if tensor.is_contiguous():
+        elements = tensor.numel()
+    else:
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + elements) * tensor.element_size()

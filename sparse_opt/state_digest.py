@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from . import backends
-from .tensor_state import is_wrapper
+from .tensor_state import is_wrapper, materialized
 
 CHUNK = 65536  # bytes
 _DIGEST_BYTES = 16
@@ -89,7 +89,7 @@ def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor
         digests = torch.empty(sum(chunks), _DIGEST_BYTES, dtype=torch.uint8)
         digests.view(-1).numpy()[:] = memoryview(b"".join(map(_host_chunk_digests, tensors)))
     else:
-        digests = torch.ops.sparse_opt_native.chunk_digests([_as_stored(tensor) for tensor in tensors])
+        digests = torch.ops.sparse_opt_native.chunk_digests([materialized(tensor) for tensor in tensors])
         if device.type == "cuda":
             digests, arrived = _on_the_way_to_host(digests)
     return _Part(tuple(places), chunks, digests, arrived)
@@ -103,16 +103,9 @@ def _on_the_way_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return copy, arrived
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
-    """The tensor with its elements in row-major order, and with the bits that it stands for."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
-
-
 def _host_chunk_digests(tensor: Tensor) -> bytes:
     # A contiguous tensor of one element may have any stride, which a view as bytes refuses.
-    flat = _as_stored(tensor).cpu().as_strided((tensor.numel(),), (1,))
+    flat = materialized(tensor).cpu().as_strided((tensor.numel(),), (1,))
     data = flat.view(torch.uint8).numpy().data
     return b"".join(xxhash.xxh3_128_digest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
 

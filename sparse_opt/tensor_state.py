@@ -44,14 +44,26 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _storage_key(tensor: Tensor) -> Any:
     # Meta, empty and wrapper tensors have no address that would tell them apart.
-    if tensor.device.type == "meta" or tensor.numel() == 0 or is_wrapper(tensor):
+    if tensor.is_meta or tensor.numel() == 0 or is_wrapper(tensor):
         return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    # A lazy conjugate or negative has the address of the tensor that it is a view of, and other bits.
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
+
+
+def materialized(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous and its memory holds its bits, else a copy for which both hold.
+
+    The memory of a lazy conjugate (`torch.conj`) or negative (`torch.conj(x).imag`) holds other bits.
+    """
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def tensor_digest(tensor: Tensor) -> str:
     """xxh3_128 of a tensor's bytes in row-major order, as 32 hex digits. Copies to the host what is not there."""
-    bits = tensor.detach().cpu().contiguous().view(-1)
+    bits = materialized(tensor.detach().cpu()).view(-1)
     return xxhash.xxh3_128_hexdigest(bits.view(torch.uint8).numpy().data)
 
 

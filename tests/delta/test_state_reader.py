@@ -1,110 +1,273 @@
-"""Reading a model's state step after step: what has stayed is not looked at again, what has not is noticed."""
+"""Every append logs what `state_dict()` returns at that step, whatever has changed in the model since the last one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from sparse_opt import delta_state
+from sparse_opt import DeltaLog
 from sparse_opt.delta_state import StateReader, read_state
 from sparse_opt.errors import DeltaLogError
 
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
-def model() -> nn.Module:
-    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+def model() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     made[2].weight = nn.Parameter(made[0].weight.detach().T.contiguous())
     return made
 
 
-@pytest.fixture
-def full_readings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each time that everything was looked at."""
-    made: list[None] = []
-
-    def counted(*args: object) -> object:
-        made.append(None)
-        return read_state(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(delta_state, "read_state", counted)
-    return made
+def copy_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def assert_read(reader: StateReader, module: nn.Module) -> None:
-    found, wanted = reader.read(module, "here"), module.state_dict()
-    assert list(found) == list(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].data_ptr() == tensor.data_ptr() and torch.equal(found[name], tensor), name
-        assert not found[name].requires_grad
+def assert_logs_every_step(
+    folder: Path, module: nn.Module, same_bits: Compare, change: Callable[[int], object], n_steps: int = 4
+) -> None:
+    """Log steps of `module`, each after `change(step)`, and compare all of them with its state dict at that step."""
+    kept = {0: copy_of(module)}
+    with DeltaLog.create(folder, module) as log:
+        for step in range(1, n_steps + 1):
+            change(step)
+            kept[step] = copy_of(module)
+            assert any(not torch.equal(kept[step][name], tensor) for name, tensor in kept[step - 1].items())
+            log.append(step)
+    for step, state in kept.items():
+        same_bits(log.load(step), state)
+    assert log.verify() == []
 
 
-def test_a_state_that_stays_is_read_once(full_readings: list[None]) -> None:
+def add_one(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+
+
+def test_a_state_dict_of_the_instance(tmp_path: Path, same_bits: Compare) -> None:
     module = model()
-    reader = StateReader(read_state(module)[0])
-    for _ in range(3):
-        assert_read(reader, module)
-        with torch.no_grad():
-            module[0].weight.add_(1)
-        module(torch.randn(5, 3))  # writes to the buffers
-    assert len(full_readings) == 1
+    plain = module.state_dict
+
+    def in_bf16(*args: object, **kwargs: object) -> dict[str, Tensor]:
+        return {name: tensor.detach().bfloat16() for name, tensor in plain(*args, **kwargs).items()}
+
+    module.state_dict = in_bf16  # type: ignore[method-assign]
+    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
 
 
-def test_other_memory_is_noticed(full_readings: list[None]) -> None:
+def test_a_state_dict_method_of_a_submodule_instance(tmp_path: Path, same_bits: Compare) -> None:
     module = model()
-    reader = StateReader(read_state(module)[0])
-    assert_read(reader, module)
-    module[0].weight.data = torch.randn(4, 3)
-    assert_read(reader, module)
-    module[2].bias = nn.Parameter(torch.randn(3))
-    assert_read(reader, module)
-    module[1].running_mean = torch.randn(4)
-    assert_read(reader, module)
-    assert_read(reader, model())
-    assert len(full_readings) == 5
+    part, plain = module[0], module[0]._save_to_state_dict
+
+    def doubled(destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        plain(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = 2 * destination[f"{prefix}weight"].detach()
+
+    part._save_to_state_dict = doubled
+    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Tensor:
+        return self.weight.detach().sum().reshape(1)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pass
+
+
+def test_extra_state(tmp_path: Path, same_bits: Compare) -> None:
+    module = nn.Sequential(WithExtraState(3, 3))
+    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
+
+
+def test_hooks(tmp_path: Path, same_bits: Compare) -> None:
+    """One that is there from the start, and another one from step 2 on."""
+    module = model()
+
+    def shift(part: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] - 7
+
+    module[0].register_state_dict_post_hook(shift)
+
+    def change(step: int) -> None:
+        if step == 2:
+            module[2].register_state_dict_post_hook(shift)
+        add_one(module)
+
+    assert_logs_every_step(tmp_path / "log", module, same_bits, change)
+
+
+def test_pre_hooks(tmp_path: Path, same_bits: Compare) -> None:
+    module = model()
+    module[0].register_state_dict_pre_hook(lambda part, prefix, keep_vars: add_one(part))
+    module.register_buffer("steps", torch.zeros(()))
+    assert_logs_every_step(tmp_path / "log", module.eval(), lambda *states: None, lambda step: module.steps.add_(1))
+
+
+def test_submodules_exchanged_under_their_names(tmp_path: Path, same_bits: Compare) -> None:
+    module = model()
+
+    def exchange(step: int) -> None:
+        module[0], module[2] = module[2], module[0]
+
+    assert_logs_every_step(tmp_path / "log", module, same_bits, exchange)
+
+
+def test_names_exchanged_between_submodules(tmp_path: Path, same_bits: Compare) -> None:
+    """The same modules in the same order."""
+    module = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def exchange(step: int) -> None:
+        for name, part in [(name, module.pop(other)) for name, other in (("b", "a"), ("a", "b"))]:
+            module[name] = part
+
+    assert_logs_every_step(tmp_path / "log", module, same_bits, exchange)
+
+
+def test_parametrizations(tmp_path: Path, same_bits: Compare) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    module = model()
+    parametrize.register_parametrization(module[0], "weight", Doubled())
+    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
+
+
+def test_other_memory(tmp_path: Path, same_bits: Compare) -> None:
+    module = model()
+
+    def change(step: int) -> None:
+        if step == 1:
+            module[0].weight.data = torch.randn(3, 3)
+        elif step == 2:
+            module[2].bias = nn.Parameter(torch.randn(3))
+        elif step == 3:
+            module[1].running_mean = torch.randn(3)
+        elif step == 4:
+            module[0] = nn.Linear(3, 3)
+        else:  # the same memory, other strides
+            module[0].weight.data = module[0].weight.data.T
+
+    assert_logs_every_step(tmp_path / "log", module, same_bits, change, n_steps=5)
+
+
+def test_the_compiled_module(tmp_path: Path, same_bits: Compare) -> None:
+    """Nothing is compiled before the first forward."""
+    compiled = torch.compile(model())
+    assert_logs_every_step(tmp_path / "log", compiled, same_bits, lambda step: add_one(compiled))  # type: ignore[arg-type]
+
+
+def lazily_conjugated(tensor: Tensor) -> Tensor:
+    found = tensor.conj()
+    assert found.is_conj() and found.data_ptr() == tensor.data_ptr()
+    return found
+
+
+def lazily_negated(tensor: Tensor) -> Tensor:
+    found = torch._neg_view(tensor)
+    assert found.is_neg() and found.data_ptr() == tensor.data_ptr()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("view", "dtype"), [(lazily_conjugated, torch.complex64), (lazily_negated, torch.float32)], ids=["conj", "neg"]
+)
+@pytest.mark.parametrize("level", ["fast", "packed", "tight"])
+def test_lazily_conjugated_and_negated_entries(
+    tmp_path: Path,
+    same_bits: Compare,
+    states,
+    device: torch.device,
+    view: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    level: str,
+) -> None:
+    """The view has the address, shape and strides of what it is a view of, and other bits."""
+    plain = torch.randn(4000, dtype=dtype, device=device)
+    both = {"a": plain, "b": view(plain)}
+    with DeltaLog.create(tmp_path / "log", both, level=level) as log:
+        assert not log.layout.aliases, "a tensor and its conjugate are not tied"
+        kept = {0: {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in both.items()}}
+        for step, state in enumerate(({"a": view(plain), "b": plain}, both, {"a": plain, "b": plain.clone()})):
+            log.append(step + 1, state)
+            kept[step + 1] = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in state.items()}
+            plain[step::7] *= 3
+        assert [log.step_of(state) for state in kept.values()] == [0, 1, 2, 3]
+    for step, state in kept.items():
+        same_bits(log.load(step), state)
+    assert log.verify() == []
+    # Written through the views.
+    log.apply_(both, 0)
+    same_bits({"a": both["a"], "b": both["b"].resolve_conj().resolve_neg()}, kept[0])
+    assert log.step_of(both) == 0
+
+
+def shared(module: nn.Sequential) -> None:
+    module[2].bias = module[1].bias
+
+
+def without_bias(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    del state["0.bias"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: setattr(m[0], "weight", nn.Parameter(torch.randn(4, 5))), r"0.weight is float32 \[4, 5\]"),
-        (lambda m: setattr(m[0].weight, "data", m[0].weight.data.view(3, 4)), r"0.weight is float32 \[3, 4\]"),
+        (lambda m: setattr(m[0].weight, "data", torch.randn(9)), r"0.weight is float32 \[9\]"),
         (lambda m: m.double(), "0.weight is float64"),
         (lambda m: m.append(nn.Linear(1, 1)), "3.weight is not in the log"),
         (lambda m: m[0].register_parameter("scale", nn.Parameter(torch.ones(1))), "0.scale is not in the log"),
         (lambda m: m[1].register_buffer("more", torch.ones(1)), "1.more is not in the log"),
-        (lambda m: setattr(m[2], "bias", m[1].bias), "2.bias is missing|2.bias is float32|tied names"),
+        (lambda m: m[1]._non_persistent_buffers_set.add("running_mean"), "1.running_mean is missing"),
+        (shared, "2.bias is missing"),
         (lambda m: m.pop(2), "2.weight is missing"),
         (lambda m: setattr(m[0], "bias", None), "0.bias is missing"),
+        (lambda m: m.register_state_dict_post_hook(without_bias), "0.bias is missing"),
     ],
 )
-def test_another_model_is_refused_after_the_first_step(change, message) -> None:  # type: ignore[no-untyped-def]
+def test_another_model_is_refused_after_the_first_step(tmp_path: Path, change, message) -> None:  # type: ignore[no-untyped-def]
+    module = model()
+    with DeltaLog.create(tmp_path / "log", module) as log:
+        log.append(1)
+        change(module)
+        with pytest.raises(DeltaLogError, match=f"log: step 2: the model is not the logged one: .*({message})"):
+            log.append(2)
+
+
+def test_a_tie_that_is_gone_is_refused(tmp_path: Path) -> None:
+    module = model()
+    shared(module)
+    with DeltaLog.create(tmp_path / "log", module) as log:
+        log.append(1)
+        module[2].bias = nn.Parameter(module[1].bias.detach().clone())
+        with pytest.raises(DeltaLogError, match="step 2: the model is not the logged one: 2.bias is not in the log"):
+            log.append(2)
+
+
+def test_what_cannot_be_logged_any_more_is_refused_by_step_and_name(tmp_path: Path) -> None:
+    module = model()
+    with DeltaLog.create(tmp_path / "log", module) as log:
+        log.append(1)
+        module[0].weight.untyped_storage().resize_(0)
+        with pytest.raises(DeltaLogError, match=r"step 2: state entry 0\.weight .* 36 bytes .* storage of 0 bytes"):
+            log.append(2)
+        module[0].weight.untyped_storage().resize_(36)
+        module[0].weight.data.zero_()
+        log.append(3)
+    assert log.steps == (0, 1, 3) and log.verify() == []
+
+
+def test_tensors_share_the_memory_of_the_state(tmp_path: Path) -> None:
     module = model()
     reader = StateReader(read_state(module)[0])
-    assert_read(reader, module)
-    change(module)
-    with pytest.raises(DeltaLogError, match=f"^here: the model is not the logged one: .*({message})"):
-        reader.read(module, "here")
-
-
-def test_modules_that_make_their_state_dict_themselves_are_read_anew(full_readings: list[None]) -> None:
-    module = model()
-    module[0].register_state_dict_post_hook(
-        lambda part, state, prefix, meta: state.update({"0.weight": part.weight + 0})
-    )
-    reader = StateReader(read_state(module)[0])
-    for value in (1.0, 2.0):
-        nn.init.constant_(module[0].weight, value)
-        assert torch.equal(reader.read(module, "here")["0.weight"], torch.full((4, 3), value))
-    assert len(full_readings) == 2
-
-
-def test_state_dicts_too(full_readings: list[None]) -> None:
-    state = {"a": torch.zeros(3), "b": torch.zeros(2)}
-    reader = StateReader(read_state(state)[0])
-    assert reader.read(state, "here")["a"] is not None
-    reader.read(dict(state), "here")
-    assert len(full_readings) == 1
-    reader.read({**state, "a": torch.ones(3)}, "here")
-    assert len(full_readings) == 2
-    with pytest.raises(DeltaLogError, match=r"^here: .* b is missing"):
-        reader.read({"a": state["a"]}, "here")
+    found, expected = reader.read(module, "here"), module.state_dict()
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].data_ptr() == tensor.data_ptr() and not found[name].requires_grad
