@@ -111,12 +111,13 @@ void BoundParams::follow_last_pass() {
   last_stream_ = current;
 }
 
-void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate,
-                          const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+void BoundParams::gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, const at::Tensor& sum_sq,
+                          const OptionalTensor& found_inf) {
   const std::lock_guard lock(mutex_);
   check_gradient(i, grad);
   if (waits(i)) flush_locked();
-  gather_list_({{static_cast<size_t>(i), grad}}, out, accumulate, sum_sq, found_inf);
+  gather_list_({{static_cast<size_t>(i), grad}}, out, received_[i], sum_sq, found_inf);
+  received_[i] = true;
 }
 
 void BoundParams::check_gradient(int64_t i, const at::Tensor& grad) const {
@@ -158,11 +159,16 @@ void BoundParams::receive_into(const at::Tensor& out, const at::Tensor& sum_sq) 
   sum_sq_ = sum_sq;
 }
 
+void BoundParams::set_receiving(bool receiving) {
+  const std::lock_guard lock(mutex_);
+  receiving_ = receiving;
+}
+
 bool BoundParams::receive(size_t i) {
   at::Tensor taken;  // outlives the lock: a gradient may have a graph, of which any code may be part
   const std::lock_guard lock(mutex_);
   at::Tensor& grad = params_[i].mutable_grad();
-  if (!grad.defined() && came_by_tiles(i)) return true;
+  if (!grad.defined() && came_by_tiles_.at(i) != 0) return true;
   if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   taken = std::exchange(grad, at::Tensor());
@@ -225,8 +231,14 @@ void BoundParams::set_tiles(at::Tensor tiles, std::vector<int64_t> starts, std::
 }
 
 void BoundParams::set_waiting(int64_t tiles, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
   most_tiles_ = tiles;
   most_bytes_ = bytes;
+}
+
+void BoundParams::set_waiting_grads(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  most_grad_bytes_ = bytes;
 }
 
 void BoundParams::check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const {
@@ -237,12 +249,13 @@ void BoundParams::check_tile_operands(int64_t i, const at::Tensor& left, const a
 }
 
 void BoundParams::tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out,
-                             bool accumulate, const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
+                             const at::Tensor& sum_sq, const OptionalTensor& found_inf) {
   check_tile_operands(i, left, right);
   const std::lock_guard lock(mutex_);
   flush_locked();
-  tile_grads_({{static_cast<size_t>(i), left, right, version_of(left), version_of(right)}}, out, accumulate, sum_sq,
+  tile_grads_({{static_cast<size_t>(i), left, right, version_of(left), version_of(right)}}, out, received_[i], sum_sq,
               found_inf);
+  received_[i] = true;
   came_by_tiles_[i] = 1;
 }
 
@@ -306,9 +319,12 @@ bool BoundParams::waits(size_t i) const {
 }
 
 bool BoundParams::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
-  if (!receiving_) return take_tiles_ && take_tiles_(i, left, right);
+  std::unique_lock lock(mutex_);
+  if (!receiving_) {
+    lock.unlock();  // it takes the interpreter's lock, and calls back
+    return take_tiles_ && take_tiles_(i, left, right);
+  }
   check_tile_operands(static_cast<int64_t>(i), left, right);
-  const std::lock_guard lock(mutex_);
   if (waits(i)) flush_locked();
   const c10::Stream stream = current_stream(tiles_.device());
   if (!waiting_tiles_.takes(received_[i], left.scalar_type(), stream)) flush_tiles();
@@ -388,12 +404,32 @@ BoundParams::Waiting<BoundParams::Gradient> BoundParams::take_waiting_grads() {
   return waiting_grads_.take();
 }
 
-void BoundParams::drop_pending() {
+void BoundParams::drop() {
+  std::vector<TileOperands> operands;  // outlive the lock, as in receive
+  std::vector<Gradient> grads;
   const std::lock_guard lock(mutex_);
   finish_gathers();
-  waiting_tiles_.take();
-  take_waiting_grads();
+  operands = waiting_tiles_.take().list;
+  grads = take_waiting_grads().list;
   std::fill(came_by_tiles_.begin(), came_by_tiles_.end(), char{0});
+  received_.assign(params_.size(), false);
+}
+
+bool BoundParams::came_by_tiles(size_t i) const {
+  const std::lock_guard lock(mutex_);
+  return came_by_tiles_.at(i) != 0;
+}
+
+std::vector<bool> BoundParams::received() const {
+  const std::lock_guard lock(mutex_);
+  return received_;
+}
+
+void BoundParams::set_received(std::vector<bool> received) {
+  SPARSE_OPT_CHECK(received.size() == params_.size(), "received has ", received.size(), " elements, expected ",
+                   params_.size());
+  const std::lock_guard lock(mutex_);
+  received_ = std::move(received);
 }
 
 }  // namespace sparse_opt

@@ -27,9 +27,10 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
   bool take_grads();
 
-  // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz]. The elements of `sum_sq`, [n], of the
-  // parameters gathered stand when sum_squares_ was called: a GPU adds up those of all parameters in one launch.
-  void gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, bool accumulate, const at::Tensor& sum_sq,
+  // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz], added to what was received there. The
+  // elements of `sum_sq`, [n], of the parameters gathered are valid once sum_squares_ was called: a GPU adds up those
+  // of all parameters in one launch.
+  void gather_(int64_t i, const at::Tensor& grad, const at::Tensor& out, const at::Tensor& sum_sq,
                const std::optional<at::Tensor>& found_inf);
   void sum_squares_(const at::Tensor& sum_sq);
 
@@ -38,7 +39,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // not strided. On a GPU gradients wait for each other, as tiles do, and are gathered beside the backward pass, on a
   // stream of its own; they are held until the next ones are gathered, the pass ends, or flush() is called.
   void receive_into(const at::Tensor& out, const at::Tensor& sum_sq);
-  void set_receiving(bool receiving) { receiving_ = receiving; }
+  // Once set_receiving(false) has returned, nothing is being received.
+  void set_receiving(bool receiving);
   bool receive(size_t i);
 
   // The active tiles of those parameters that have any: tile_weight_grad_'s table, and each parameter's rows of it. The
@@ -46,8 +48,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void set_tiles(at::Tensor tiles, std::vector<int64_t> starts, std::vector<int64_t> ends, int64_t tile_size);
 
   // tile_weight_grad_ of parameter i, whose gradient is left^T @ right ([tokens, rows] and [tokens, columns]), into its
-  // slots of `out`; `sum_sq` stands when it does after gather_.
-  void tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out, bool accumulate,
+  // slots of `out`, as gather_ does.
+  void tile_grad_(int64_t i, const at::Tensor& left, const at::Tensor& right, const at::Tensor& out,
                   const at::Tensor& sum_sq, const std::optional<at::Tensor>& found_inf);
 
   // Put a gradient of parameter i, fp32 [its slots], into its slots of `out`, or add it to what was received there;
@@ -58,23 +60,24 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // What a linear layer's backward function calls: tile_grad_ into the buffers of receive_into, but not at once. Few
   // tiles leave a GPU idle, so gradients wait for each other: until there are enough, until they hold too much memory,
   // until one of them cannot go with the others, until the backward pass ends, or until flush(). While told not to
-  // receive, whatever take_tiles_with named is asked. False, and nothing done, if that does not take it either.
+  // receive, whatever take_tiles_with named is asked, with no lock held. False, and nothing done, if that does not take
+  // it either.
   using TakeTiles = std::function<bool(size_t i, const at::Tensor& left, const at::Tensor& right)>;
   bool receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
   void take_tiles_with(TakeTiles take) { take_tiles_ = std::move(take); }
   void flush();  // the buffers may be read after it, on the stream that is current
-  void drop_pending();
-  // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop_pending().
-  bool came_by_tiles(size_t i) const { return came_by_tiles_.at(i) != 0; }
+  // Forget all that was received. Nothing is written: the next gradients overwrite it.
+  void drop();
+  // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop().
+  bool came_by_tiles(size_t i) const;
   // When gradients stop waiting: those by tiles, and those that hooks receive. The numbers that hold unless they are
   // set: see bound_gradients.cpp.
   void set_waiting(int64_t tiles, int64_t bytes);
-  void set_waiting_grads(int64_t bytes) { most_grad_bytes_ = bytes; }
+  void set_waiting_grads(int64_t bytes);
 
   // Of each parameter: whether a gradient is in the buffer, for the next one to be added to.
-  const std::vector<bool>& received() const { return received_; }
-  void set_received(std::vector<bool> received) { received_ = std::move(received); }
-  void mark_received(size_t i) { received_.at(i) = true; }
+  std::vector<bool> received() const;
+  void set_received(std::vector<bool> received);
   const at::Tensor& param(size_t i) const { return params_.at(i); }
 
   // The ops of these names on the list, with `grad` or else the gradients held, which are let go. `steps` are those
@@ -171,8 +174,9 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   TakeTiles take_tiles_;
   std::vector<char> came_by_tiles_;
   // Backward passes of several threads may meet here: for all that a gradient's arrival reads or changes. The ops are
-  // called under it, so what sees them called (a dispatch mode) must not call back.
-  std::mutex mutex_;
+  // called under it, so what sees them called (a dispatch mode) must not call back. Since a dispatch mode takes the
+  // interpreter's lock, no thread may wait for this mutex while it holds that one.
+  mutable std::mutex mutex_;
   Waiting<TileOperands> waiting_tiles_;
   Waiting<Gradient> waiting_grads_;
   int64_t most_tiles_ = 0, most_bytes_ = 0, most_grad_bytes_ = 0;

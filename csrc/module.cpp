@@ -106,20 +106,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads)
-      .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a,
-           Unlocked())
+      .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())
       .def("set_tiles", &BoundParams::set_tiles, "tiles"_a, "starts"_a, "ends"_a, "tile_size"_a)
-      .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a)
-      .def("set_waiting_grads", &BoundParams::set_waiting_grads, "bytes"_a)
-      .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "accumulate"_a, "sum_sq"_a,
-           "found_inf"_a, Unlocked())
+      .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a, Unlocked())
+      .def("set_waiting_grads", &BoundParams::set_waiting_grads, "bytes"_a, Unlocked())
+      .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "sum_sq"_a, "found_inf"_a,
+           Unlocked())
       .def("add_values_", &BoundParams::add_values_, "i"_a, "values"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())
       .def(
           "take_tiles_with",
           [](BoundParams& bound, py::function take) { bound.take_tiles_with(without_lock(std::move(take))); }, "take"_a)
-      .def("came_by_tiles", &BoundParams::came_by_tiles, "i"_a)
+      .def("came_by_tiles", &BoundParams::came_by_tiles, "i"_a, Unlocked())
       .def("flush", &BoundParams::flush, Unlocked())
-      .def("drop_pending", &BoundParams::drop_pending, Unlocked())
+      .def("drop", &BoundParams::drop, Unlocked())
       .def(
           "route",
           [](const std::shared_ptr<BoundParams>& bound, size_t i, bool transposed) {
@@ -127,9 +126,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           "i"_a, "transposed"_a)
       .def("receive_into", &BoundParams::receive_into, "out"_a, "sum_sq"_a, Unlocked())
-      .def("set_receiving", &BoundParams::set_receiving, "receiving"_a)
-      .def_property("received", &BoundParams::received, &BoundParams::set_received)
-      .def("mark_received", &BoundParams::mark_received, "i"_a)
+      .def("set_receiving", &BoundParams::set_receiving, "receiving"_a, Unlocked())
+      .def_property("received", py::cpp_function(&BoundParams::received, Unlocked()),
+                    py::cpp_function(&BoundParams::set_received, Unlocked()))
       .def(
           "hook",
           [](const std::shared_ptr<BoundParams>& bound, size_t i, const py::dict& functions) {

@@ -75,15 +75,15 @@ class Bucket(Segments):
         else:
             self.native.received = received
 
-    def mark_received(self, i: int) -> None:
-        if self.native is None:
-            self._received[i] = True
-        else:
-            self.native.mark_received(i)
+    def mark_received(self, i: int, *, by_tiles: bool = False) -> None:
+        """Parameter i has a compact gradient now. A native object keeps account of what it gathers itself.
 
-    def mark_tiles(self, i: int) -> None:
-        """Parameter i's gradient has come by tiles; its hook will be called without one. A native object knows."""
-        self._came_by_tiles.add(i)
+        Args:
+            by_tiles: it was made by tiles, so that the parameter's hook will be called without a gradient.
+        """
+        self._received[i] = True
+        if by_tiles:
+            self._came_by_tiles.add(i)
 
     def add_values_(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
         """Add a gradient of parameter i that has come by tiles, fp32 [its slots], to the compact one, or begin it."""
@@ -97,8 +97,7 @@ class Bucket(Segments):
         self.sum_sq[i] = stored.square().sum()
         if found_inf is not None:
             found_inf.masked_fill_(~stored.isfinite().all(), torch.inf)
-        self.mark_tiles(i)
-        self.mark_received(i)
+        self.mark_received(i, by_tiles=True)
 
     def came_by_tiles(self, i: int) -> bool:
         """Whether a gradient of parameter i has come by tiles since `drop_gradients`."""
@@ -107,9 +106,9 @@ class Bucket(Segments):
     def drop_gradients(self) -> None:
         """Forget what is in the compact gradient and what waits to be added to it. Nothing is written."""
         if self.native is not None:
-            self.native.drop_pending()
+            self.native.drop()
         self._came_by_tiles.clear()
-        self.received = [False] * len(self.params)
+        self._received = [False] * len(self.params)
 
     def finish_gradients(self) -> None:
         """Before the compact gradient is read: add what waits to be added to it."""

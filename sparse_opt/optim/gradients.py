@@ -15,20 +15,20 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
     """Add `grad`, the gradient of parameter i, to the bucket's compact gradient, or begin it."""
     assert bucket.grad is not None
     if bucket.native is not None:
-        bucket.native.gather_(i, grad, bucket.grad, bucket.received[i], bucket.sum_sq, found_inf)
-    else:
-        bucket.ops.masked_grad_gather_(
-            bucket.grad,
-            [grad.contiguous()],
-            bucket.indices,
-            bucket.starts[i : i + 1],
-            bucket.ends[i : i + 1],
-            scale=None,
-            accumulate=bucket.received[i],
-            sum_sq=bucket.sum_sq[i : i + 1],
-            found_inf=found_inf,
-            **bucket.layout([i]),
-        )
+        bucket.native.gather_(i, grad, bucket.grad, bucket.sum_sq, found_inf)
+        return
+    bucket.ops.masked_grad_gather_(
+        bucket.grad,
+        [grad.contiguous()],
+        bucket.indices,
+        bucket.starts[i : i + 1],
+        bucket.ends[i : i + 1],
+        scale=None,
+        accumulate=bucket.received[i],
+        sum_sq=bucket.sum_sq[i : i + 1],
+        found_inf=found_inf,
+        **bucket.layout([i]),
+    )
     bucket.mark_received(i)
 
 
@@ -36,32 +36,32 @@ def tiles_(bucket: Bucket, i: int, left: Tensor, right: Tensor, found_inf: Tenso
     """Add the active tiles of left^T @ right, the gradient of parameter i, to the compact gradient, or begin it."""
     assert bucket.grad is not None and bucket.tiles is not None
     if bucket.native is not None:
-        bucket.native.tile_grad_(i, left, right, bucket.grad, bucket.received[i], bucket.sum_sq, found_inf)
-    else:
-        bucket.ops.tile_weight_grad_(
-            bucket.grad,
-            [left.contiguous()],
-            [right.contiguous()],
-            bucket.tiles.table,
-            bucket.tiles.starts[i : i + 1],
-            bucket.tiles.ends[i : i + 1],
-            tile_size=bucket.tiles.tile_size,
-            scale=None,
-            accumulate=bucket.received[i],
-            sum_sq=bucket.sum_sq[i : i + 1],
-            found_inf=found_inf,
-        )
-        bucket.mark_tiles(i)
-    bucket.mark_received(i)
+        bucket.native.tile_grad_(i, left, right, bucket.grad, bucket.sum_sq, found_inf)
+        return
+    bucket.ops.tile_weight_grad_(
+        bucket.grad,
+        [left.contiguous()],
+        [right.contiguous()],
+        bucket.tiles.table,
+        bucket.tiles.starts[i : i + 1],
+        bucket.tiles.ends[i : i + 1],
+        tile_size=bucket.tiles.tile_size,
+        scale=None,
+        accumulate=bucket.received[i],
+        sum_sq=bucket.sum_sq[i : i + 1],
+        found_inf=found_inf,
+    )
+    bucket.mark_received(i, by_tiles=True)
 
 
-def tile_rows_(
-    bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor, found_inf: Tensor | None
-) -> None:
-    """`tiles_` where left [tokens, rows] comes in parts of consecutive columns: (the part's first row, its columns).
+def tile_rows(bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> Tensor:
+    """The active tiles of left^T @ right, where left [tokens, rows] comes in parts: fp32 [slots of parameter i].
 
-    Together they are all rows. Only one part need be alive at a time, and the compact gradient is what it was until all
-    have come.
+    The compact gradient does not change; `Bucket.add_values_` adds the result to it.
+
+    Args:
+        parts: (first row, [tokens, rows from it on]), together all rows. Only one part need be alive at a time.
+        right: [tokens, columns].
     """
     assert bucket.tiles is not None
     start, end = bucket.starts[i], bucket.ends[i]
@@ -84,7 +84,7 @@ def tile_rows_(
             found_inf=None,
         )
         del left  # not beside the next one
-    bucket.add_values_(i, values, found_inf)
+    return values
 
 
 def gather_all_(bucket: Bucket) -> None:

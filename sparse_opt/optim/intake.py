@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,10 +50,16 @@ class GradientIntake:
 
     With `compact` it puts hooks on the parameters, and layers of tiled parameters get their own backward pass; without,
     gradients stay where autograd puts them. No hook keeps it alive.
+
+    Backward passes of several threads, or on several devices, may deliver gradients at the same time. One lock makes
+    each of these a single action: testing whether a gradient is accepted, dropping those that a step has used, and
+    adding it; changing one of the conditions of that test and notifying the native objects. The lock is taken before a
+    native object's mutex, never while one is held, and waiting for either leaves the interpreter's lock to others.
     """
 
     def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], *, compact: bool, amp_scaling: bool) -> None:
         self.compact, self.amp_scaling = compact, amp_scaling
+        self._lock = threading.RLock()  # reentrant: a signal handler or a finalizer may run while it is held
         self.buckets: list[Bucket] = []
         self.carriers: dict[torch.device, Carrier] = {}
         self.stepped = False  # the gradients that wait have been stepped with
@@ -71,8 +78,9 @@ class GradientIntake:
 
     @clip_coef.setter
     def clip_coef(self, clip_coef: Tensor | None) -> None:
-        self._clip_coef = clip_coef
-        self._tell_native()
+        with self._lock:
+            self._clip_coef = clip_coef
+            self._notify_native()
 
     @property
     def inside_base(self) -> bool:
@@ -81,8 +89,9 @@ class GradientIntake:
 
     @inside_base.setter
     def inside_base(self, inside: bool) -> None:
-        self._inside_base = inside
-        self._tell_native()
+        with self._lock:
+            self._inside_base = inside
+            self._notify_native()
 
     # Hooks
 
@@ -98,27 +107,29 @@ class GradientIntake:
         """Put the hooks on, with `compact`."""
         if not self.compact:
             return
-        for bucket in self.buckets:
-            if bucket.native is not None:
-                bucket.native.receive_into(bucket.grad, bucket.sum_sq)
-            for i, param in enumerate(bucket.params):
-                hook = self._hook(weakref.ref(bucket), i)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
-                if bucket.native is not None:  # does the work of `hook` wherever it only gathers
-                    bucket.native.hook(i, param._post_accumulate_grad_hooks)
-            if bucket.tiles is not None and model is not None:
+        with self._lock:
+            for bucket in self.buckets:
                 if bucket.native is not None:
-                    bucket.native.take_tiles_with(self._tiles_hook(weakref.ref(bucket)))
-                self._routed += tile_linears.install(bucket, model, self)
-        self._tell_native()
+                    bucket.native.receive_into(bucket.grad, bucket.sum_sq)
+                for i, param in enumerate(bucket.params):
+                    hook = self._hook(weakref.ref(bucket), i)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    if bucket.native is not None:  # does the work of `hook` wherever it only gathers
+                        bucket.native.hook(i, param._post_accumulate_grad_hooks)
+                if bucket.tiles is not None and model is not None:
+                    if bucket.native is not None:
+                        bucket.native.take_tiles_with(self._tiles_hook(weakref.ref(bucket)))
+                    self._routed += tile_linears.install(bucket, model, self)
+            self._notify_native()
 
     def detach(self) -> None:
         """Take the hooks off, and give layers their forward back."""
-        for handle in self._handles:
-            handle.remove()
-        tile_linears.restore(self._routed)
-        self._handles = []
-        self._tell_native()
+        with self._lock:
+            for handle in self._handles:
+                handle.remove()
+            tile_linears.restore(self._routed)
+            self._handles = []
+            self._notify_native()
 
     def _hook(self, bucket: weakref.ref[Bucket], i: int) -> Callable[[Tensor], None]:
         intake = weakref.ref(self)
@@ -140,8 +151,11 @@ class GradientIntake:
 
         return take
 
-    def _tell_native(self) -> None:
-        """Let native hooks do `receive`'s work while it would only gather; to be called when that has changed."""
+    def _notify_native(self) -> None:
+        """Let native hooks do `receive`'s work while it would only gather.
+
+        To be called when that has changed, with the lock held: the latest change must be the last notification.
+        """
         refusing = self._inside_base or self.stepped or self.carriers or self._clip_coef is not None
         plain = bool(self._handles) and not refusing
         for bucket in self.buckets:
@@ -153,31 +167,38 @@ class GradientIntake:
     def receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
         """A dense gradient has been made: keep its active elements and free it."""
         grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
-        if grad is None and bucket.came_by_tiles(i):
-            return
-        self._refuse(bucket, i)
-        if grad is None:
-            raise RuntimeError(
-                f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
-            )
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, wanted a strided tensor")
-        gradients.gather_(bucket, i, grad.detach(), self._begin(bucket))
+        with self._lock:
+            if grad is None and bucket.came_by_tiles(i):
+                return
+            self._refuse(bucket, i)
+            if grad is None:
+                raise RuntimeError(
+                    f"the gradient of {bucket.names[i]!r} is gone: another hook, or a second sparse optimizer, took it"
+                )
+            if grad.layout != torch.strided:
+                raise RuntimeError(f"the gradient of {bucket.names[i]!r} is {grad.layout}, expected a strided tensor")
+            gradients.gather_(bucket, i, grad.detach(), self._begin(bucket))
 
     def receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
         """The gradient of parameter i is left^T @ right: keep its active tiles. False if they are not ours to keep."""
-        if not self._takes_tiles(bucket):
-            return False
-        self._refuse(bucket, i)
-        gradients.tiles_(bucket, i, left.detach(), right.detach(), self._begin(bucket))
+        with self._lock:
+            if not self._takes_tiles(bucket):
+                return False
+            self._refuse(bucket, i)
+            gradients.tiles_(bucket, i, left.detach(), right.detach(), self._begin(bucket))
         return True
 
     def receive_tile_rows(self, bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`receive_tiles` of a left operand in parts, none of which is asked for if the answer is False."""
-        if not self._takes_tiles(bucket):
-            return False
-        self._refuse(bucket, i)
-        gradients.tile_rows_(bucket, i, parts, right.detach(), self._begin(bucket))
+        with self._lock:
+            if not self._takes_tiles(bucket):
+                return False
+            self._refuse(bucket, i)
+        values = gradients.tile_rows(bucket, i, parts, right.detach())  # unlocked: the caller makes the parts
+        with self._lock:
+            self._refuse(bucket, i)
+            found_inf = self._begin(bucket)
+            bucket.add_values_(i, values, found_inf)
         return True
 
     def _takes_tiles(self, bucket: Bucket) -> bool:
@@ -194,7 +215,10 @@ class GradientIntake:
             )
 
     def _begin(self, bucket: Bucket) -> Tensor | None:
-        """Make ready for a gradient that is accepted; what turns to inf if it is not finite, where a scaler looks."""
+        """Make ready for a gradient that is accepted; what turns to inf if it is not finite, where a scaler looks.
+
+        To be called with the lock held, until the gradient has been added.
+        """
         if self.stepped:
             self.forget()
         carrier = self.carriers.get(bucket.device) if self.carriers else None
@@ -207,19 +231,21 @@ class GradientIntake:
 
     def forget(self) -> None:
         """The next gradients begin anew. Nothing is written: they overwrite the compact buffer."""
-        self.stepped = False
-        self._clip_coef = None
-        for bucket in self.buckets:
-            bucket.drop_gradients()
-        self._hide_carriers()
-        self._tell_native()
+        with self._lock:
+            for bucket in self.buckets:
+                bucket.drop_gradients()
+            self._hide_carriers()
+            self._clip_coef = None
+            self.stepped = False  # last: interrupted before, all of it is done again when the next gradient arrives
+            self._notify_native()
 
     def mark_stepped(self) -> None:
         """A step has used the gradients; they stay until the next ones arrive."""
-        self.stepped = True
-        self._clip_coef = None
-        self._hide_carriers()
-        self._tell_native()
+        with self._lock:
+            self.stepped = True
+            self._clip_coef = None
+            self._hide_carriers()
+            self._notify_native()
 
     def waits(self) -> bool:
         """Whether a gradient is there that no step has used."""

@@ -1,0 +1,198 @@
+"""Gradients that several autograd threads deliver at the same time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
+from sparse_opt.optim.buckets import Bucket
+
+PAUSE = 0.4  # seconds in which another thread gets through code that no lock protects
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def backend(request):
+    why = backends.why_unavailable(request.param, "cpu")
+    if why:
+        pytest.skip(f"needs backend {request.param!r}: {why}")
+    return request.param
+
+
+def two_buckets(backend, **options):
+    """Two parameters in a group each, and so in a bucket each; all their elements are active."""
+    params = {name: nn.Parameter(torch.ones(64)) for name in ("a", "b")}
+    mask = MaskSet.from_bool({name: torch.ones(64, dtype=torch.bool) for name in params})
+    groups = [{"params": [named]} for named in params.items()]
+    return params, SparseAdamW(groups, mask, lr=1e-3, backend=backend, **options)
+
+
+def deliver(param, factor):
+    """A backward pass whose gradient of `param` is `factor` everywhere."""
+    (param * factor).sum().backward()
+
+
+def in_thread(work, *args):
+    """Starts `work` in a thread; the event is set when it is done."""
+    done = threading.Event()
+
+    def run():
+        try:
+            return work(*args)
+        finally:
+            done.set()
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    return future, done
+
+
+@pytest.mark.parametrize("options", [{}, {"amp_scaling": True}], ids=["", "scaler"])
+def test_first_gradients_after_a_step_come_from_two_threads(backend, options, monkeypatch):
+    params, optimizer = two_buckets(backend, **options)
+    for param in params.values():
+        deliver(param, 5.0)
+    optimizer.step()
+    drop, others = Bucket.drop_gradients, []
+
+    def drop_while_another_gradient_arrives(bucket):
+        if not others:
+            others.append(in_thread(deliver, params["b"], 3.0))
+            others[0][1].wait(PAUSE)
+        drop(bucket)
+
+    monkeypatch.setattr(Bucket, "drop_gradients", drop_while_another_gradient_arrives)
+    deliver(params["a"], 2.0)
+    others[0][0].result(timeout=10)
+    assert torch.equal(optimizer.compact_grad(params["a"]), torch.full((64,), 2.0))
+    found = optimizer.compact_grad(params["b"])
+    assert found is not None, "the gradient of the other thread was dropped"
+    assert torch.equal(found, torch.full((64,), 3.0))
+
+
+def test_two_threads_deliver_tiles_of_one_weight(backend, monkeypatch):
+    """Both are the weight's first; the second must be added, not overwrite. Through the Python path (a scaler's)."""
+    layer = nn.Linear(64, 64, bias=False)
+    mask = MaskSet.random(layer, density=1.0, pattern="tile64")
+    optimizer = SparseSGD(layer, mask, lr=0.1, amp_scaling=True, tile_backward=True, backend=backend)
+    inputs = [torch.full((2, 64), value) for value in (1.0, 3.0)]
+    for x in inputs:
+        layer(x).sum().backward()
+    expected = optimizer.compact_grad(layer.weight).clone()
+    optimizer.zero_grad()
+
+    received, meet = Bucket.received, threading.Barrier(2)
+
+    def read_and_wait(bucket):
+        found = received.fget(bucket)
+        if threading.current_thread() is not threading.main_thread():
+            try:
+                meet.wait(PAUSE)
+            except threading.BrokenBarrierError:
+                pass  # alone: another thread waits for a lock
+        return found
+
+    monkeypatch.setattr(Bucket, "received", property(read_and_wait, received.fset))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda x: layer(x).sum().backward(), inputs))
+    assert torch.equal(optimizer.compact_grad(layer.weight), expected)
+
+
+def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
+    """One thread is about to let native hooks receive while another enters base_weights(), which forbids it."""
+    why = backends.why_unavailable("cpu", "cpu")
+    if why:
+        pytest.skip(f"needs the extension: {why}")
+    params, optimizer = two_buckets("cpu")
+    deliver(params["a"], 1.0)
+    optimizer.step()
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay_inside():
+        with optimizer.base_weights():
+            entered.set()
+            leave.wait(10)
+
+    others = []
+
+    class Late:
+        """The bucket's native object, whose permission to receive arrives late."""
+
+        def __init__(self, native):
+            self.native = native
+
+        def __getattr__(self, name):
+            return getattr(self.native, name)
+
+        def set_receiving(self, receiving):
+            if receiving and not others:
+                others.append(in_thread(stay_inside)[0])
+                entered.wait(PAUSE)
+            self.native.set_receiving(receiving)
+
+    bucket = optimizer._buckets[0]
+    monkeypatch.setattr(bucket, "native", Late(bucket.native))
+    optimizer.zero_grad()
+    assert entered.wait(10)
+    try:
+        with pytest.raises(RuntimeError, match="arrived inside base_weights"):
+            deliver(params["a"], 1.0)
+    finally:
+        leave.set()
+        others[0].result(timeout=10)
+
+
+def test_many_steps_of_two_threads(backend):
+    """No gradient is lost, none is of an earlier step, and nothing waits for ever."""
+    params, optimizer = two_buckets(backend)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for step in range(1, 100):
+                start = threading.Barrier(2)
+
+                def run(name, start=start, step=step):
+                    start.wait()
+                    deliver(params[name], float(step))
+
+                list(pool.map(run, params))
+                for name, param in params.items():
+                    found = optimizer.compact_grad(param)
+                    assert found is not None and torch.equal(found, torch.full((64,), float(step))), (step, name)
+                optimizer.step()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: autograd has one thread for each")
+def test_first_gradients_after_a_step_come_from_two_devices(monkeypatch):
+    params = {f"p{i}": nn.Parameter(torch.ones(64, device=f"cuda:{i}")) for i in range(2)}
+    mask = MaskSet.from_bool({name: torch.ones(64, dtype=torch.bool) for name in params})
+    optimizer = SparseAdamW(list(params.items()), mask, lr=1e-3)
+
+    def backward(factor):
+        sum((p * factor).sum().to("cuda:0") for p in params.values()).backward()
+
+    backward(5.0)
+    optimizer.step()
+    drop, dropped = Bucket.drop_gradients, []
+
+    def drop_slowly(bucket):
+        dropped.append(bucket)
+        if len(dropped) == 2:  # the first of them has been dropped: the other device's gradient would be lost
+            threading.Event().wait(PAUSE)
+        drop(bucket)
+
+    monkeypatch.setattr(Bucket, "drop_gradients", drop_slowly)
+    backward(2.0)
+    for name, param in params.items():
+        found = optimizer.compact_grad(param)
+        assert found is not None and torch.equal(found, torch.full((64,), 2.0, device=param.device)), name
