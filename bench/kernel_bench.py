@@ -35,6 +35,7 @@ from .optimizers import (
     mask_of,
     parameters,
     sparse_adamw,
+    step_again,
     swapped_share,
 )
 from .rows import TORCH, Row, Work, row_of
@@ -268,7 +269,8 @@ class KernelBench:
         auto = self._auto("indexed_adamw_")
         per_active = (held["indices"] + held["state"]) / mask.nnz
         taken = backend or auto
-        return [Work(name, taken, density, optimizer.step, nbytes, taken == auto, per_active, changed)]
+        step = functools.partial(step_again, optimizer)
+        return [Work(name, taken, density, step, nbytes, taken == auto, per_active, changed)]
 
     def _base_weights(
         self, params: list[Tensor], grads: list[Tensor], mask: MaskSet, density: float, fetches: str = ""

@@ -68,6 +68,12 @@ def sparse_adamw(
     return optimizer
 
 
+def step_again(optimizer: SparseAdamW) -> None:
+    """A step on the gradients of the last one, which a step would otherwise take only once if they are compact."""
+    optimizer._intake.stepped = False
+    optimizer.step()
+
+
 def mask_of(names: Mapping[str, Tensor], active: Active) -> MaskSet:
     """The mask of the named tensors' active elements."""
     indices = active.indices.cpu()
@@ -114,7 +120,7 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
 def changed_share(optimizer: SparseAdamW, params: Named, nnz: int) -> float:
     """Take a step; the share of the ``nnz`` active weights whose bits it changed."""
     before = [as_bits(param.detach()).clone() for param in params.values()]
-    optimizer.step()
+    step_again(optimizer)
     changed = [(as_bits(p.detach()) != bits).sum() for p, bits in zip(params.values(), before, strict=True)]
     return int(torch.stack(changed).sum()) / nnz
 

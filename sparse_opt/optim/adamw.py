@@ -29,8 +29,9 @@ class SparseAdamW(SparseOptimizer):
         lr: a float, or a tensor of one element (needed to change it under a CUDA graph).
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
         grads: 'compact': a hook gathers each gradient and frees it, and micro-batches add up in the compact buffer;
-            `param.grad` stays None, so clip with `clip_grad_norm_` or `max_grad_norm` of this class. 'dense': gradients
-            stay in `param.grad`, and the step reads them at the active elements.
+            `param.grad` stays None, so clip with `clip_grad_norm_` or `max_grad_norm` of this class. `step` consumes
+            the compact gradients: another step without a backward pass in between does nothing. 'dense': gradients
+            stay in `param.grad`, and each step reads them at the active elements, as torch's do.
         max_grad_norm: clip the global norm over the active gradients in each step.
         state_dtype: of both moments, torch.float32 or torch.bfloat16 (which wants `stochastic_rounding`: a second
             moment with beta2 = 0.999 decays by less than half a bf16 unit a step).

@@ -247,6 +247,10 @@ class GradientIntake:
             self._hide_carriers()
             self._notify_native()
 
+    def received(self, bucket: Bucket) -> list[bool]:
+        """Of each parameter of the bucket: whether a compact gradient is there that no step has used."""
+        return [False] * len(bucket.params) if self.compact and self.stepped else bucket.received
+
     def waits(self) -> bool:
         """Whether a gradient is there that no step has used."""
         return not self.stepped and any(any(bucket.received) for bucket in self.buckets)

@@ -234,19 +234,22 @@ class SparseOptimizer(torch.optim.Optimizer):
     # Gradients
 
     def compact_grad(self, param: Parameter) -> Tensor | None:
-        """[nnz of param] the waiting compact gradient, a view; None if there is none (or with grads='dense')."""
-        for bucket in self._buckets:
+        """[nnz of param] the compact gradient that the next step will use, in `grad_dtype`: a view.
+
+        None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with grads='dense'.
+        """
+        for bucket in self._buckets if self.grads == "compact" else ():
             for i, p in enumerate(bucket.params):
-                if p is param and bucket.grad is not None and bucket.received[i]:
+                if p is param and bucket.grad is not None and self._intake.received(bucket)[i]:
                     bucket.finish_gradients()
                     return bucket.grad[bucket.segment(i)]
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients.
+        """Drop the gradients that no step has used.
 
-        Compact gradients that have been stepped with are forgotten anyway when the next ones arrive, so that a trainer
-        which clears only `model.zero_grad()` does not add them up.
+        After `step` there are no compact gradients left to drop, so that a trainer may as well call `model.zero_grad()`
+        alone, which sees none of them.
         """
         self._intake.forget()
         super().zero_grad(set_to_none or self.grads == "compact")
@@ -262,9 +265,10 @@ class SparseOptimizer(torch.optim.Optimizer):
                 gradients.gather_all_(bucket)
             elif bucket.native is not None:
                 bucket.native.sum_squares_(bucket.sum_sq)  # finishes gradients first
-            if self.grads == "compact" and not all(bucket.received):  # what the others hold is of an earlier step
-                received = gradients.to_device(bucket.received, torch.bool, bucket.device)
-                bucket.sum_sq.copy_(torch.where(received, bucket.sum_sq, 0.0))
+            received = self._intake.received(bucket)
+            if self.grads == "compact" and not all(received):  # the others' sums are of an earlier step
+                received_mask = gradients.to_device(received, torch.bool, bucket.device)
+                bucket.sum_sq.copy_(torch.where(received_mask, bucket.sum_sq, 0.0))
             sums.append(bucket.sum_sq.sum().to(home))
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
         norm = self._intake.unscaled(total.sqrt())
@@ -279,13 +283,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         step reads what was gathered. Nothing waits for the device, unless `error_if_nonfinite`.
 
         Returns:
-            The norm before clipping, one fp32 element on the device.
+            The norm before clipping, one fp32 element on the device; 0 if there is no gradient, and the next step then
+            clips nothing.
         """
         self._refuse("clip_grad_norm_")
         norm = self._norm()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
-        self._intake.clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if any(any(self._intake.received(bucket)) for bucket in self._buckets):
+            self._intake.clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.grad_norm = norm
         return norm
 
@@ -301,7 +307,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     # torch's stub has two overloads for the closure; one signature serves both.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of the active elements. Parameters without a gradient are passed over, as torch does."""
+        """One update of the active elements. Parameters without a gradient are skipped, as torch does.
+
+        The step consumes the compact gradients, also one that a GradScaler makes do nothing. A second step without a
+        backward pass in between does nothing: no decay, no change of the moments and step counts. torch applies the
+        same `param.grad` again until `zero_grad`, and so does grads='dense'.
+        """
         self._refuse("step")
         loss = None
         if closure is not None:
@@ -342,12 +353,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             "seed": bucket.group["seed"] + bucket.ordinal,
             **scalars,
         }
-        if bucket.native is not None and (all(bucket.received) if gathered else bucket.native.take_grads()):
+        received = self._intake.received(bucket)
+        if bucket.native is not None and (all(received) if gathered else bucket.native.take_grads()):
             self._update(bucket, getattr(bucket.native, self._op), (), steps=bucket.steps, **arguments)
             return
 
         grads = [p.grad for p in bucket.params]
-        present = [i for i, g in enumerate(grads) if (bucket.received[i] if gathered else g is not None)]
+        present = [i for i, g in enumerate(grads) if (received[i] if gathered else g is not None)]
         if not present:
             return
         found_inf = scalars["found_inf"]

@@ -142,3 +142,11 @@ def test_a_call_that_waits_for_the_device_is_found():
     optimizers.check_no_sync("adding", lambda: x.add_(1), x.device)
     with pytest.raises(WrongResult, match="reading waits for the device"):
         optimizers.check_no_sync("reading", x.sum().item, x.device)
+
+
+@pytest.mark.parametrize("gradients", ["dense", "compact"])
+def test_a_timed_step_has_gradients_each_time(gradients):
+    weights = {"a": torch.randn(40, 50, generator=torch.Generator().manual_seed(0))}
+    mask, params = MaskSet.random(weights, density=0.5), parameters(weights)
+    optimizer = sparse_adamw(params, {"a": torch.ones(40, 50)}, mask, gradients)
+    assert [optimizers.changed_share(optimizer, params, mask.nnz) for _ in range(3)] == [1.0] * 3

@@ -1,0 +1,217 @@
+"""A step consumes the compact gradients: a second one without a backward pass between them does nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+
+KINDS = {"adamw": SparseAdamW, "sgd": lambda *args, **kw: SparseSGD(*args, momentum=0.9, nesterov=True, **kw)}
+OPTIONS = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.1},
+    "stochastic": {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
+    "master": {"master_weights": True},
+}
+
+
+@pytest.fixture(params=["chosen", "reference"])
+def backend(request):
+    """The backend that is taken where none is named, and the one without native objects."""
+    return None if request.param == "chosen" else request.param
+
+
+def make_model(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 4)).to(device, dtype)
+
+
+def groups_of(model):
+    """One for each layer, and so two buckets."""
+    layers = [[(n, p) for n, p in model.named_parameters() if n.startswith(str(i))] for i in range(2)]
+    return [{"params": layers[0]}, {"params": layers[1], "weight_decay": 0.5}]
+
+
+def backward(model, seed=0):
+    p = next(model.parameters())
+    x = torch.randn(5, p.shape[1], generator=torch.Generator().manual_seed(seed)).to(p.device, p.dtype)
+    model(x).float().square().mean().backward()
+
+
+def snapshot(model, optimizer):
+    """Everything that a step may change."""
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    return [p.detach().clone() for p in model.parameters()], state
+
+
+def assert_same(a, b):
+    assert all(torch.equal(p, q) for p, q in zip(a[0], b[0], strict=True))
+    assert a[1].keys() == b[1].keys()
+    for key, values in a[1].items():
+        assert all(torch.equal(value, b[1][key][name]) for name, value in values.items()), key
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_a_new_gradient_does_nothing(kind, options, backend, device):
+    model = make_model(device, torch.bfloat16)
+    mask = MaskSet.random(model, density=0.5)
+    optimizer = KINDS[kind](groups_of(model), mask, lr=1e-2, backend=backend, **OPTIONS[options])
+    once = make_model(device, torch.bfloat16)
+    other = KINDS[kind](groups_of(once), mask, lr=1e-2, backend=backend, **OPTIONS[options])
+    optimizer.step()  # before the first gradient
+    assert not any(state["step"] for state in optimizer.state.values())
+    for seed in range(3):
+        backward(model, seed)
+        optimizer.step()
+        before = snapshot(model, optimizer)
+        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert_same(snapshot(model, optimizer), before)
+        backward(once, seed)
+        other.step()
+    assert_same(snapshot(model, optimizer), snapshot(once, other))  # random words included: they count steps
+
+
+def test_as_torch_where_the_model_clears_its_gradients(backend, device):
+    ours, theirs = make_model(device), make_model(device)
+    mask = MaskSet.from_bool({n: torch.ones(p.shape, dtype=torch.bool) for n, p in ours.named_parameters()})
+    optimizers = [
+        SparseSGD(ours, mask, lr=0.5, weight_decay=0.25, backend=backend),
+        torch.optim.SGD(theirs.parameters(), lr=0.5, weight_decay=0.25),
+    ]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        backward(model)
+        optimizer.step()
+        model.zero_grad()
+        optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2.0**-22, atol=2.0**-24)  # a rounding or two of one step
+
+
+def test_only_parameters_with_a_new_gradient_move(backend, device):
+    model = make_model(device)
+    optimizer = SparseAdamW(groups_of(model), MaskSet.random(model, density=0.5), lr=1e-2, backend=backend)
+    backward(model)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    model[1].weight.square().sum().backward()
+    assert optimizer.compact_grad(model[0].weight) is None
+    optimizer.step()
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert moved == [False, False, True, False]
+    assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_compact_gradients_are_readable_until_the_step(grads, backend, device):
+    model = make_model(device)
+    mask = MaskSet.random(model, density=0.5)
+    optimizer = SparseAdamW(model, mask, grads=grads, backend=backend)
+    backward(model)
+    optimizer.clip_grad_norm_(1e9)
+    found = [optimizer.compact_grad(p) for p in model.parameters()]
+    if grads == "dense":
+        assert found == [None] * 4
+        return
+    assert [g.numel() for g in found] == [mask[n].numel() for n in mask.names]
+    optimizer.step()
+    assert all(optimizer.compact_grad(p) is None for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(optimizer.compact_grad(p) is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_the_norm_of_no_gradients_is_zero_and_clips_nothing(grads, backend, device):
+    """As torch.nn.utils.clip_grad_norm_, which is given no gradient then."""
+    model, other = make_model(device), make_model(device)
+    mask = MaskSet.random(model, density=0.5)
+    optimizer = SparseAdamW(model, mask, grads=grads, backend=backend)
+    unclipped = SparseAdamW(other, mask, grads=grads, backend=backend)
+    for seed in range(2):
+        norm = optimizer.clip_grad_norm_(1e-3)
+        assert norm.item() == 0.0 and norm.dtype == torch.float32
+        assert optimizer.grad_norm is norm
+        for m, o in ((model, optimizer), (other, unclipped)):
+            backward(m, seed)  # accepted: nothing was clipped
+            o.step()
+            m.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_max_grad_norm_of_a_step_without_gradients(grads, backend, device):
+    model = make_model(device)
+    mask = MaskSet.random(model, density=0.5)
+    optimizer = SparseAdamW(model, mask, grads=grads, max_grad_norm=1.0, backend=backend)
+    backward(model)
+    optimizer.step()
+    assert optimizer.grad_norm.item() > 0
+    model.zero_grad()
+    optimizer.step()
+    assert optimizer.grad_norm.item() == 0.0
+    backward(model)
+    optimizer.step()
+    assert optimizer.grad_norm.item() > 0
+
+
+def test_dense_gradients_are_applied_again_as_in_torch(backend, device):
+    models = [make_model(device) for _ in range(2)]
+    mask = MaskSet.from_bool({n: torch.ones(p.shape, dtype=torch.bool) for n, p in models[0].named_parameters()})
+    ours = SparseSGD(models[0], mask, lr=0.5, grads="dense", backend=backend)
+    theirs = torch.optim.SGD(models[1].parameters(), lr=0.5)
+    for model, optimizer in zip(models, (ours, theirs), strict=True):
+        backward(model)
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=2.0**-22, atol=2.0**-24)
+
+
+def test_a_closure_without_a_backward_pass(backend, device):
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=1e-2, backend=backend)
+    backward(model)
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_a_step_that_the_scaler_refuses_consumes_the_gradients(backend, device):
+    """Whether it is refused is known on the device alone; torch keeps the infinite gradients until zero_grad."""
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=1e-2, amp_scaling=True, backend=backend)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+    before = snapshot(model, optimizer)
+    x = torch.ones(3, 12, device=device)
+    scaler.scale(model(x).square().mean() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(optimizer.compact_grad(p) is None for p in model.parameters())
+    optimizer.step()
+    assert_same(snapshot(model, optimizer), before)
+    scaler.scale(model(x).square().mean()).backward()  # begins anew
+    scaler.step(optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(int(state["step"]) == 1 for state in optimizer.state.values())
+
+
+def test_state_and_mask_after_a_step(backend, device):
+    """Consumed gradients are in no state, and no reason to refuse another mask."""
+    model = make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=1e-2, backend=backend)
+    backward(model)
+    optimizer.step()
+    optimizer.set_mask(MaskSet.random(model, density=0.4, seed=1))
+    before = snapshot(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    assert_same(snapshot(model, optimizer), before)
