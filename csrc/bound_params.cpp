@@ -60,21 +60,25 @@ void BoundParams::check_numels() const {
 }
 
 bool BoundParams::take_grads() {
-  grads_.clear();
-  grads_.reserve(params_.size());
+  std::vector<at::Tensor> grads;
+  grads.reserve(params_.size());
   for (const at::Tensor& param : params_) {
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) {
-      grads_.clear();
-      return false;
+      grads.clear();
+      break;
     }
-    grads_.push_back(grad.contiguous());
+    grads.push_back(grad.contiguous());
   }
-  return true;
+  const bool taken = grads.size() == params_.size();
+  const std::lock_guard lock(mutex_);
+  grads_.swap(grads);  // those held before are freed once the lock is released
+  return taken;
 }
 
 OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {
   if (grad.has_value()) return std::nullopt;
+  const std::lock_guard lock(mutex_);
   return std::exchange(grads_, {});
 }
 

@@ -6,8 +6,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #ifdef SPARSE_OPT_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -23,6 +25,9 @@ namespace py = pybind11;
 using namespace py::literals;
 
 namespace {
+
+// For what runs a kernel, may wait for a device, or may wait on a mutex.
+using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 py::dict build_info() {
   py::dict info;
@@ -66,6 +71,21 @@ void set_l2_fetch_granularity(c10::DeviceIndex device, int64_t bytes) {
 }
 #endif
 
+// Neither making nor destroying one holds the interpreter's lock: both may wait, for a device or on a mutex.
+std::shared_ptr<sparse_opt::BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices,
+                                              std::vector<int64_t> starts, std::vector<int64_t> ends,
+                                              int64_t run_length, std::optional<at::Tensor> index_bases) {
+  const auto destroy = [](sparse_opt::BoundParams* bound) {
+    std::optional<py::gil_scoped_release> no_lock;  // a backward pass may have the last reference, without the lock
+    if (PyGILState_Check() == 1) no_lock.emplace();
+    delete bound;
+  };
+  const py::gil_scoped_release no_lock;
+  return {new sparse_opt::BoundParams(std::move(params), std::move(indices), std::move(starts), std::move(ends),
+                                      run_length, std::move(index_bases)),
+          destroy};
+}
+
 // A Python function for a thread that may not hold the interpreter's lock; its errors as autograd carries Python's.
 sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
   const auto release = [](py::function* held) {
@@ -91,23 +111,20 @@ sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", &build_info, "How the extension was built: a dict of strings and bools.");
 #ifdef SPARSE_OPT_WITH_CUDA
-  m.def("l2_fetch_granularity", &l2_fetch_granularity, "device"_a);
-  m.def("set_l2_fetch_granularity", &set_l2_fetch_granularity, "device"_a, "bytes"_a);
+  m.def("l2_fetch_granularity", &l2_fetch_granularity, "device"_a, Unlocked());
+  m.def("set_l2_fetch_granularity", &set_l2_fetch_granularity, "device"_a, "bytes"_a, Unlocked());
 #endif
 
   using sparse_opt::BoundParams;
   using sparse_opt::TileRoute;
-  // Where others may wait for the lock: on a mutex, or for what these run.
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<BoundParams, std::shared_ptr<BoundParams>>(
       m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
-      .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
-                    std::optional<at::Tensor>>(),
-           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
+      .def(py::init(&bind), "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
+           "index_bases"_a = std::nullopt)
       .def("has_grads", &BoundParams::has_grads)
-      .def("take_grads", &BoundParams::take_grads)
+      .def("take_grads", &BoundParams::take_grads, Unlocked())
       .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())
-      .def("set_tiles", &BoundParams::set_tiles, "tiles"_a, "starts"_a, "ends"_a, "tile_size"_a)
+      .def("set_tiles", &BoundParams::set_tiles, "tiles"_a, "starts"_a, "ends"_a, "tile_size"_a, Unlocked())
       .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a, Unlocked())
       .def("set_waiting_grads", &BoundParams::set_waiting_grads, "bytes"_a, Unlocked())
       .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "sum_sq"_a, "found_inf"_a,
@@ -138,10 +155,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a, Unlocked())
       .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
            py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,
-           "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a)
+           "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a, Unlocked())
       .def("indexed_sgd_", &BoundParams::indexed_sgd_, "momentum_buffer"_a, "lr"_a, "steps"_a, py::kw_only(), "grad"_a,
            "master"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
-           "found_inf"_a, "stochastic_rounding"_a, "seed"_a);
+           "found_inf"_a, "stochastic_rounding"_a, "seed"_a, Unlocked());
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
       .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())

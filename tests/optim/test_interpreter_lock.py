@@ -1,0 +1,87 @@
+"""Other threads run Python while a kernel works: no call of native code holds the interpreter's lock meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
+
+SIZE = 1 << 22  # elements; each call below takes some milliseconds at least
+
+
+@pytest.fixture(autouse=True)
+def native():
+    why = backends.why_unavailable("cpu", "cpu")
+    if why:
+        pytest.skip(f"needs the extension: {why}")
+
+
+class Ticking:
+    """A thread that notes the time as often as it is let, inside the block."""
+
+    def __enter__(self):
+        self.ticks, self._stop = [], False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._stop = True
+        self._thread.join()
+
+    def _run(self):
+        while not self._stop:
+            self.ticks.append(time.perf_counter())
+            time.sleep(0)
+
+
+def assert_others_run_meanwhile(call):
+    """`call()`, nearly all of it native code, lets another thread run in the middle half of the time that it takes."""
+    for _ in range(10):  # a busy machine may not have given the other thread a core
+        with Ticking() as other:
+            start = time.perf_counter()
+            call()
+            end = time.perf_counter()
+        quarter = (end - start) / 4
+        if any(start + quarter < tick < end - quarter for tick in other.ticks):
+            return
+    pytest.fail(f"no other thread ran during a call of {1e3 * (end - start):.1f} ms")
+
+
+def optimizer_of(kind, **options):
+    param = nn.Parameter(torch.randn(SIZE // 1024, 1024))
+    mask = MaskSet.from_bool({"w": torch.ones(param.shape, dtype=torch.bool)})
+    return param, kind([("w", param)], mask, lr=1e-3, backend="cpu", **options)
+
+
+@pytest.mark.parametrize("kind", [SparseAdamW, SparseSGD])
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_step(kind, grads):
+    param, optimizer = optimizer_of(kind, grads=grads)
+    param.sum().backward()
+    assert_others_run_meanwhile(optimizer.step)
+
+
+def test_dense_gradients_are_made_contiguous():
+    param, optimizer = optimizer_of(SparseSGD, grads="dense")
+    param.grad = torch.randn(param.shape[::-1]).t()
+    assert_others_run_meanwhile(optimizer._buckets[0].native.take_grads)
+
+
+@pytest.mark.parametrize("call", ["swap", "gather", "digest", "compare"])
+def test_ops(call):
+    param, optimizer = optimizer_of(SparseSGD)
+    bucket, base = optimizer._buckets[0], optimizer._bases[0]
+    dense, ops = torch.randn_like(param), torch.ops.sparse_opt_native
+    calls = {
+        "swap": torch.no_grad()(base.swap_),
+        "gather": lambda: bucket.native.gather_(0, dense, bucket.grad, bucket.sum_sq, None),
+        "digest": lambda: ops.chunk_digests([dense]),
+        "compare": lambda: ops.count_changes([param.detach()], [dense]),
+    }
+    assert_others_run_meanwhile(calls[call])
