@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .delta_chain import LogFiles
 from .delta_files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepFile, StepHeader, step_file, write_step
+from .delta_lock import WriterLock, require_no_log
 from .delta_patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, count_changes, encode
 from .delta_state import StateLayout
 from .delta_writer import HostCopy, StepJob
@@ -152,11 +153,12 @@ def begin(
     mask: MaskSet | None,
     metadata: Mapping[str, str],
     backend: Backend | None,
+    lock: WriterLock,
 ) -> StepCoder:
     """Write a log's mask and its first step, which is on disk on return.
 
     Raises:
-        DeltaLogError: a file cannot be written, or the mask does not fit the state.
+        DeltaLogError: a file cannot be written, the lock was lost, or the mask does not fit the state.
     """
     log_mask = None if mask is None else LogMask(_resolved(mask, layout, tensors, directory))
     shadow = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
@@ -177,11 +179,14 @@ def begin(
         settings=settings,
     )
     if log_mask is not None:
+        # A mask may be there from a creation that was killed, but not that of another log.
+        lock.require_held(header.file.where)
+        require_no_log(directory)
         try:
             log_mask.mask.save(directory / MASK_NAME)
         except MaskError as error:
             raise DeltaLogError(f"{header.file.where}: {error}") from error
-    write_step(header, {name: tensor.cpu() for name, tensor in shadow.items()})
+    write_step(header, {name: tensor.cpu() for name, tensor in shadow.items()}, require_lock=lock.require_held)
     return StepCoder(header, log_mask, shadow, 0, backend)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,24 @@ def list_steps(directory: Path) -> tuple[dict[int, StepFile], list[Path]]:
     return dict(sorted(files.items())), strays
 
 
-def write_step(header: StepHeader, payload: Mapping[str, Tensor]) -> None:
+def write_step(
+    header: StepHeader,
+    payload: Mapping[str, Tensor],
+    *,
+    replace: bool = False,
+    require_lock: Callable[[str], object] | None = None,
+) -> None:
     """Write one step's file, whole or not at all; a patch's payload digest is taken here.
 
+    Args:
+        replace: overwrite the step's file. If False, a step that has a file already, of either kind, is refused.
+        require_lock: `WriterLock.require_held`, called right before the file appears under its name.
+
     Raises:
-        DeltaLogError: the file cannot be written (disk full, read-only folder); nothing is left under its name.
+        DeltaLogError: the file cannot be written (disk full, read-only folder), the step has a file, or the lock was
+            lost. This call leaves nothing under the file's name, and does not touch what others put there.
     """
+    where = header.file.where
     fields = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -150,10 +162,35 @@ def write_step(header: StepHeader, payload: Mapping[str, Tensor]) -> None:
             "settings": compact_json(asdict(header.settings)),
         }
     fields["header_digest"] = metadata_digest(fields)
+
+    def check() -> None:
+        if require_lock is not None:
+            require_lock(where)
+
     try:
-        write_safetensors(header.file.path, payload, fields)
+        write_safetensors(header.file.path, payload, fields, replace=replace, before_publishing=check)
+        if not replace:
+            _require_single(header.file)
     except (OSError, SafetensorError) as error:
-        raise DeltaLogError(f"{header.file.where}: cannot be written: {one_line(error)}") from error
+        check()  # whoever has the lock removes this writer's temporary files
+        if isinstance(error, FileExistsError):
+            raise DeltaLogError(_taken(header.file, header.file.path.name)) from error
+        raise DeltaLogError(f"{where}: cannot be written: {one_line(error)}") from error
+
+
+def _require_single(file: StepFile) -> None:
+    """Remove the step's new file again and raise DeltaLogError where the step has a file of the other kind as well.
+
+    Checked after the file appeared: of two writers that publish one step at once, at most one comes through.
+    """
+    other = step_file(file.path.parent, file.step, PATCH if file.kind == KEYFRAME else KEYFRAME)
+    if other.path.exists():
+        file.path.unlink()
+        raise DeltaLogError(_taken(file, other.path.name))
+
+
+def _taken(file: StepFile, found: str) -> str:
+    return f"{file.where}: not written: {found} exists already, from another writer of this log"
 
 
 def read_header(file: StepFile) -> StepHeader:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from .atomic_files import one_line
 from .delta_files import list_steps
 from .errors import DeltaLogError
 
@@ -27,7 +28,7 @@ class WriterLock:
 
     @classmethod
     def take(cls, directory: Path, *, make: bool = False) -> WriterLock:
-        """Lock a directory; `make` makes it where it is missing.
+        """Lock a directory and remove what a killed writer left; `make` makes it where it is missing.
 
         Raises:
             DeltaLogError: another writer has it, or it cannot be written.
@@ -57,6 +58,32 @@ class WriterLock:
     def held(self) -> bool:
         return self._descriptor is not None
 
+    def require_held(self, where: str) -> None:
+        """Raise DeltaLogError, which begins with `where`, unless `writer.lock` is still the file that was locked.
+
+        Otherwise another process can lock a new file of that name, and write to the log as well.
+        """
+        if self._descriptor is None:
+            raise DeltaLogError(f"{where}: {self.path} was released by this process")
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            what = "deleted"
+        except OSError as error:
+            raise DeltaLogError(f"{where}: {self.path} cannot be checked: {one_line(error)}") from error
+        else:
+            if os.path.samestat(os.fstat(self._descriptor), found):
+                return
+            what = "replaced"
+        raise DeltaLogError(
+            f"{where}: {self.path} was {what} while this process held it, so that another one may write to the log: "
+            "close this log and open it again"
+        )
+
+    @property
+    def path(self) -> Path:
+        return self.directory / LOCK_NAME
+
     def release(self) -> None:
         """Let go of the directory. Does nothing a second time."""
         if self._descriptor is not None:
@@ -68,10 +95,12 @@ class WriterLock:
             self._descriptor = None
 
     def undo(self) -> None:
-        """Let go of the directory and remove what taking it made, where nothing else has come to it."""
-        for path in self._made if self.held else []:
-            with contextlib.suppress(OSError):  # it holds something by now
-                path.unlink() if path.name == LOCK_NAME else path.rmdir()
+        """Release the directory and remove what taking it made, where nothing else has come to it."""
+        with contextlib.suppress(DeltaLogError):  # the lock is another writer's by now, and so is the directory
+            self.require_held(str(self.directory))
+            for path in self._made:
+                with contextlib.suppress(OSError):  # it holds something by now
+                    path.unlink() if path.name == LOCK_NAME else path.rmdir()
         self.release()
 
 

@@ -39,6 +39,7 @@ class _Writing:
 
     coder: StepCoder
     writer: StepWriter
+    lock: WriterLock
     end: weakref.finalize[Any, Any]
     last_step: int
     warned: bool = False
@@ -47,10 +48,10 @@ class _Writing:
 class DeltaLog(DeltaReader):
     """An append-only directory of keyframes and patches, one file a step; docs/formats.md has the format.
 
-    Every file is written aside, fsynced and renamed, and says which state it starts from and which it leads to. What is
-    torn, flipped, renamed, reordered or another run's is refused with a DeltaLogError that names file and step; a state
-    is only ever returned after its digest was found right. Leftovers of a killed writer (`.tmp`) are ignored. A missing
-    last file cannot be noticed: the log then ends one step earlier.
+    Every file is written aside, fsynced and given its name, never over a file of the same step; it says which state it
+    starts from and which it leads to. What is torn, flipped, renamed, reordered or another run's is refused with a
+    DeltaLogError that names file and step; a state is only ever returned after its digest was found right. Leftovers of
+    a killed writer (`.tmp`) are ignored. A missing last file cannot be noticed: the log then ends one step earlier.
 
     The state is the model's `state_dict()`: parameters and persistent buffers, of any dtype of 1, 2, 4 or 8 bytes, kept
     bit for bit. Tied tensors are stored once, under their first name. Sharded ones (DTensor, FSDP, DeepSpeed ZeRO-3)
@@ -65,7 +66,8 @@ class DeltaLog(DeltaReader):
     a keyframe is copied to the host whole, while training waits. Where tensors of one dtype lie on several devices,
     they are copied to that of the first to be coded.
 
-    `writer.lock` in the directory is held until `close()`, so that a second writer is refused.
+    `writer.lock` in the directory is held until `close()`, so that a second writer is refused. If the file is deleted
+    or replaced meanwhile, later steps are refused until the log is closed and opened again.
 
         with DeltaLog.create("delta_logs_llama", model) as log:
             for step in ...:
@@ -135,7 +137,7 @@ class DeltaLog(DeltaReader):
                 lock = undo.enter_context(claim(log.directory))
             elif lock.directory != log.directory or not lock.held:
                 raise DeltaLogError(f"{log.directory}: the lock is of {lock.directory}, or was let go of")
-            coder = begin(log.directory, layout, tensors, settings, mask, metadata or {}, backend)
+            coder = begin(log.directory, layout, tensors, settings, mask, metadata or {}, backend, lock)
         log._writing = log._begun(lock, coder, coder.base)
         return log
 
@@ -241,18 +243,16 @@ class DeltaLog(DeltaReader):
         Raises:
             DeltaLogError: a or b is not logged, a is not before b; a second writer, a damaged log or a failed write.
         """
-        lent = None
-        if self._writing is None:
-            lent = WriterLock.take(self.directory)
+        lock = WriterLock.take(self.directory) if self._writing is None else self._writing.lock
         try:
             self.flush()
-            info = StepInfo.of(delta_squash.squash(self._log_files, a, b, on_step))
+            info = StepInfo.of(delta_squash.squash(self._log_files, a, b, on_step, lock))
             if self._writing is not None:
                 self._writing.coder.since_keyframe = since_keyframe(self._log_files.steps())
             return info
         finally:
-            if lent is not None:
-                lent.release()
+            if self._writing is None:
+                lock.release()
 
     def truncate(self, after: int) -> None:
         """Take out the steps after `after`, for a run that goes on from there and logs them anew.
@@ -265,7 +265,7 @@ class DeltaLog(DeltaReader):
         self.close()
         lock = WriterLock.take(self.directory)
         try:
-            delta_squash.truncate(self._log_files, after)
+            delta_squash.truncate(self._log_files, after, lock)
         finally:
             lock.release()
 
@@ -302,8 +302,8 @@ class DeltaLog(DeltaReader):
             self._writing.writer.drain()
 
     def _begun(self, lock: WriterLock, coder: StepCoder, last: StepHeader) -> _Writing:
-        writer = StepWriter(coder.base, last)
-        return _Writing(coder, writer, weakref.finalize(self, _end, writer, lock), last.file.step)
+        writer = StepWriter(coder.base, last, lock)
+        return _Writing(coder, writer, lock, weakref.finalize(self, _end, writer, lock), last.file.step)
 
     def _resumed(self) -> _Writing:
         """Take the directory, and rebuild the state that the next patch is coded against."""

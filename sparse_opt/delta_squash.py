@@ -8,11 +8,12 @@ from dataclasses import replace
 from .atomic_files import fsync
 from .delta_chain import LogFiles
 from .delta_files import KEYFRAME, StepHeader, read_keyframe, write_step
+from .delta_lock import WriterLock
 from .delta_patches import LogMask, MaskedState, count_changes, encode
 from .errors import DeltaLogError
 
 
-def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | None) -> StepHeader:
+def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | None, lock: WriterLock) -> StepHeader:
     """Take out the steps strictly between two; the header of step b as it is then. See `DeltaLog.squash`."""
     listed = files.steps()
     for step in (a, b):
@@ -28,23 +29,24 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
     header = files.header(listed[b])
     if not between:
         return header
-    _rewrite(files, a, header)
-    _remove(files, between, on_step)
+    _rewrite(files, a, header, lock)
+    _remove(files, between, on_step, lock)
     return files.header(listed[b])
 
 
-def truncate(files: LogFiles, after: int) -> None:
+def truncate(files: LogFiles, after: int, lock: WriterLock) -> None:
     """Take out the steps after `after`. See `DeltaLog.truncate`."""
     listed = files.steps()
     if after < min(listed):
         raise DeltaLogError(f"{files.directory}: truncating after step {after}: the log begins with step {min(listed)}")
-    _remove(files, [step for step in listed if step > after], None)
+    _remove(files, [step for step in listed if step > after], None, lock)
 
 
-def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | None) -> None:
+def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | None, lock: WriterLock) -> None:
     """Remove steps, from the last one back: what is left after a crash can still be rebuilt."""
     listed = files.steps()
     for step in sorted(steps, reverse=True):
+        lock.require_held(listed[step].where)
         try:
             listed[step].path.unlink()
             fsync(files.directory)
@@ -54,7 +56,7 @@ def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | 
             on_step(step)
 
 
-def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
+def _rewrite(files: LogFiles, a: int, header: StepHeader, lock: WriterLock) -> None:
     """Step b as one that follows step a, with the same state and under the same name."""
     layout, chain_a = files.layout, files.chain(a)
     base = files.base()
@@ -64,7 +66,8 @@ def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
     if header.file.kind == KEYFRAME:
         old = files.rebuild(chain_a)
         changed = sum(count_changes(layout, old, new, files.backend).values())
-        write_step(replace(header, previous_step=a, changed=changed), new)
+        written = replace(header, previous_step=a, changed=changed)
+        write_step(written, new, replace=True, require_lock=lock.require_held)
         return
     old = dict(read_keyframe(base)) if parent is base else files.rebuild(chain_a)
     masked = None
@@ -81,4 +84,4 @@ def _rewrite(files: LogFiles, a: int, header: StepHeader) -> None:
         masked=patch.mask is not None,
         payload_digest="",
     )
-    write_step(written, patch.parts())
+    write_step(written, patch.parts(), replace=True, require_lock=lock.require_held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .delta_files import KEYFRAME, StepHeader, write_step
+from .delta_lock import WriterLock
 from .delta_state import StateLayout
 from .errors import DeltaLogError
 from .state_digest import StateDigest
@@ -160,10 +160,11 @@ class StepWriter:
 
     Args:
         base, last: headers of the log's first and last step.
+        lock: of the log's directory; checked before each file appears.
     """
 
-    def __init__(self, base: StepHeader, last: StepHeader) -> None:
-        self._base, self._last = base, last
+    def __init__(self, base: StepHeader, last: StepHeader, lock: WriterLock) -> None:
+        self._base, self._last, self._lock_file = base, last, lock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="delta-log")
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._lock = threading.Lock()
@@ -247,13 +248,7 @@ class StepWriter:
             tensor_digests=tuple(whole),
             result_digest=job.layout.state_digest(whole),
         )
-        try:
-            write_step(header, payload)
-        except DeltaLogError:
-            # Its name was there already where only the directory could not be synced: nobody was told of it.
-            with contextlib.suppress(OSError):
-                header.file.path.unlink(missing_ok=True)
-            raise
+        write_step(header, payload, require_lock=self._lock_file.require_held)
         with self._lock:
             self._last, self._failed = header, None
         return StepInfo.of(header)

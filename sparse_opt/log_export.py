@@ -34,6 +34,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .atomic_files import one_line, write_safetensors
+from .delta_files import list_steps
 from .errors import DeltaLogError
 from .log_reading import step_states
 from .new_folders import new_folder
@@ -48,8 +49,10 @@ def export_state(log: StateLog, step: int, path: str | Path, *, on_tensor: OnTen
     """Write the state at a step as one safetensors file, tied tensors once. Holds the state in memory.
 
     Raises:
-        DeltaLogError: the step is not logged, the log is damaged, or the file cannot be written.
+        DeltaLogError: the step is not logged, the log is damaged, or the file cannot be written or is in the folder of
+            a delta log.
     """
+    _require_target(Path(path))
     tensors = {}
     for name in log.layout.names:
         tensors[name] = _single(log, name, step)
@@ -66,10 +69,11 @@ def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_
 
     Raises:
         DeltaLogError: `since` is not before `step`, one is not logged, the log is damaged, or the file cannot be
-            written.
+            written or is in the folder of a delta log.
     """
     if since >= step:
         raise DeltaLogError(f"{log.directory}: changes since step {since} at step {step}: wanted an earlier step")
+    _require_target(Path(path))
     parts: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     changed = 0
@@ -171,9 +175,15 @@ def _call(on_tensor: OnTensor | None) -> None:
         on_tensor()
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def _require_target(path: Path) -> None:
     if path.suffix != ".safetensors":
         raise DeltaLogError(f"{path}: the file ends in {path.suffix or 'no suffix'}, wanted .safetensors")
+    if list_steps(path.parent)[0]:
+        # It could replace a step or the mask of the log.
+        raise DeltaLogError(f"{path}: is in the folder of a delta log: choose another folder")
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(path, tensors, metadata)

@@ -216,7 +216,7 @@ class Mutations:
             data = part.view(-1).view(torch.uint8)
             at = self.source.randrange(len(data))
             data[at : at + self.source.choice((1, 4, 64))] = self.source.choice((0, 1, 127, 255))
-        delta_files.write_step(replace(header, payload_digest=""), payload)
+        delta_files.write_step(replace(header, payload_digest=""), payload, replace=True)
 
     def forged_metadata(self, log: Log) -> None:
         """Other metadata with the header digest right."""

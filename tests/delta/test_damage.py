@@ -174,7 +174,7 @@ def rewrite(logged: Any, step: int, change: Callable[[dict[str, Tensor]], Any], 
     header = replace(delta_files.read_header(files[step]), payload_digest="", **fields)
     payload = {name: tensor.clone() for name, tensor in load_file(files[step].path).items()}
     change(payload)
-    delta_files.write_step(header, payload)
+    delta_files.write_step(header, payload, replace=True)
 
 
 def put(name: str, index: int, value: int) -> Callable[[dict[str, Tensor]], None]:

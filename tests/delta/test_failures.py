@@ -57,7 +57,7 @@ def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 FULL = "step {}: cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize("broken_call", ["save_file", "fsync", "replace"])
+@pytest.mark.parametrize("broken_call", ["save_file", "fsync", "link"])
 @pytest.mark.parametrize("step_before", [7, 8], ids=["patch", "keyframe"])
 def test_a_failed_write_loses_nothing_and_the_log_goes_on(
     logged: Any, same_bits: Compare, states: Any, monkeypatch: pytest.MonkeyPatch, broken_call: str, step_before: int

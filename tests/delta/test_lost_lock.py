@@ -1,0 +1,237 @@
+"""A writer whose lock file was deleted: it stops with an error, and no file of a step is ever overwritten."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.atomic_files import written_aside
+from sparse_opt.delta_lock import WriterLock, claim
+from sparse_opt.errors import DeltaLogError
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+LOST = r"{}: step {}: .*writer\.lock was (deleted|replaced) while this process held it"
+
+
+def state(value: float) -> dict[str, Tensor]:
+    return {"w": (torch.arange(4000) < 9) * float(value)}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "writer.lock"}
+
+
+def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the lock were lost right after it was checked."""
+    monkeypatch.setattr(WriterLock, "require_held", lambda self, where: None)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+@pytest.mark.parametrize("keyframe_every", [None, 1], ids=["patch", "keyframe"])
+def test_a_writer_that_lost_its_lock_stops(tmp_path: Path, replaced: bool, keyframe_every: int | None) -> None:
+    directory = tmp_path / "log"
+    log = DeltaLog.create(directory, state(0), keyframe_every=keyframe_every)
+    log.append(1, state(1)).wait()
+    (directory / "writer.lock").unlink()
+    if replaced:
+        (directory / "writer.lock").touch()
+    before = contents(directory)
+    with pytest.raises(DeltaLogError, match=LOST.format(r"step_00000002\.\w+\.safetensors", 2)):
+        log.append(2, state(2)).wait()
+    with pytest.raises(DeltaLogError, match=LOST.format(r"step_00000003\.\w+\.safetensors", 3)):
+        log.append(3, state(3)).wait()
+    assert contents(directory) == before
+    # It may take the directory again, like any other writer.
+    log.close()
+    assert log.append(4, state(4)).wait().step == 4
+    assert log.steps == (0, 1, 4) and log.verify() == []
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_acknowledged_steps_of_a_second_writer_are_kept(tmp_path: Path, same_bits: Compare, step: int) -> None:
+    directory = tmp_path / "log"
+    first = DeltaLog.create(directory, state(0))
+    first.append(1, state(1)).wait()
+    (directory / "writer.lock").unlink()
+    second = DeltaLog.open(directory)
+    second.append(2, state(22)).wait()
+    with pytest.raises(DeltaLogError, match=LOST.format(rf"step_0000000{step}\.patch\.safetensors", step)):
+        first.append(step, state(-1)).wait()
+    same_bits(second.load(2), state(22))
+    assert second.append(3, state(33)).wait().parent_step == 2
+    first.close()
+    second.close()
+    for number, value in ((0, 0), (1, 1), (2, 22), (3, 33)):
+        same_bits(second.load(number), state(value))
+    assert second.verify() == []
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no_links"])
+@pytest.mark.parametrize("kind", ["patch", "keyframe"])
+@pytest.mark.parametrize("theirs", ["patch", "keyframe"])
+def test_a_file_of_the_step_is_never_overwritten_or_hidden(
+    tmp_path: Path, same_bits: Compare, monkeypatch: pytest.MonkeyPatch, links: bool, kind: str, theirs: str
+) -> None:
+    """Of either kind: where a step has two files, readers take the keyframe."""
+    no_check(monkeypatch)
+    if not links:
+        no_links(monkeypatch)
+    directory = tmp_path / "log"
+    first = DeltaLog.create(directory, state(0))
+    (directory / "writer.lock").unlink()
+    second = DeltaLog.open(directory)
+    # Of random numbers the patch is larger than the state.
+    few = {"w": torch.arange(4000) // 3990 * 7.0}
+    states = {"patch": few, "keyframe": {"w": torch.randn(4000)}}
+    acknowledged = states[theirs]
+    assert second.append(1, acknowledged).wait().kind == theirs
+    before = contents(directory)
+    with pytest.raises(DeltaLogError, match=rf"step_00000001\.{kind}\.safetensors: step 1: .*exists already"):
+        first.append(1, {"w": states[kind]["w"] * 2}).wait()
+    assert contents(directory) == before
+    same_bits(second.load(1), acknowledged)
+    assert second.verify() == []
+    first.close()
+    second.close()
+
+
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on FAT, or a bucket that is mounted."""
+
+    def link(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+
+
+def test_a_file_system_without_links(tmp_path: Path, same_bits: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_links(monkeypatch)
+    directory = tmp_path / "log"
+    with DeltaLog.create(directory, state(0)) as log:
+        log.append(1, state(1)).wait()
+    # As a writer that was killed while it published step 2.
+    (directory / ".step_00000002.patch.safetensors.claim.tmp").touch()
+    with DeltaLog.open(directory) as log:
+        log.append(2, state(2)).wait()
+        same_bits(log.load(2), state(2))
+        assert log.verify() == []
+    assert len(contents(directory)) == 3, "no temporary file is left"
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no_links"])
+def test_one_of_many_publishes_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    if not links:
+        no_links(monkeypatch)
+    path, start = tmp_path / "file", threading.Barrier(8)
+    outcomes: list[str] = []
+
+    def publish(text: str) -> None:
+        try:
+            with written_aside(path, replace=False) as aside:
+                aside.write_text(text)
+                start.wait(30)
+        except FileExistsError:
+            outcomes.append("refused")
+        else:
+            outcomes.append(text)
+
+    threads = [threading.Thread(target=publish, args=(str(i),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    (winner,) = set(outcomes) - {"refused"}
+    assert len(outcomes) == 8 and outcomes.count("refused") == 7
+    assert path.read_text() == winner
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_whose_directory_cannot_be_synced_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def fail_on_folders(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    with pytest.raises(OSError, match="Input/output error"), written_aside(tmp_path / "file", replace=False) as aside:
+        aside.touch()
+    assert not list(tmp_path.iterdir())
+
+
+def lose_lock(directory: Path) -> WriterLock:
+    (directory / "writer.lock").unlink()
+    return WriterLock.take(directory)
+
+
+def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is lost while the work goes on."""
+    before = contents(logged.directory)
+    for work in (
+        lambda: DeltaLog.open(logged.directory).squash(0, 5),
+        lambda: DeltaLog.open(logged.directory).truncate(5),
+    ):
+        taken: list[WriterLock] = []
+
+        class Lost(WriterLock):
+            @classmethod
+            def take(cls, directory: Path, *, make: bool = False, into: list[WriterLock] = taken) -> WriterLock:
+                lock = WriterLock.take(directory, make=make)
+                into.append(lose_lock(directory))
+                return lock
+
+        with monkeypatch.context() as patched:
+            patched.setattr("sparse_opt.delta_log.WriterLock", Lost)
+            with pytest.raises(DeltaLogError, match=LOST.format(r"step_0000000\d\.\w+\.safetensors", r"\d")):
+                work()
+        assert contents(logged.directory) == before
+        taken[0].release()
+    assert DeltaLog.open(logged.directory).verify() == []
+
+
+def test_a_creation_does_not_touch_the_mask_of_the_log_that_came_before(tmp_path: Path, same_bits: Compare) -> None:
+    directory = tmp_path / "log"
+    one, other = (MaskSet.from_bool({"w": torch.arange(4000) % 9 == i}) for i in range(2))
+    with claim(directory) as lock:
+        (directory / "writer.lock").unlink()
+        log = DeltaLog.create(directory, state(0), mask=one)
+        changed = {"w": (torch.arange(4000) % 9 == 0).float()}
+        assert log.append(1, changed).wait().masked
+        with pytest.raises(DeltaLogError, match=LOST.format(r"step_00000000\.keyframe\.safetensors", 0)):
+            DeltaLog.create(directory, state(5), mask=other, lock=lock)
+    same_bits(log.load(1), changed)
+    assert log.verify() == []
+
+
+def test_an_unused_claim_leaves_the_lock_of_the_next_writer(tmp_path: Path) -> None:
+    directory = tmp_path / "log"
+    with claim(directory):
+        second = lose_lock(directory)
+    with pytest.raises(DeltaLogError, match="another writer"):
+        DeltaLog.create(directory, state(0))
+    second.release()
+
+
+def test_exports_do_not_overwrite_a_step(logged: Any) -> None:
+    from sparse_opt.log_export import export_state, export_values
+
+    log, before = DeltaLog.open(logged.directory), contents(logged.directory)
+    for name in (logged.file(2).name, "mask.safetensors", "new.safetensors"):
+        path = logged.directory / name
+        with pytest.raises(DeltaLogError, match=f"{path}: is in the folder of a delta log"):
+            export_state(log, 2, path)
+        with pytest.raises(DeltaLogError, match=f"{path}: is in the folder of a delta log"):
+            export_values(log, 1, 2, path)
+    assert contents(logged.directory) == before
