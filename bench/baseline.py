@@ -50,13 +50,13 @@ from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.mask_finding import select_names
 from sparse_opt.mask_patterns import PATTERNS
 from sparse_opt.trainers.adapters import require_shira_rank, shira_rank
+from sparse_opt.trainers.pretrained import load_config_from
 
 from .baseline_inputs import (
     SMALL,
     SMALL_FOR_TILES,
     make_checkpoint,
     preference_pairs,
-    read_config,
     without_weights,
     words_config,
     write_pairs,
@@ -228,7 +228,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
     model_name = str(args.model_name or args.checkpoint or folder / "model")
     small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
     sizes = small if args.small else LLAMA_3_2_3B_SIZES
-    config = read_config(str(given)) if given else words_config(sizes, args.sequence_length)
+    config = load_config_from(given) if given else words_config(sizes, args.sequence_length)
     model = without_weights(config)
     mask_file, mask = args.mask, None
     if "sparse" in args.modes and mask_file is None:

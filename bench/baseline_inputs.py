@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from sparse_opt.errors import DataError
-
 from .shapes import llama_config
 
 N_WORDS = 1000
@@ -46,21 +44,6 @@ def make_checkpoint(folder: Path, config: Any, *, seed: int, device: torch.devic
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the runs are other processes on the same GPU
-
-
-def read_config(source: str) -> Any:
-    """The configuration under a hub name or in a local folder.
-
-    Raises:
-        DataError: there is none.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise DataError(f"cannot read the configuration of a model from {source}: {first_line}") from error
 
 
 def without_weights(config: Any) -> Any:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import backends
-from sparse_opt.errors import SparseOptError
+from sparse_opt.errors import ConfigError, SparseOptError
 
 from .checkpoints import Checkpoints, Stateful
 from .encoding import TokenBatch, TokenSequence, collate
@@ -54,6 +54,7 @@ from .outputs import (
     check_new_folder,
     check_resumable,
     is_begun,
+    require_metrics,
     save_checkpoint,
     write_summary,
 )
@@ -94,10 +95,15 @@ class TrainingRun:
         self._resuming = config.resume and is_begun(self.output_dir)
         if self._resuming:
             check_resumable(self.output_dir, config)
+        elif config.resume_step:
+            raise ConfigError(f"option 'resume_step' is {config.resume_step}: there is no run in {self.output_dir}")
         else:
             check_new_folder(self.output_dir, "output_dir")
             if delta_log_dir is not None:
                 check_new_folder(delta_log_dir, "delta_log_dir")
+        self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
+        self._first_step = (self._checkpoints.choose(config.resume_step) if self._resuming else 0) + 1
+        require_metrics(self.output_dir, self._first_step - 1)
         require_trackers(config)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
@@ -119,8 +125,6 @@ class TrainingRun:
         self._order = ShuffledOrder(len(self.data), config.seed)
         self._timer = StepTimer(self.device)
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
-        self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
-        self._first_step = (max(self._checkpoints.steps(), default=0) if self._resuming else 0) + 1
         self._trackers: list[Tracker] = []
         self._row_files: list[RowFile] = []
         self._delta_log_dir = delta_log_dir
@@ -145,7 +149,9 @@ class TrainingRun:
             if self._delta_log_dir is not None:
                 log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
                 self._delta_log = undo.enter_context(log)
-            if not self._resuming:
+            if self._resuming:
+                self._checkpoints.set_aside_after(self._first_step - 1)
+            else:
                 begin_outputs(self.output_dir, self.config)
             self._metrics, self._evaluations, self._samples = map(
                 self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
@@ -200,6 +206,7 @@ class TrainingRun:
         config = self.config
         if self._first_step > 1:
             self._checkpoints.restore(self._first_step - 1, self.model, self._kept)
+        self._checkpoints.remove_leftovers()
         if self._delta_log is not None:
             self._delta_log.go_on_after(self._first_step - 1)
         if self.eval_data is None:
@@ -215,6 +222,8 @@ class TrainingRun:
                 if evaluate is not None and (last or step % config.eval_steps == 0):
                     self._evaluate(step, evaluate)
                 if config.save_steps is not None and step % config.save_steps == 0 and not last:
+                    for file in self._row_files:
+                        file.sync()
                     self._checkpoints.save(step, self.model, self.tokenizer, self._kept)
 
     # Within a step

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
 
 from .options import TrainingOptions
+from .pretrained import load_config_from, load_pretrained, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # torch's attention, under a name of its own, so that its masks are made by `_mask`.
@@ -38,15 +38,10 @@ def resolve_device(name: str) -> torch.device:
 
 def load_tokenizer(config: TrainingOptions) -> Any:
     """The checkpoint's tokenizer where it has one, else the policy's."""
-    from transformers import AutoTokenizer
-
     source = config.policy_name
     if config.checkpoint is not None and (config.checkpoint / "tokenizer_config.json").is_file():
         source = str(config.checkpoint)
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load a tokenizer from {source}: {first_line(error)}") from error
+    return load_tokenizer_from(source)
 
 
 def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
@@ -56,8 +51,7 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
     is in train mode all the same, because transformers checkpoints activations in no other.
 
     Raises:
-        DataError: no such model or folder, weights that are damaged or do not cover the model, or a checkpoint of
-            another model than policy_name.
+        DataError: see `load_model`; or a checkpoint of another model than policy_name.
     """
     source = config.policy_name
     if config.checkpoint is not None:
@@ -80,19 +74,11 @@ def load_model(source: str, dtype: str) -> Any:
     """A causal language model by hub name or folder, with all of its weights, in `dtype` (a key of DTYPES) on the CPU.
 
     Raises:
-        DataError: no such model or folder, or weights that are damaged or do not cover the model.
+        DataError: see `load_pretrained`.
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
-    if info["missing_keys"]:
-        raise DataError(
-            f"{source}: no weights for {len(info['missing_keys'])} tensors, among them {min(info['missing_keys'])}"
-        )
-    return model
+    return load_pretrained(AutoModelForCausalLM, source, "a causal language model", dtype=DTYPES[dtype])
 
 
 def _require_same_sizes(policy_name: str, checkpoint: str) -> None:
@@ -108,12 +94,7 @@ def _require_same_sizes(policy_name: str, checkpoint: str) -> None:
 
 
 def _sizes(source: str) -> dict[str, int | None]:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(source).get_text_config()
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the configuration of {source}: {first_line(error)}") from error
+    config = load_config_from(source).get_text_config()
     return {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
 
 
@@ -236,8 +217,3 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
                 setattr(module, name, 0.0)
-
-
-def first_line(error: Exception) -> str:
-    """A library's message without what follows its first line; its type where it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

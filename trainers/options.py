@@ -75,6 +75,9 @@ class TrainingOptions:
     resume: bool = option(
         False, "go on from the newest checkpoint in output_dir; from the beginning where there is none yet"
     )
+    resume_step: int | None = option(
+        None, "with resume: go on from the checkpoint of this step, and remove later ones; 0 is the beginning"
+    )
     save_steps: int | None = option(None, "write a checkpoint to resume from every so many steps; none writes none")
     save_total_limit: int = option(2, "keep this many of the newest checkpoints to resume from")
     sample_steps: int | None = option(25, "write sample completions every so many steps; none writes none")
@@ -103,7 +106,9 @@ class TrainingOptions:
             raise ConfigError(
                 f"option 'max_length' is {self.max_length}: wanted at least 2 (a prompt and a completion token)"
             )
-        require_at_least(self, 0, "learning_rate weight_decay adam_epsilon warmup_steps")
+        require_at_least(self, 0, "learning_rate weight_decay adam_epsilon warmup_steps resume_step")
+        if self.resume_step is not None and not self.resume:
+            raise ConfigError(f"option 'resume_step' is {self.resume_step}: it is used with --resume only")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"option 'max_grad_norm' is {self.max_grad_norm}: wanted more than 0, or none")
         if self.mode == "sparse" and self.mask is None:

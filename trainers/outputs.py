@@ -13,8 +13,8 @@ from typing import Any, TextIO
 import yaml
 from torch import nn
 
-from sparse_opt.atomic_files import written_aside
-from sparse_opt.errors import ConfigError
+from sparse_opt.atomic_files import one_line, written_aside
+from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.new_folders import new_folder
 
 from .config import to_yaml
@@ -29,8 +29,8 @@ ADAPTER_FOLDER = "adapter"
 
 # What a resumed run may be given otherwise: it changes nothing that the run computes.
 _FREE_TO_CHANGE = {
-    "resume", "output_dir", "mount_dir", "save_steps", "save_total_limit", "sample_steps", "report_to", "project_name",
-    "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size", "eval_steps", "device",
+    "resume", "resume_step", "output_dir", "mount_dir", "save_steps", "save_total_limit", "sample_steps", "report_to",
+    "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size", "eval_steps", "device",
 }  # fmt: skip
 
 
@@ -124,22 +124,46 @@ class RowFile:
         self._file.flush()
         self.rows.append(row)
 
+    def sync(self) -> None:
+        """Put what was written on disk: a checkpoint must not outlive the rows of its steps."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
-        """Close the file; what was written is already on disk."""
+        """Close the file; what was written is already flushed."""
         if self._file is not None:
             self._file.close()
 
 
 def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """The rows of a file up to `last_step`; a last line that a killed run has left unfinished is none."""
+    """The rows of a file up to `last_step`; a last line that a killed run has left unfinished is none.
+
+    Raises:
+        DataError: another line is not a JSON object with a step; names the file and the line.
+    """
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        row = json.loads(line)
+    # The piece after the last newline is empty, or an unfinished line.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: line {number} is not JSON: {one_line(error)}") from error
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise DataError(f"{path}: line {number} is not an object with a step")
         if row["step"] <= last_step:
             rows.append(row)
     return rows
+
+
+def require_metrics(output_dir: Path, last_step: int) -> None:
+    """Raise DataError where the metrics of a run are not one row for each step up to `last_step`, in order."""
+    path = output_dir / METRICS_FILE
+    found = [row["step"] for row in read_rows(path, last_step)] if path.exists() else []
+    for step in range(1, last_step + 1):
+        if step > len(found) or found[step - 1] != step:
+            raise DataError(f"{path}: has no row of step {step}, and the checkpoint is of step {last_step}")
+    if len(found) > last_step:
+        raise DataError(f"{path}: has {len(found)} rows up to step {last_step}, expected one a step")
 
 
 def begin_outputs(output_dir: Path, config: Any) -> None:

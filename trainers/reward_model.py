@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from sparse_opt.errors import ConfigError, DataError
 
-from .models import DTYPES, first_line
+from .models import DTYPES
+from .pretrained import load_pretrained, load_tokenizer_from
 
 # Some tokenizers state no limit by stating one that no text reaches.
 _NO_LIMIT = 10**9
@@ -37,20 +37,10 @@ class RewardModel:
     def __init__(
         self, name: str, label: str, *, device: torch.device, dtype: Literal["bf16", "fp32"], rows_per_pass: int
     ):
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=DTYPES[dtype], output_loading_info=True
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise DataError(f"cannot load a reward model from {name}: {first_line(error)}") from error
-        if info["missing_keys"]:
-            raise DataError(
-                f"reward model {name}: no weights for {len(info['missing_keys'])} tensors of a classifier, among them "
-                f"{min(info['missing_keys'])}"
-            )
+        model = load_pretrained(AutoModelForSequenceClassification, name, "a reward model", dtype=DTYPES[dtype])
+        self.tokenizer = load_tokenizer_from(name)
         self.label = label_index(model.config, label, name)
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device

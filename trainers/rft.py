@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.errors import ConfigError
 from sparse_opt.masks import MaskSet
 
 from . import sft
 from .config import option
 from .options import model_slug
+from .pretrained import load_config_from, reading
 from .profiles import preset_values
 from .rft_datagen import DatagenConfig, datagen
 from .rft_evaluate import TestConfig, test
@@ -119,14 +120,10 @@ def _make_mask(config: RFTConfig) -> None:
 
 def _without_weights(source: str) -> Any:
     """The model on the meta device: names and shapes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise DataError(f"cannot read the configuration of a model from {source}: {first_line}") from error
-    with torch.device("meta"):
+    config = load_config_from(source)
+    with torch.device("meta"), reading(f"a causal language model from {source}"):
         return AutoModelForCausalLM.from_config(config)
 
 

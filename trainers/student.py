@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.errors import ConfigError
 
 from .encoding import TokenSequence, collate
 from .logprobs import token_logprobs
-from .models import disable_dropout, first_line, load_model, make_masks_skippable
+from .models import disable_dropout, load_model, make_masks_skippable
+from .pretrained import load_config_from, load_tokenizer_from
 from .reference import Reference, on_device
-from .teacher_data import StudentSequence, TeacherExample, tokenizer_named
+from .teacher_data import StudentSequence, TeacherExample
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
         ConfigError: its vocabulary is another, so that it could not read the teacher's tokens.
         DataError: it cannot be loaded.
     """
-    own = tokenizer_named(name)
+    own = load_tokenizer_from(name)
     words, policy_words = own.get_vocab(), tokenizer.get_vocab()
     if words != policy_words:
         different = min(words.items() ^ policy_words.items(), key=lambda item: (item[1], item[0]))[0]
@@ -108,12 +109,7 @@ def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
 
 def require_student_room(name: str, examples: Sequence[TeacherExample], max_completion_length: int) -> None:
     """Raise ConfigError where the student's positions do not reach to the end of its longest sequence."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(name).get_text_config()
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the configuration of {name}: {first_line(error)}") from error
+    config = load_config_from(name).get_text_config()
     reach = getattr(config, "max_position_embeddings", None)
     longest = max(len(example.student_sequence([]).ids) for example in examples)
     if reach is not None and longest + max_completion_length > reach:

@@ -25,6 +25,7 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from .config import option, parse_config
 from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
+from .pretrained import load_tokenizer_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,22 +215,6 @@ def _around_difference(text: str, other: str) -> str:
     return text[max(0, same - 20) : same + 20]
 
 
-def tokenizer_named(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model by hub name or folder.
-
-    Raises:
-        DataError: it cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise DataError(f"cannot load a tokenizer from {name}: {first_line}") from error
-    return tokenizer
-
-
 # The command
 
 
@@ -276,7 +261,7 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
     """
     if config.output.exists():
         raise ConfigError(f"option 'output': {config.output} exists; choose another or remove it")
-    tokenizer = tokenizer_named(config.tokenizer)
+    tokenizer = load_tokenizer_from(config.tokenizer)
     templates = Templates() if config.templates is None else read_templates(config.templates)
     lessons = load_lessons(
         config.dataset, config.dataset_split, templates, subset_size=config.subset_size, seed=config.seed

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import __version__
-from ..atomic_files import one_line
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..mask_calibration import ModelScores, calibrated_scores, weight_scores
 from ..mask_finding import choice_metadata, select_names
 from ..mask_selection import FoundMask, find_mask
@@ -89,14 +87,10 @@ def _scores(args: Namespace, model: nn.Module, parameters: Mapping[str, Tensor])
     """The scores, and how they were made."""
     if args.method == "weight_magnitude":
         return weight_scores(parameters), {}
-    from transformers import AutoTokenizer
-
     from sparse_opt.trainers.encoding import load_examples
+    from sparse_opt.trainers.pretrained import load_tokenizer_from
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load a tokenizer from {args.model_name}: {one_line(error)}") from error
+    tokenizer = load_tokenizer_from(args.model_name)
     examples, _ = load_examples(
         "demonstration",
         args.dataset,
@@ -121,12 +115,6 @@ def _scores(args: Namespace, model: nn.Module, parameters: Mapping[str, Tensor])
 def _load_model(name: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"cannot load the model {name}: {one_line(error)}") from error
-    if info["missing_keys"]:
-        raise DataError(
-            f"{name}: no weights for {len(info['missing_keys'])} tensors, among them {min(info['missing_keys'])}"
-        )
-    return model
+    from sparse_opt.trainers.pretrained import load_pretrained
+
+    return load_pretrained(AutoModelForCausalLM, name, "a causal language model", dtype=dtype)

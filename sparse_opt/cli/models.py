@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
-from ..errors import DataError
 from ..tensor_state import canonical_names, named_parameters_of
 
 if TYPE_CHECKING:
@@ -20,14 +18,13 @@ def parameter_shapes(name: str) -> dict[str, tuple[int, ...]]:
     Raises:
         DataError: no such model, or not a causal language model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the model {name}: {_first_line(error)}") from error
+    from sparse_opt.trainers.pretrained import load_config_from, reading
+
+    config = load_config_from(name)
+    with torch.device("meta"), reading(f"a causal language model from {name}"):
+        model = AutoModelForCausalLM.from_config(config)
     parameters = named_parameters_of(model)
     firsts = canonical_names(parameters)
     return {n: tuple(p.shape) for n, p in parameters.items() if firsts[n] == n and p.is_floating_point()}
@@ -37,15 +34,11 @@ def load_model(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """A causal language model on the CPU, in `dtype`, and its tokenizer.
 
     Raises:
-        DataError: no such model, not a causal language model, damaged weights, or no tokenizer.
+        DataError: no such model, not a causal language model, damaged or missing weights, or no tokenizer.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"cannot load the model {name}: {_first_line(error)}") from error
+    from sparse_opt.trainers.pretrained import load_pretrained, load_tokenizer_from
 
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    model = load_pretrained(AutoModelForCausalLM, name, "a causal language model", dtype=dtype)
+    return model, load_tokenizer_from(name)

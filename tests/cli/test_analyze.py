@@ -193,7 +193,9 @@ def test_sources_that_are_not_there_are_named_in_one_line(sparse_opt, files, tmp
     assert "holds no model.safetensors" in sparse_opt(*call, tmp_path / "empty").failed_in_one_line(1)
     assert "different" not in (said := sparse_opt(*call, files.wider_model).failed_in_one_line(1))
     assert "is [" in said
-    assert "cannot read the model" in sparse_opt("analyze", "shapes", tmp_path / "empty").failed_in_one_line(1)
+    assert "cannot load the configuration of" in sparse_opt("analyze", "shapes", tmp_path / "empty").failed_in_one_line(
+        1
+    )
     assert "wanted a folder" in sparse_opt(
         "analyze", "coverage", *source(files), "--output", tmp_path / "file"
     ).failed_in_one_line(2)

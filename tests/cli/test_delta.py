@@ -157,7 +157,7 @@ def test_reconstruct_with_truncated_weights(sparse_opt, files, tmp_path):
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     line = call_reconstruct(sparse_opt, files, tmp_path / "rebuilt", model=model).failed_in_one_line(1)
-    assert f"cannot load the model {model}: " in line
+    assert f"cannot load a causal language model from {model}: " in line
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -84,6 +84,20 @@ def test_truncated_model_weights(dpo, files, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_damaged_checkpoint_is_not_resumed(dpo, tmp_path):
+    dpo("--save_steps", 1).done()
+    run = tmp_path / "out"
+    (run / "summary.json").unlink()  # as if it had been killed before its end
+    shutil.rmtree(run / "final")
+    weights = run / "checkpoints" / "step_00000001" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    line = dpo("--save_steps", 1, "--resume").failed_in_one_line(1)
+    assert f"checkpoint {weights.parent}: damaged: model.safetensors has digest " in line
+    dpo("--save_steps", 1, "--resume", "--resume_step", 0).done()
+
+
 def test_a_backend_that_cannot_run(dpo, tmp_path, monkeypatch):
     mask = MaskSet({"model.norm.weight": torch.tensor([0])}, {"model.norm.weight": (16,)}).save(
         tmp_path / "mask.safetensors"

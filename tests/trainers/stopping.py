@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from sparse_opt.errors import DataError
 from sparse_opt.trainers.loop import TrainingRun
 
 
@@ -33,9 +35,28 @@ def stop(monkeypatch, train, config, step):
 
 
 def stop_and_resume(monkeypatch, train, config, step):
-    """The summary of a run that was stopped after `step` and went on."""
+    """The summary of a run that was stopped after `step` and went on, once its last checkpoint was found damaged."""
     stop(monkeypatch, train, config, step)
-    return train(dataclasses.replace(config, resume=True))
+    resumed = dataclasses.replace(config, resume=True)
+    for file in newest_checkpoint(config.output_dir):
+        flip_a_bit(file)
+        with pytest.raises(DataError, match=f"{file.parent.name}: .*{re.escape(file.name)}"):
+            train(resumed)
+        flip_a_bit(file)
+    return train(resumed)
+
+
+def newest_checkpoint(output_dir):
+    """The files of a run's newest checkpoint; none where it has no checkpoint."""
+    folders = sorted(Path(output_dir).glob("checkpoints/step_*"))
+    return sorted(folders[-1].iterdir()) if folders else []
+
+
+def flip_a_bit(file):
+    """Change one bit in the middle of a file; a second time changes it back."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def rows(path):

@@ -93,7 +93,7 @@ def test_a_label_that_is_not_there_is_refused(tmp_path, classifier):
 
 
 def test_what_is_no_classifier_is_refused(model_folder, tmp_path):
-    with pytest.raises(DataError, match=r"no weights for 1 tensors of a classifier, among them score\.weight"):
+    with pytest.raises(DataError, match=r"no weights for 1 tensors of a reward model, among them score\.weight"):
         reward_model(model_folder, "0")
     with pytest.raises(DataError, match="cannot load a reward model from .*nowhere"):
         reward_model(tmp_path / "nowhere")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopping import assert_same_run, stop_and_resume
 from transformers import AutoModelForCausalLM
 
 from sparse_opt.errors import ConfigError, DataError
@@ -127,6 +128,20 @@ def test_rewards_of_a_run_are_those_of_its_completions(rlt_options, read_metrics
         expected = expected - (3 * kl.mean() + 0.03 * kl.max() if explanation else 3.03)
         # Log-probabilities of up to 10 whose logits are sums of 32 products in another order; weights of about 4.
         assert part["reward"] == pytest.approx(expected.item(), abs=4 * 10 * 32 * 2**-23)
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(rlt_options, model_folder, mask_file, tmp_path, monkeypatch, mode):
+    options = {
+        "mode": mode,
+        "mask": mask_file if mode == "sparse" else None,
+        "student_model": str(model_folder),
+        "save_steps": 1,
+        "activate_debugging_logs": True,
+    }
+    whole = rlt.train(rlt_options(output_dir=tmp_path / "whole", **options))
+    stopped = rlt_options(output_dir=tmp_path / "stopped", **options)
+    assert_same_run(whole, stop_and_resume(monkeypatch, rlt.train, stopped, 1))
 
 
 def test_sparse_with_every_element_active_is_dense(rlt_options, full_mask, tmp_path, read_metrics):

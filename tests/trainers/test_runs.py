@@ -242,7 +242,9 @@ def test_weights_that_do_not_cover_the_model_are_refused(dpo_options, model_fold
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"part: no weights for 1 tensors, among them model\.norm\.weight"):
+    with pytest.raises(
+        DataError, match=r"part: no weights for 1 tensors of a causal language model, among them model\.norm\.weight"
+    ):
         dpo.train(dpo_options(policy_name=str(folder)))
 
 
