@@ -87,7 +87,7 @@ def backward_works(sizes: Mapping[str, int], device: torch.device, density: floa
     for handle in handles:
         handle.remove()
     seen.clear()
-    backend = backends.choose("masked_grad_gather_", device.type)
+    backend = backends.choose("masked_grad_gather_", device)
     return [
         Work(BACKWARD_HOOKS, backend, density, Prepared(gathering.forward, gathering.backward), None, is_auto=True),
         Work(BACKWARD_PLAIN, TORCH, density, Prepared(keeping.forward, keeping.backward), None),

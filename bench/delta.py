@@ -142,7 +142,7 @@ def _problem(args: argparse.Namespace, chosen: Sequence[str], names: Sequence[st
         if value is not None and value < 1:
             return f"--{option} is {value}, wanted 1 or more"
     # Without the extension patches are coded in numpy, which no figure should be of.
-    cause = backends.why_unavailable(device.type, device.type)
+    cause = backends.why_unavailable(device.type, device)
     return f"patches cannot be coded natively on {device}: {cause}" if cause else ""
 
 

@@ -136,7 +136,7 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"--directory {args.directory}: no such folder"
     if device.type == "cuda" and not torch.cuda.is_available():
         return f"device {device}: torch {torch.__version__} finds no CUDA device here; --small runs on a CPU"
-    if cause := backends.why_unavailable(device.type, device.type):
+    if cause := backends.why_unavailable(device.type, device):
         return f"patches cannot be coded natively on {device}: {cause}"
     return ""
 

@@ -133,11 +133,11 @@ def _build(report: dict[str, Any], device: torch.device) -> list[str]:
     _title("build")
     module, cause = backends.native_module()
     wanted = ("triton", "cuda") if device.type == "cuda" else (device.type,)
-    missing = {name: backends.why_unavailable(name, device.type) for name in wanted}
+    missing = {name: backends.why_unavailable(name, device) for name in wanted}
     report["build_info"] = module.build_info() if module is not None else None
     for key, value in (report["build_info"] or {"extension": cause}).items():
         print(f"{key}: {value}")
-    print(f"backends on {device.type} tensors: {', '.join(backends.available(device.type))}")
+    print(f"backends on {device}: {', '.join(backends.available(device))}")
     return [f"backend {name} cannot run: {cause}" for name, cause in missing.items() if cause]
 
 

@@ -404,7 +404,7 @@ class KernelBench:
         return dict(zip(self.shapes, tensors, strict=True))
 
     def _auto(self, op: str) -> str:
-        return backends.choose(op, self.device.type)
+        return backends.choose(op, self.device)
 
     def _cases(
         self,

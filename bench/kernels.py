@@ -94,7 +94,7 @@ def run_table(report: dict[str, Any], args: argparse.Namespace, device: torch.de
     bench = KernelBench(
         LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel),
         device,
-        [name for name in backends.available(device.type) if name != "reference"],
+        [name for name in backends.available(device) if name != "reference"],
         delta_numel=args.delta_numel or delta_numel,
         n_rounds=args.n_rounds or n_rounds,
         seed=args.seed,

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.sanitize_ops", description=__doc__)
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args(argv).device)
-    names = [name for name in backends.available(device.type) if name != "reference"]
+    names = [name for name in backends.available(device) if name != "reference"]
     failures = n_run = 0
     for op in backends.OPS:
         for dtype in DTYPES:

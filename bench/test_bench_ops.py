@@ -83,7 +83,7 @@ class Session:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = torch.device(metafunc.config.getoption("--bench_device"))
-    names = [name for name in backends.available(device.type) if not (name == "triton" and device.type == "cpu")]
+    names = [name for name in backends.available(device) if not (name == "triton" and device.type == "cpu")]
     metafunc.parametrize("backend", names)
 
 

@@ -410,13 +410,13 @@ class Comparisons:
         name = targets.gathered_gradient(operands.tokens)
         gathered = GatheredGradients(operands, density, self.generator)
         if self.sound(name, gathered.check):
-            backend = backends.choose("masked_grad_gather_", self.generator.device.type)
+            backend = backends.choose("masked_grad_gather_", self.generator.device)
             works.append(Work(name, backend, density, gathered, gathered.floor_bytes, is_auto=True))
         return works
 
     def _tiles(self, operands: Operands, mask: TileMask) -> list[Work]:
         works = []
-        auto = backends.choose(OP, self.generator.device.type)
+        auto = backends.choose(OP, self.generator.device)
         gradients, nbytes = TileGradients(operands, mask), mask.floor_bytes(operands)
         for backend in self.backends:
             for calls, suffix in _SUFFIXES.items():

@@ -1,8 +1,8 @@
 """Which implementation of an op runs.
 
-A backend is a module of plain functions with the ops' names and arguments. `auto` takes the first available of an
-order that was measured; a name, by argument or in the environment variable SPARSE_OPT_BACKEND, runs or raises
-`BackendUnavailable` with the cause.
+A backend is a module of plain functions with the ops' names and arguments. `auto` takes the first of an order that was
+measured that can run on the device; a name, by argument or in the environment variable SPARSE_OPT_BACKEND, runs or
+raises `BackendUnavailable` with the cause. Both are decided for each device: GPUs of one machine may differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import cuda_archs
 from .errors import BackendUnavailable
 
 OPS = (
@@ -31,6 +32,8 @@ OPS = (
 )
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
+# The lowest compute capability that Triton 3.6 and 3.7 compile the Triton kernels for.
+TRITON_MINIMUM = (7, 0)
 
 # First available wins. On an H200 (bench/results/gpu_check.json) the CUDA kernels are as fast as Triton's or faster,
 # but for 3 to 11 % of some tile products, large ones above all, and take less of the host's time. `reference` is last
@@ -63,45 +66,94 @@ def triton_module() -> tuple[ModuleType | None, str]:
     return importlib.import_module("sparse_opt.triton_kernels"), ""
 
 
-def why_unavailable(backend: str, device_type: str) -> str:
-    """Empty when `backend` can run on tensors of `device_type`, else the cause in one line."""
+def why_not_built(backend: str) -> str:
+    """Empty when the extension was built with the kernels of `backend`, "cpu" or "cuda", else the cause in one line."""
+    module, cause = native_module()
+    if module is None:
+        return cause
+    if backend == "cuda" and not module.build_info()["cuda"]:
+        return "the extension was built without CUDA kernels: " + module.build_info()["cuda_missing"]
+    return ""
+
+
+@functools.cache
+def compute_capability(index: int) -> tuple[int, int]:
+    """Of the CUDA device of this index. Asking torch each time takes as long as some of the ops."""
+    return torch.cuda.get_device_capability(index)
+
+
+def why_unavailable(backend: str, device: torch.device | str) -> str:
+    """Empty when `backend` can run on tensors on `device`, else the cause in one line.
+
+    "cuda" without an index is the current GPU. Where torch finds no GPU, it is judged by what is installed alone.
+    """
+    device = torch.device(device)
     if backend not in BACKENDS:
         return f"no backend has this name; there are {', '.join(BACKENDS)}"
     if backend == "reference":
         return ""
     if backend in ("cpu", "cuda"):
-        if backend != device_type:
-            return f"it runs on {backend} tensors, these are on {device_type}"
-        module, cause = native_module()
-        if module is None:
-            return cause
-        if backend == "cuda" and not module.build_info()["cuda"]:
-            return "the extension was built without CUDA kernels: " + module.build_info()["cuda_missing"]
-        return ""
+        if backend != device.type:
+            return f"it runs on {backend} tensors, these are on {device.type}"
+        return why_not_built(backend) or (_why_no_cuda_code(device) if backend == "cuda" else "")
     module, cause = triton_module()
     if module is None:
         return cause
-    if device_type == "cuda":
+    if device.type == "cuda":
+        return _why_too_old(device, "Triton", TRITON_MINIMUM)
+    if device.type == "cpu" and module.interpreted():
         return ""
-    if device_type == "cpu" and module.interpreted():
+    return f"it runs on cuda tensors, these are on {device.type} (TRITON_INTERPRET=1 runs it on a CPU, for tests)"
+
+
+def _gpu_index(device: torch.device) -> int | None:
+    """None where there is no NVIDIA GPU to judge."""
+    if torch.version.hip is not None:
+        return None
+    if device.index is None:
+        return torch.cuda.current_device() if torch.cuda.is_available() else None
+    return device.index
+
+
+def _why_too_old(device: torch.device, kernels: str, minimum: tuple[int, int]) -> str:
+    index = _gpu_index(device)
+    if index is None or compute_capability(index) >= minimum:
         return ""
-    return f"it runs on cuda tensors, these are on {device_type} (TRITON_INTERPRET=1 runs it on a CPU, for tests)"
+    return f"{_gpu_text(index)}, the {kernels} kernels need {minimum[0]}.{minimum[1]} or newer"
 
 
-def available(device_type: str) -> tuple[str, ...]:
-    """The backends that can run on tensors of `device_type`."""
-    return tuple(name for name in BACKENDS if not why_unavailable(name, device_type))
-
-
-@functools.cache
-def _warn_slow_auto(device_type: str, taken: str, wanted: str, cause: str) -> None:
-    warnings.warn(
-        f"sparse_opt runs backend {taken!r} on {device_type}: {wanted!r} is unavailable: {cause}", stacklevel=5
+def _why_no_cuda_code(device: torch.device) -> str:
+    """Empty when the extension, which has CUDA kernels, has them for this GPU, else the cause in one line."""
+    index = _gpu_index(device)
+    arch_list = native_module()[0].build_info()["arch_list"]  # type: ignore[union-attr]  # why_not_built() was empty
+    if index is None or cuda_archs.has_code(arch_list, compute_capability(index)):
+        return ""
+    major, minor = compute_capability(index)
+    return _why_too_old(device, "CUDA", cuda_archs.MINIMUM) or (
+        f"{_gpu_text(index)}, the extension was built for {arch_list}: build it again with "
+        f"TORCH_CUDA_ARCH_LIST={major}.{minor}"
     )
 
 
-def choose(op: str, device_type: str, backend: str | None = None) -> str:
-    """The name of the backend that runs `op` on `device_type`: the argument, else the environment, else `auto`.
+def _gpu_text(index: int) -> str:
+    major, minor = compute_capability(index)
+    return f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}"
+
+
+def available(device: torch.device | str) -> tuple[str, ...]:
+    """The backends that can run on tensors on `device`."""
+    return tuple(name for name in BACKENDS if not why_unavailable(name, device))
+
+
+@functools.cache
+def _warn_slow_auto(device_type: str, taken: str, faster: str, cause: str) -> None:
+    warnings.warn(
+        f"sparse_opt runs backend {taken!r} on {device_type}: {faster!r} is unavailable: {cause}", stacklevel=5
+    )
+
+
+def choose(op: str, device: torch.device | str, backend: str | None = None) -> str:
+    """The name of the backend that runs `op` on `device`: the argument, else the environment, else `auto`.
 
     Raises:
         BackendUnavailable: a backend was named and cannot run; the message says why.
@@ -110,22 +162,26 @@ def choose(op: str, device_type: str, backend: str | None = None) -> str:
     if name is None:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE
     if name != "auto":
-        cause = why_unavailable(name, device_type)
+        cause = why_unavailable(name, device)
         if cause:
             raise BackendUnavailable(f"backend {name!r} ({source}) cannot run: {cause}")
         return name
+    device_type = torch.device(device).type
     order = AUTO_ORDER[device_type][op] if device_type in AUTO_ORDER else ("reference",)
+    passed_over: dict[str, str] = {}
     for candidate in order:
-        cause = why_unavailable(candidate, device_type)
+        cause = why_unavailable(candidate, device)
         if not cause:
+            for faster, why in passed_over.items():
+                _warn_slow_auto(device_type, candidate, faster, why)
             return candidate
-        _warn_slow_auto(device_type, order[order.index(candidate) + 1], candidate, cause)
+        passed_over[candidate] = cause
     raise BackendUnavailable(f"no backend runs on {device_type} tensors")
 
 
 def function(op: str, device: torch.device, backend: str | None = None) -> Callable[..., Any]:
     """The implementation of `op` that runs on `device`; arguments as in `sparse_opt.ops`, less `backend`, unchecked."""
-    name = choose(op, device.type, backend)
+    name = choose(op, device, backend)
     if name == "reference":
         return getattr(importlib.import_module("sparse_opt.ops.reference"), op)
     if name == "triton":
@@ -157,7 +213,7 @@ def bind(
     `gather_(i, ...)` gathers a gradient of one parameter, and `hook(i, ...)` puts a native hook that does so before the
     parameter's Python ones. None where the backend that is chosen for `op` is not native.
     """
-    if choose(op, indices.device.type, backend) not in ("cpu", "cuda"):
+    if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None
     # choose() has made sure that the module is there.
     return native_module()[0].BoundParams(params, indices, starts, ends, run_length, index_bases)  # type: ignore[union-attr]

@@ -64,7 +64,7 @@ class LogMask:
         at = self._at(names, tensors[0].device)
         compact = torch.empty(at.ends[-1], dtype=as_bits(tensors[0]).dtype, device=tensors[0].device)
         dense = [as_bits(tensor) for tensor in tensors]
-        if why_unavailable(compact.device.type, compact.device.type):
+        if why_unavailable(compact.device.type, compact.device):
             for tensor, start, end in zip(dense, at.starts, at.ends, strict=True):
                 compact[start:end] = tensor[at.indices[start:end]]
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .backends import native_module, why_unavailable
+from .backends import native_module, why_not_built
 from .errors import BackendUnavailable
 
 GRANULARITIES = (32, 64, 128)  # bytes
@@ -64,7 +64,7 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
 
 def why_unreachable() -> str:
     """Empty where a GPU's granularity can be read and set, else the cause in one line."""
-    cause = why_unavailable("cuda", "cuda")
+    cause = why_not_built("cuda")
     return cause or ("" if torch.cuda.is_available() else "torch finds no CUDA device")
 
 

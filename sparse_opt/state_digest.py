@@ -82,7 +82,7 @@ class StateDigest:
 def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor]) -> _Part:
     chunks = tuple(-(-tensor.nbytes // CHUNK) for tensor in tensors)
     arrived = None
-    cause = _why_not_native(device.type)
+    cause = _why_not_native(device)
     if cause:
         if device.type != "cpu":
             _warn_copied(device.type, cause)
@@ -110,9 +110,9 @@ def _host_chunk_digests(tensor: Tensor) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
 
 
-def _why_not_native(device_type: str) -> str:
-    """Empty where the extension hashes tensors of `device_type`, else the cause in one line."""
-    cause = backends.why_unavailable("cpu" if device_type == "cpu" else "cuda", device_type)
+def _why_not_native(device: torch.device | str) -> str:
+    """Empty where the extension hashes tensors on `device`, else the cause in one line."""
+    cause = backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
     if not cause and not hasattr(torch.ops.sparse_opt_native, "chunk_digests"):
         cause = "the extension is older than its sources, and has no chunk_digests: build it again"
     return cause

@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
 
     from .. import backends
 
-    present = [device for device in ("cpu", "cuda") if _present(torch, device)]
+    present = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     module, cause = backends.native_module()
     report |= {
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
@@ -86,7 +86,7 @@ def examine() -> dict[str, Any]:
         "devices": _devices(torch),
         "backends": {
             device: {name: _availability(backends, torch, name, device) for name in backends.BACKENDS}
-            for device in ("cpu", "cuda")
+            for device in (present if len(present) > 1 else ("cpu", "cuda"))
         },
         "auto": {device: _auto(backends, device) for device in present},
         "in_force": {device: _in_force(backends, device) for device in present},
@@ -116,35 +116,31 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
     return devices
 
 
-def _present(torch: Any, device_type: str) -> bool:
-    return device_type == "cpu" or torch.cuda.is_available()
-
-
-def _availability(backends: Any, torch: Any, backend: str, device_type: str) -> dict[str, Any]:
-    cause = backends.why_unavailable(backend, device_type)
-    if not cause and not _present(torch, device_type):
+def _availability(backends: Any, torch: Any, backend: str, device: str) -> dict[str, Any]:
+    cause = backends.why_unavailable(backend, device)
+    if not cause and device == "cuda":
         cause = "torch finds no CUDA device" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
     return {"available": not cause, "cause": cause}
 
 
-def _auto(backends: Any, device_type: str) -> dict[str, Any]:
-    """What `auto` takes on a device for each op, and what stood before it in the order and cannot run."""
+def _auto(backends: Any, device: str) -> dict[str, Any]:
+    """What `auto` takes on a device for each op, and what comes before it in the order and cannot run."""
     found = {}
-    for op, order in backends.AUTO_ORDER[device_type].items():
+    for op, order in backends.AUTO_ORDER[device.partition(":")[0]].items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the slow choice that would be warned of is what this reports
-            taken = backends.choose(op, device_type, "auto")
-        passed_over = {name: backends.why_unavailable(name, device_type) for name in order[: order.index(taken)]}
+            warnings.simplefilter("ignore")  # this report says what the warning would
+            taken = backends.choose(op, device, "auto")
+        passed_over = {name: backends.why_unavailable(name, device) for name in order[: order.index(taken)]}
         found[op] = {"backend": taken, "order": order, "passed_over": passed_over}
     return found
 
 
-def _in_force(backends: Any, device_type: str) -> dict[str, Any]:
+def _in_force(backends: Any, device: str) -> dict[str, Any]:
     """What each op gets here and now where no argument `backend` is given, SPARSE_OPT_BACKEND included."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return {"ops": {op: backends.choose(op, device_type) for op in backends.OPS}, "cause": ""}
+            return {"ops": {op: backends.choose(op, device) for op in backends.OPS}, "cause": ""}
     except BackendUnavailable as error:
         return {"ops": None, "cause": str(error)}
 
@@ -165,25 +161,36 @@ def _text(report: dict[str, Any]) -> str:
     facts += [("device", _one_line(device)) for device in report["devices"]]
     facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
     facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]
+    alike = _alike(report)
     rows = [
-        (f"{device} tensors", name, "yes" if found["available"] else "no", found["cause"])
-        for device, backends in report["backends"].items()
-        for name, found in backends.items()
+        (f"{', '.join(devices)} tensors", name, "yes" if found["available"] else "no", found["cause"])
+        for devices in alike
+        for name, found in report["backends"][devices[0]].items()
     ]
-    choices = [line for device in report["auto"] for line in ("", *_choice(report, device))]
+    choices = [line for devices in alike if devices[0] in report["auto"] for line in ("", *_choice(report, devices))]
     return "\n".join([_aligned(facts), "", table(("on", "backend", "runs", "because"), rows, words=4), *choices])
 
 
-def _choice(report: dict[str, Any], device: str) -> list[str]:
-    """What runs on a device, and why."""
+def _alike(report: dict[str, Any]) -> list[list[str]]:
+    """The devices, those together of which the report says the same."""
+    groups: dict[str, list[str]] = {}
+    for device in report["backends"]:
+        of_device = [report[part].get(device) for part in ("backends", "auto", "in_force")]
+        groups.setdefault(repr(of_device), []).append(device)
+    return list(groups.values())
+
+
+def _choice(report: dict[str, Any], devices: Sequence[str]) -> list[str]:
+    """What runs on devices that are alike, and why."""
+    device, on = devices[0], f"on {', '.join(devices)} tensors"
     auto, named = report["auto"][device], report["environment"]["SPARSE_OPT_BACKEND"]
     rows = [(op, entry["backend"], ", ".join(entry["order"])) for op, entry in auto.items()]
-    lines = [table((f"on {device} tensors", "auto takes", "the first that runs of"), rows, words=3)]
+    lines = [table((on, "auto takes", "the first that runs of"), rows, words=3)]
     passed_over = {name: cause for entry in auto.values() for name, cause in entry["passed_over"].items()}
     lines += [f"not {name}: {cause}" for name, cause in passed_over.items()]
     if named is not None:
         in_force = report["in_force"][device]
-        lines.append(f"SPARSE_OPT_BACKEND={named} on {device} tensors: {in_force['cause'] or 'in force for every op'}")
+        lines.append(f"SPARSE_OPT_BACKEND={named} {on}: {in_force['cause'] or 'in force for every op'}")
     return lines
 
 

@@ -284,7 +284,7 @@ def _implementation(device: torch.device, backend: Backend | None) -> ModuleType
         raise ValueError(f"backend is {backend!r}, wanted native, reference or None")
     if backend == "reference":
         return torch_reference
-    cause = why_unavailable(device.type if device.type in ("cpu", "cuda") else "cpu", device.type)
+    cause = why_unavailable(device.type if device.type in ("cpu", "cuda") else "cpu", device)
     if not cause:
         return torch.ops.sparse_opt_native
     if backend == "native":

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ def test_json_covers_every_backend_device_and_op(sparse_opt, monkeypatch):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
     report = report_of(sparse_opt("doctor", "--json"))
     assert report["torch"]["version"] == torch.__version__
-    assert set(report["backends"]) == {"cpu", "cuda"}
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    assert list(report["backends"]) == ["cpu", *(gpus or ["cuda"])]
     for found in report["backends"].values():
         assert set(found) == set(backends.BACKENDS)
         # Either it runs, or there is a cause; never both, never neither.
@@ -90,3 +92,57 @@ def test_runs_outside_the_repository(tmp_path):
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert torch.__version__ in result.stdout
+
+
+def _properties(index):
+    major, minor = torch.cuda.get_device_capability(index)
+    return SimpleNamespace(name=torch.cuda.get_device_name(index), major=major, minor=minor, total_memory=2**34)
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    """Two A100 and a T4, and a binary for the A100 and the H100."""
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
+    backends.compute_capability.cache_clear()
+    gpus = [("A100", (8, 0)), ("T4", (7, 5)), ("A100", (8, 0))]
+    info = {"cuda": True, "cuda_missing": "", "arch_list": "8.0;9.0a", "arch_notes": "9.0 is built as 9.0a"}
+    monkeypatch.setattr(backends, "native_module", lambda: (SimpleNamespace(build_info=lambda: info), ""))
+    kernels = SimpleNamespace(interpreted=lambda: False)
+    monkeypatch.setattr(backends, "triton_module", lambda: (kernels, ""))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index][1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", _properties)
+    yield
+    backends.compute_capability.cache_clear()
+
+
+def test_every_gpu_has_its_own_answer(sparse_opt, three_gpus):
+    report = report_of(sparse_opt("doctor", "--json"))
+    cause = "T4 has compute capability 7.5, the CUDA kernels need 8.0 or newer"
+    assert list(report["backends"]) == list(report["auto"]) == ["cpu", "cuda:0", "cuda:1", "cuda:2"]
+    found = {device: backends["cuda"] for device, backends in report["backends"].items() if device != "cpu"}
+    runs = {"available": True, "cause": ""}
+    assert found == {"cuda:0": runs, "cuda:1": {"available": False, "cause": cause}, "cuda:2": runs}
+    taken = {device: {entry["backend"] for entry in auto.values()} for device, auto in report["auto"].items()}
+    assert taken == {"cpu": {"cpu"}, "cuda:0": {"cuda"}, "cuda:1": {"triton"}, "cuda:2": {"cuda"}}
+    assert report["auto"]["cuda:1"]["indexed_swap_"]["passed_over"] == {"cuda": cause}
+    assert report["in_force"]["cuda:1"]["ops"]["indexed_swap_"] == "triton"
+    assert report["extension"]["build_info"]["arch_notes"] == "9.0 is built as 9.0a"
+
+
+def test_gpus_of_one_kind_share_their_lines(sparse_opt, three_gpus):
+    lines = sparse_opt("doctor").out.splitlines()
+    on = [line.split("  ")[0] for line in lines if " tensors" in line and "auto takes" not in line]
+    assert on == [name for name in ("cpu tensors", "cuda:0, cuda:2 tensors", "cuda:1 tensors") for _ in range(4)]
+    assert "not cuda: T4 has compute capability 7.5, the CUDA kernels need 8.0 or newer" in lines
+    assert sum("auto takes" in line for line in lines) == 3
+
+
+def test_a_variable_that_a_gpu_cannot_follow_is_shown_for_that_gpu(sparse_opt, three_gpus, monkeypatch):
+    monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
+    out = sparse_opt("doctor").out
+    assert "SPARSE_OPT_BACKEND=cuda on cuda:0, cuda:2 tensors: in force for every op" in out
+    assert "SPARSE_OPT_BACKEND=cuda on cuda:1 tensors: backend 'cuda' (SPARSE_OPT_BACKEND) cannot run: T4" in out

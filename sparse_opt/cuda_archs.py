@@ -1,0 +1,130 @@
+"""The GPUs that the CUDA kernels are compiled for, and the GPUs that the result runs on.
+
+Lists have the form of TORCH_CUDA_ARCH_LIST: "8.0;9.0a;12.0+PTX". setup.py runs this file by its path, before anything
+is installed: it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+# Tensor cores for bf16 and asynchronous copies into shared memory.
+MINIMUM = (8, 0)
+# A100, RTX 30, RTX 40, H100 and H200, B200, RTX 50.
+USUAL = ("8.0", "8.6", "8.9", "9.0a", "10.0", "12.0")
+# torch's names of families (torch.utils.cpp_extension).
+NAMED = {
+    "Maxwell": "5.0;5.2+PTX",
+    "Maxwell+Tegra": "5.3",
+    "Pascal": "6.0;6.1+PTX",
+    "Volta": "7.0+PTX",
+    "Volta+Tegra": "7.2",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+    "Blackwell+Tegra": "11.0",
+}
+# Machine code of these and of other GPUs of their major version is not interchangeable.
+TEGRA = ((8, 7), (10, 1))
+
+_ENTRY = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
+
+
+class Arch(NamedTuple):
+    """One entry of a list."""
+
+    capability: tuple[int, int]
+    suffix: str  # "a": for this capability alone; "f": for this major version alone; or ""
+    ptx: bool  # also as PTX, which the driver compiles for later GPUs
+
+    @property
+    def text(self) -> str:
+        return f"{self.capability[0]}.{self.capability[1]}{self.suffix}{'+PTX' * self.ptx}"
+
+
+class Selection(NamedTuple):
+    """What to build for."""
+
+    archs: str  # empty where nothing of the request is left
+    notes: tuple[str, ...]  # where it is not what was requested: one line for each difference
+
+
+def parse(arch_list: str) -> list[Arch]:
+    """The entries of a list, its separators and names as torch reads them.
+
+    Raises:
+        ValueError: an entry is no architecture.
+    """
+    found = []
+    for word in re.split(r"[; ]+", arch_list.strip("; ")) if arch_list.strip("; ") else ():
+        for entry in NAMED.get(word, word).split(";"):
+            match = _ENTRY.fullmatch(entry)
+            if match is None:
+                raise ValueError(
+                    f"TORCH_CUDA_ARCH_LIST has {word!r}, expected entries such as 8.0, 9.0a, 12.0+PTX or Hopper"
+                )
+            found.append(Arch((int(match[1]), int(match[2])), match[3], match[4] is not None))
+    return found
+
+
+def select(requested: str, known: Collection[str]) -> Selection:
+    """The architectures to build for: those requested that the kernels and nvcc have, or the usual ones.
+
+    9.0 becomes 9.0a: the same GPUs, with their matrix instructions (wgmma). Its PTX stays that of 9.0, because PTX of
+    9.0a runs on no later GPU.
+
+    Args:
+        requested: the value of TORCH_CUDA_ARCH_LIST; empty for the usual GPUs, the newest as PTX too.
+        known: what `nvcc --list-gpu-arch` prints, such as "compute_90".
+
+    Raises:
+        ValueError: an entry is no architecture.
+    """
+
+    def compiles(arch: Arch) -> bool:
+        return f"compute_{arch.capability[0]}{arch.capability[1]}" in known
+
+    if not requested.strip("; "):
+        usual = [arch for name in USUAL for arch in parse(name) if compiles(arch)]
+        newest = [arch for arch in usual if not arch.suffix][-1:]
+        return Selection(";".join(arch._replace(ptx=arch in newest).text for arch in usual), ())
+    archs = parse(requested)
+    old = [arch.text for arch in archs if arch.capability < MINIMUM]
+    unknown = [arch.text for arch in archs if arch.capability >= MINIMUM and not compiles(arch)]
+    chosen: list[Arch] = []
+    notes = [f"{', '.join(old)} left out: the CUDA kernels need 8.0 or newer"] * bool(old)
+    notes += [f"{', '.join(unknown)} left out: this nvcc cannot compile for it"] * bool(unknown)
+    for arch in archs:
+        if arch.text in (*old, *unknown):
+            continue
+        if arch[:2] == ((9, 0), ""):
+            chosen += [Arch((9, 0), "a", False), *[arch] * arch.ptx]
+            notes += ["9.0 is built as 9.0a, which has wgmma"]
+        else:
+            chosen.append(arch)
+    return Selection(";".join(dict.fromkeys(arch.text for arch in chosen)), tuple(dict.fromkeys(notes)))
+
+
+@functools.cache
+def has_code(arch_list: str, capability: tuple[int, int]) -> bool:
+    """Whether a binary that was built for `arch_list` runs on a GPU of this compute capability.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#binary-compatibility: machine code of X.Y runs on X.Z with
+    Z >= Y, PTX of X.Y on everything from X.Y on.
+    """
+    return any(_runs_on(arch, capability) for arch in parse(arch_list))
+
+
+def _runs_on(arch: Arch, capability: tuple[int, int]) -> bool:
+    if arch.suffix == "a" or capability < arch.capability:
+        return capability == arch.capability
+    if arch.ptx and not arch.suffix:
+        return True
+    tegra = arch.capability in TEGRA or capability in TEGRA
+    return capability == arch.capability if tegra else capability[0] == arch.capability[0]
