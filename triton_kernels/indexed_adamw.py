@@ -65,7 +65,7 @@ def _adamw_scalars_kernel(
         "grad_table",
         "start",
         "end",
-        "one_minus_beta1",
+        "lerp_factor",
         "beta2",
         "one_minus_beta2",
         "eps",
@@ -89,7 +89,7 @@ def _indexed_adamw_kernel(
     found_inf,  # [1] or None
     start: tl.int64,
     end: tl.int64,
-    one_minus_beta1,
+    lerp_factor,  # of exp_avg: see _lerp_factor
     beta2,
     one_minus_beta2,
     eps,
@@ -120,7 +120,7 @@ def _indexed_adamw_kernel(
 
     g = scale_gradient(g, grad_scale, clip_coef)
     p = p * decay
-    m = m + (g - m) * one_minus_beta1
+    m = tl.where(lerp_factor > 0.0, m, g) + (g - m) * lerp_factor
     v = v * beta2 + (g * g) * one_minus_beta2
     denom = tl.div_rn(tl.sqrt_rn(v), sqrt_bias_correction2) + eps
     p = p - tl.div_rn(m, denom) * step_size
@@ -146,6 +146,15 @@ def _float64_bits(x: float) -> int:
     """A kernel takes a Python float as fp32 and an int as it is."""
     bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
     return bits
+
+
+def _lerp_factor(weight: float) -> float:
+    """The factor of g - m in torch.lerp(m, g, weight): added to m if it is positive, to g if not.
+
+    torch.lerp (ATen/native/Lerp.h) is m + (g - m) * weight for a weight below 1/2, else g - (g - m) * (1 - weight).
+    """
+    (rounded,) = struct.unpack("<f", struct.pack("<f", weight))
+    return rounded if rounded < 0.5 else -(1.0 - rounded)
 
 
 def indexed_adamw_(
@@ -202,7 +211,7 @@ def indexed_adamw_(
             found_inf,
             plan.start,
             plan.end,
-            1.0 - beta1,
+            _lerp_factor(1.0 - beta1),
             float(beta2),
             1.0 - beta2,
             float(eps),

@@ -75,7 +75,7 @@ def _indexed_sgd_kernel(
     rate = tl.load(lr)
 
     g = scale_gradient(g, grad_scale, clip_coef)
-    g = g + p * weight_decay
+    g = tl.where(weight_decay != 0.0, g + p * weight_decay, g)
     if STOCHASTIC:
         r0, r1, _ = random_words(seed, slots, step)
     if momentum_buffer is not None:
@@ -139,7 +139,7 @@ def indexed_sgd_(
             plan.blocks,
             indices,
             index_bases,
-            momentum_buffer,
+            momentum_buffer if momentum != 0.0 else None,
             grad,
             master,
             lr,

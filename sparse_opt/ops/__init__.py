@@ -162,7 +162,8 @@ def indexed_sgd_(
     """SGD on the active elements, as `torch.optim.SGD`: updates `params`, `momentum_buffer` and `master` in place.
 
     Args:
-        momentum_buffer: [nnz] fp32 or bf16, or None with `momentum` 0. At step 1 it becomes the gradient itself.
+        momentum_buffer: [nnz] fp32 or bf16, or None with `momentum` 0. At step 1 it becomes the gradient itself; with
+            `momentum` 0 it is left as it is.
         momentum, dampening, nesterov, weight_decay: as in `torch.optim.SGD`; the decay is part of the gradient.
         Others: as in `indexed_adamw_`.
 

@@ -72,6 +72,15 @@ def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor 
         target[where] = value.to(target.dtype)
 
 
+def _lerp(m: Tensor, g: Tensor, weight: float) -> Tensor:
+    """torch.lerp from `m` to `g`, each operation rounded on its own: from the nearer end, as in ATen/native/Lerp.h.
+
+    Starting from `m` whatever the weight would lose a small gradient in g - m: with weight 1 the result would not be g.
+    """
+    weight = torch.tensor(weight, dtype=torch.float32).item()
+    return m + (g - m) * weight if weight < 0.5 else g - (g - m) * (1.0 - weight)
+
+
 def indexed_adamw_(
     params: Sequence[Tensor],
     indices: Tensor,
@@ -111,7 +120,7 @@ def indexed_adamw_(
         m, v = exp_avg[where].float(), exp_avg_sq[where].float()
 
         p = p * decay
-        m = m + (g - m) * (1.0 - beta1)
+        m = _lerp(m, g, 1.0 - beta1)
         v = v * beta2 + (g * g) * (1.0 - beta2)
         # By way of fp64, which makes it the correctly rounded root: torch's own fp32 sqrt on a CPU is not.
         denom = v.double().sqrt().float() / sqrt_bias_correction2 + eps
@@ -156,8 +165,9 @@ def indexed_sgd_(
         r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 3
         p = param[positions].float() if master is None else master[where]
 
-        g = g + p * weight_decay
-        if momentum_buffer is not None:
+        if weight_decay != 0.0:
+            g = g + p * weight_decay
+        if momentum_buffer is not None and momentum != 0.0:
             b = g if t == 1 else momentum_buffer[where].float() * momentum + g * (1.0 - dampening)
             g = g + b * momentum if nesterov else b
             _store(momentum_buffer, where, b, r[1])

@@ -43,7 +43,7 @@ _ADAMW = {
     "scalars": "*fp32",
     "exp_avg": "*fp32",
     "exp_avg_sq": "*fp32",
-    "one_minus_beta1": "fp32",
+    "lerp_factor": "fp32",
     "beta2": "fp32",
     "one_minus_beta2": "fp32",
     "eps": "fp32",
@@ -300,7 +300,7 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
             for s, e, t in ((0, 1, dense[0]), (1, 16, dense[0]), (16, 17, dense[0][1:]), (1, n, dense[0][4:]))
         ],
         "indexed_sgd_": [
-            lambda kw=kw: ops.indexed_sgd_(dense, *two, compact, one, steps, grad=compact, **kw)
+            lambda kw=kw: ops.indexed_sgd_(dense, *two, compact, one, steps, grad=compact, **{"momentum": 0.5, **kw})
             for kw in ({}, {"momentum": 1}, {"dampening": 1}, {"weight_decay": 16, "seed": 1})
         ],
         "masked_grad_gather_": [

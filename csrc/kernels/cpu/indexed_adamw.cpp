@@ -15,7 +15,11 @@ SPARSE_OPT_MULTIVERSION
 void update(const AdamWScalars& scalars, int64_t n, const float* __restrict g, float* __restrict p, float* __restrict m,
             float* __restrict v) {
   const AdamWScalars s = scalars;
-  for (int64_t k = 0; k < n; ++k) adamw_element(s, g[k], p[k], m[k], v[k]);
+  if (s.lerps_from_gradient()) {
+    for (int64_t k = 0; k < n; ++k) adamw_element(s, true, g[k], p[k], m[k], v[k]);
+  } else {
+    for (int64_t k = 0; k < n; ++k) adamw_element(s, false, g[k], p[k], m[k], v[k]);
+  }
 }
 
 }  // namespace

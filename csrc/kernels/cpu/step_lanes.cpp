@@ -122,8 +122,13 @@ void step_lanes(const StepArguments& args, const Chunk& chunk, void* first_state
 
 void adamw_lanes(const AdamWArguments& args, const Chunk& chunk, const AdamWScalars& scalars) {
   const AdamWScalars s = scalars;
-  step_lanes(args, chunk, args.exp_avg, args.exp_avg_sq,
-             [s](float g, float& p, float& m, float& v) { adamw_element(s, g, p, m, v); });
+  if (s.lerps_from_gradient()) {
+    step_lanes(args, chunk, args.exp_avg, args.exp_avg_sq,
+               [s](float g, float& p, float& m, float& v) { adamw_element(s, true, g, p, m, v); });
+  } else {
+    step_lanes(args, chunk, args.exp_avg, args.exp_avg_sq,
+               [s](float g, float& p, float& m, float& v) { adamw_element(s, false, g, p, m, v); });
+  }
 }
 
 void sgd_lanes(const SgdArguments& args, const Chunk& chunk, const SgdScalars& scalars) {

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     p[j] = slots.param_value(j, args.master);
     m[j] = to_float(slots.exp_avg[j]);
     v[j] = to_float(slots.exp_avg_sq[j]);
-    adamw_element(scalars, g[j], p[j], m[j], v[j]);
+    adamw_element(scalars, factors.lerps_from_gradient(), g[j], p[j], m[j], v[j]);
     exp_avg_random[j] = random[j].exp_avg;
     exp_avg_sq_random[j] = random[j].exp_avg_sq;
   }
