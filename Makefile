@@ -89,8 +89,8 @@ performance-tables: $(VENV)/.test ## write the tables of docs/performance.md fro
 gpu-check: ## build for the GPU at hand against PYTHON's torch, run the GPU tests and benches
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"gpu-check needs a CUDA GPU that torch {torch.__version__} can use")'
 	rm -rf build/gpu
-	export TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$($(PYTHON) -c 'import torch; c = torch.cuda.get_device_capability(); print("%d.%d" % c + "a" * (c == (9, 0)))')}" && \
-	  SPARSE_OPT_REQUIRE_NATIVE=1 $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-native}" SPARSE_OPT_REQUIRE_NATIVE=1 \
+	  $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
 	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.gpu_check $(GPU_CHECK_OPTIONS)
 
 clean: ## remove the environment and everything built

@@ -1,17 +1,20 @@
 """Build the package: the import map, and the native extension where torch and a compiler are found.
 
-Metadata and tool settings stand in pyproject.toml. The environment decides the rest:
+Metadata and tool settings are in pyproject.toml. The environment decides the rest:
 
 SPARSE_OPT_NO_NATIVE=1        leave the extension out
-SPARSE_OPT_REQUIRE_NATIVE=1   let the build fail when the extension cannot be built, instead of going on without it
-TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, CXX   as everywhere in torch's builds
+SPARSE_OPT_REQUIRE_NATIVE=1   fail where a compiler fails or TORCH_CUDA_ARCH_LIST names no GPU of the CUDA kernels; else
+                              the package is built without them, or without the extension, and says so
+TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, CXX   as everywhere in torch's builds (see sparse_opt/cuda_archs.py)
 """
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import setuptools
@@ -24,7 +27,7 @@ if int(setuptools.__version__.split(".")[0]) < 77:
         f"sparse-opt: the build needs setuptools 77 or newer, found {setuptools.__version__}: pip install -U setuptools"
     )
 
-# The folders stand side by side on disk and are imported under one root. `sparse_opt` is named although it maps to
+# The folders are next to each other on disk and are imported under one root. `sparse_opt` is named although it maps to
 # itself: without it an editable install loses the other three.
 PACKAGE_DIR = {
     "sparse_opt": "sparse_opt",
@@ -41,11 +44,11 @@ CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 # at::parallel_for is inlined from torch's headers and runs on one thread where OpenMP is off.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
-# The field's usual GPUs: A100, RTX 30, RTX 40, H100/H200, B200, RTX 50; the newest also as PTX, for what comes later.
-# 9.0a is 9.0 and what no other GPU has, wgmma (csrc/kernels/cuda/warpgroup.cuh): its code runs on H100 and H200 alone.
-CUDA_ARCHS = ("8.0", "8.6", "8.9", "9.0a", "10.0", "12.0")
+# Of gcc, clang, nvcc, ptxas and ld.
+COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")
 
 REQUIRE_NATIVE = os.environ.get("SPARSE_OPT_REQUIRE_NATIVE") == "1"
+HINT = "`pip install --verbose` shows all that the compilers print"
 
 
 def say(message):
@@ -57,7 +60,7 @@ def nvcc(cuda_home, option):
 
 
 def set_cuda_home():
-    """Name the toolkit that nvcc says it is in: the nvcc on PATH may be a wrapper that stands elsewhere."""
+    """Name the toolkit that nvcc says it is in: the nvcc on PATH may be a wrapper in another folder."""
     compiler = shutil.which("nvcc")
     if compiler and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
         commands = subprocess.run([compiler, "--dryrun", "any.cu"], stderr=subprocess.PIPE, text=True).stderr
@@ -78,25 +81,37 @@ def why_no_cuda(torch, cuda_home):
     return ""
 
 
-def cuda_arch_list(cuda_home):
-    """TORCH_CUDA_ARCH_LIST, else those of CUDA_ARCHS that this nvcc knows, the newest as PTX too."""
-    known = nvcc(cuda_home, "--list-gpu-arch").split()
-    archs = [arch for arch in CUDA_ARCHS if f"compute_{arch.rstrip('a').replace('.', '')}" in known]  # lists no 90a
-    newest = [arch for arch in archs if not arch.endswith("a")][-1]  # the PTX of 9.0a is for 9.0 alone
-    usual = ";".join(arch + "+PTX" * (arch == newest) for arch in archs)
-    os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or usual
-    return os.environ["TORCH_CUDA_ARCH_LIST"]
+def cuda_archs(torch, cuda_home):
+    """What TORCH_CUDA_ARCH_LIST becomes, and lines that say how it differs from the request."""
+    requested = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if requested == "native":
+        visible = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+        requested = ";".join(f"{major}.{minor}" for major, minor in visible)
+        if not visible:
+            sys.exit("sparse-opt: TORCH_CUDA_ARCH_LIST is native, and torch finds no GPU")
+    select = runpy.run_path("sparse_opt/cuda_archs.py")["select"]
+    try:
+        return select(requested, nvcc(cuda_home, "--list-gpu-arch").split())
+    except ValueError as error:
+        sys.exit(f"sparse-opt: {error}")
 
 
-def native_extension(torch, cuda_home, missing):
+def native_extension(torch, missing, archs, notes):
+    """The extension; with its CPU kernels alone where `missing` is why there are no CUDA kernels."""
     from torch.utils import cpp_extension
 
     sources = [path for path in Path("csrc").rglob("*.cpp") if not path.stem.endswith("_cuda")]
-    make, arch_list = cpp_extension.CppExtension, ""
+    make = cpp_extension.CppExtension
     if not missing:
         sources += [*Path("csrc").glob("*_cuda.cpp"), *Path("csrc").rglob("*.cu")]
-        make, arch_list = cpp_extension.CUDAExtension, cuda_arch_list(cuda_home)
-    build_info = {"TORCH_VERSION": torch.__version__, "CUDA_MISSING": missing, "CUDA_ARCH_LIST": arch_list}
+        make = cpp_extension.CUDAExtension
+        os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    build_info = {
+        "TORCH_VERSION": torch.__version__,
+        "CUDA_MISSING": re.sub(r"[^\w ,;:.+()/=-]", "'", missing),  # a compiler's words, in a shell and in C++
+        "CUDA_ARCH_LIST": "" if missing else archs,
+        "CUDA_ARCH_NOTES": "; ".join(notes),
+    }
     macros = [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]
     return make(
         "sparse_opt._C",
@@ -109,12 +124,40 @@ def native_extension(torch, cuda_home, missing):
     )
 
 
+def why_failed(build):
+    """Run `build`: empty if it succeeds, else the first error that a compiler printed, or what was raised instead."""
+    failure = ""
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        streams = [(stream, os.dup(stream)) for stream in (1, 2)]
+        with subprocess.Popen(["tee", log.name], stdin=subprocess.PIPE) as tee:
+            for stream, _ in streams:
+                os.dup2(tee.stdin.fileno(), stream)
+            try:
+                build()
+            except (RuntimeError, OSError, errors.CCompilerError, errors.BaseError) as error:
+                failure = str(error)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                for stream, original in streams:
+                    os.dup2(original, stream)
+                    os.close(original)
+        return failure and next(filter(COMPILER_ERROR.search, log), failure).strip()
+
+
 def with_extension(torch):
     """The part of setup()'s arguments that builds the extension."""
     set_cuda_home()  # torch reads it as the next line imports it
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
 
     missing = why_no_cuda(torch, CUDA_HOME)
+    archs, notes = ("", ()) if missing else cuda_archs(torch, CUDA_HOME)
+    if not missing and not archs:
+        missing = f"TORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}: {'; '.join(notes)}"
+        if REQUIRE_NATIVE:
+            sys.exit(f"sparse-opt: the CUDA kernels cannot be built: {missing}")
 
     class BuildNative(BuildExtension):
         """torch's build, which an absent or failing compiler does not stop unless the extension is required."""
@@ -122,17 +165,24 @@ def with_extension(torch):
         def build_extensions(self):
             if missing:
                 say(f"building the extension with its CPU kernels alone: {missing}")
-            try:
-                super().build_extensions()
-            except (RuntimeError, OSError, errors.CCompilerError, errors.BaseError) as error:
-                if REQUIRE_NATIVE:
-                    raise
-                say(f"THE EXTENSION WAS NOT BUILT, the package goes without its native backends: {error}")
+            else:
+                say("; ".join([f"building the CUDA kernels for {archs}", *notes]))
+            failure = why_failed(super().build_extensions)
+            if failure and not missing and not REQUIRE_NATIVE:
+                say(f"THE CUDA KERNELS WERE NOT BUILT, the extension is built without them: {failure} ({HINT})")
+                without_cuda = native_extension(torch, f"their build failed: {failure}", archs, notes)
+                vars(self.extensions[0]).update(vars(without_cuda))
+                failure = why_failed(super().build_extensions)
+            if failure and REQUIRE_NATIVE:
+                sys.exit(f"sparse-opt: the extension was not built: {failure} ({HINT})")
+            if failure:
+                say(f"THE EXTENSION WAS NOT BUILT, the package has no native backends: {failure} ({HINT})")
                 for extension in self.extensions:
                     extension.optional = True  # there is nothing to copy
                     Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)  # an older build's
 
-    return {"ext_modules": [native_extension(torch, CUDA_HOME, missing)], "cmdclass": {"build_ext": BuildNative}}
+    extension = native_extension(torch, missing, archs, notes)
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildNative}}
 
 
 def without_torch(cause):

@@ -40,6 +40,7 @@ py::dict build_info() {
 #endif
   info["cuda_missing"] = SPARSE_OPT_CUDA_MISSING;
   info["arch_list"] = SPARSE_OPT_CUDA_ARCH_LIST;
+  info["arch_notes"] = SPARSE_OPT_CUDA_ARCH_NOTES;
   info["torch"] = SPARSE_OPT_TORCH_VERSION;
 #if defined(__clang__)
   info["compiler"] = "clang " __clang_version__;
