@@ -62,6 +62,7 @@ from .progress import Progress
 from .reference import Reference, make_reference
 from .run_data import DataKind, LoadData, data_loader
 from .run_delta_log import RunDeltaLog
+from .run_lock import RunLock, require_unlocked
 from .timing import StepTimer
 from .trackers import Tracker, make_trackers, require_trackers
 
@@ -92,6 +93,7 @@ class TrainingRun:
         self.algorithm = algorithm
         self.output_dir = output_folder(config, algorithm)
         delta_log_dir = delta_log_folder(config, algorithm)
+        require_unlocked(self.output_dir)
         self._resuming = config.resume and is_begun(self.output_dir)
         if self._resuming:
             check_resumable(self.output_dir, config)
@@ -102,6 +104,7 @@ class TrainingRun:
             if delta_log_dir is not None:
                 check_new_folder(delta_log_dir, "delta_log_dir")
         self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
+        self._steps_found = self._checkpoints.steps()
         self._first_step = (self._checkpoints.choose(config.resume_step) if self._resuming else 0) + 1
         require_metrics(self.output_dir, self._first_step - 1)
         require_trackers(config)
@@ -144,11 +147,14 @@ class TrainingRun:
         logger.log(logging.WARNING if dropped else logging.INFO, "%s: %s", config.dataset, self.data_report)
 
     def __enter__(self) -> TrainingRun:
-        with ExitStack() as undo:
+        with ExitStack() as stack:
             # Both folders are this run's before anything is written to either.
+            stack.enter_context(RunLock(self.output_dir))
+            self._require_unchanged()
             if self._delta_log_dir is not None:
                 log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
-                self._delta_log = undo.enter_context(log)
+                self._delta_log = stack.enter_context(log)
+            stack.callback(self._close)
             if self._resuming:
                 self._checkpoints.set_aside_after(self._first_step - 1)
             else:
@@ -159,18 +165,28 @@ class TrainingRun:
             if self._delta_log is not None:
                 self._delta_log.begin(self.model, self.optimizer, self.algorithm)
             self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
-            undo.pop_all()
+            self._exit = stack.pop_all()
         return self
+
+    def _require_unchanged(self) -> None:
+        """Raise ConfigError where another run has written to the folder since it was looked at."""
+        if not self._resuming:
+            check_new_folder(self.output_dir, "output_dir")
+            return
+        check_resumable(self.output_dir, self.config)
+        if self._checkpoints.steps() != self._steps_found:
+            raise ConfigError(f"option 'resume': another run has written to {self.output_dir} meanwhile; resume again")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._exit.__exit__(kind, error, traceback)
+
+    def _close(self) -> None:
         for file in self._row_files:
             file.close()
         for tracker in self._trackers:
             tracker.close()
-        if self._delta_log is not None:
-            self._delta_log.__exit__(kind, error, traceback)
 
     # Before the first step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +18,7 @@ from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.new_folders import new_folder
 
 from .config import to_yaml
+from .run_lock import LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -35,14 +36,16 @@ _FREE_TO_CHANGE = {
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Refuse a folder that a run could not create or that holds something; the disk is left as it was.
+    """Refuse a folder that a run could not create or that holds something (other than a run's lock file).
+
+    The disk is left as it was.
 
     Raises:
         ConfigError: naming `option`, the folder and the cause.
     """
     try:
         if path.is_dir():
-            if any(path.iterdir()):
+            if any(entry.name != LOCK_FILE for entry in path.iterdir()):
                 raise _not_empty(path, option)
         elif path.exists():
             raise ConfigError(f"option '{option}': {path} exists and is not a folder")
@@ -78,17 +81,28 @@ def check_resumable(output_dir: Path, config: Any) -> None:
     """
     if (output_dir / SUMMARY_FILE).is_file():
         raise ConfigError(f"option 'resume': the run in {output_dir} has finished, see its {SUMMARY_FILE}")
+    require_same_options(output_dir, config, _FREE_TO_CHANGE)
+
+
+def require_same_options(output_dir: Path, config: Any, free_to_change: Collection[str]) -> None:
+    """Raise ConfigError where a run was begun with another value of an option that is not free to change.
+
+    The message names the first such option and both values. An options file that cannot be read is refused too.
+    """
     file = output_dir / OPTIONS_FILE
     try:
         begun_with = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"option 'resume': cannot read {file}: {' '.join(str(error).split())}") from error
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"option 'resume': cannot read {file}: {one_line(error)}") from error
+    if not isinstance(begun_with, dict) or not begun_with:
+        what = "is empty" if not begun_with else f"holds a {type(begun_with).__name__}"
+        raise ConfigError(f"option 'resume': {file} {what}, expected the options of a run")
     now = yaml.safe_load(to_yaml(config))
     # An option that came after the run was begun had its default then.
     later = {field.name for field in fields(config) if getattr(config, field.name) == field.default} - begun_with.keys()
-    for name in (now.keys() | begun_with.keys()) - later:
+    for name in sorted((now.keys() | begun_with.keys()) - later, key=str):
         before, after = begun_with.get(name), now.get(name)
-        if before != after and name not in _FREE_TO_CHANGE:
+        if before != after and name not in free_to_change:
             raise ConfigError(
                 f"option 'resume': the run in {output_dir} was begun with {name} {before}, not {after}: it would go on "
                 "as another run"
@@ -167,18 +181,9 @@ def require_metrics(output_dir: Path, last_step: int) -> None:
 
 
 def begin_outputs(output_dir: Path, config: Any) -> None:
-    """Make the run's folder, with its options.
-
-    Raises:
-        ConfigError: another run has written to the folder since it was checked.
-    """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        # Exclusive and before anything else: of two runs that found the folder empty, one gets it.
-        with (output_dir / OPTIONS_FILE).open("x", encoding="utf-8") as file:
-            file.write(to_yaml(config))
-    except FileExistsError as error:
-        raise _not_empty(output_dir, "output_dir") from error
+    """Write the options of a run into its folder, which the caller has locked: the sign that it has begun."""
+    with written_aside(output_dir / OPTIONS_FILE) as aside:
+        aside.write_text(to_yaml(config), encoding="utf-8")
 
 
 def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:

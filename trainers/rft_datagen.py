@@ -122,39 +122,39 @@ def datagen(config: DatagenConfig) -> dict[str, Any]:
     Raises:
         ConfigError, DataError: as `rft_sampling.sample`.
     """
-    sampled = sample(config, "datagen")
-    figures, selection = Figures(), Selection()
+    with sample(config, "datagen") as sampled:
+        figures, selection = Figures(), Selection()
 
-    def kept_rows() -> Iterator[dict[str, Any]]:
-        for row in sampled.rows():
-            figures.add(row)
-            for i in selection.select(row, config):
-                completion = row["completions"][i]
-                if not isinstance(row["prompt"], str):
-                    completion = [{"role": "assistant", "content": completion}]
-                yield {"prompt": row["prompt"], "completion": completion, "reward": row["rewards"][i]}
+        def kept_rows() -> Iterator[dict[str, Any]]:
+            for row in sampled.rows():
+                figures.add(row)
+                for i in selection.select(row, config):
+                    completion = row["completions"][i]
+                    if not isinstance(row["prompt"], str):
+                        completion = [{"role": "assistant", "content": completion}]
+                    yield {"prompt": row["prompt"], "completion": completion, "reward": row["rewards"][i]}
 
-    kept_file = sampled.folder / KEPT_FILE
-    write_lines(kept_file, kept_rows())
-    report = {
-        "algorithm": "rft",
-        "stage": "datagen",
-        "policy_name": config.policy_name,
-        "dataset": config.dataset,
-        "prompts": sampled.prompts,
-        **figures.as_dict(),
-        "n_kept": selection.n_kept,
-        "n_prompts_kept": selection.n_prompts_kept,
-        "n_wrong": selection.n_wrong,
-        "n_unfinished": selection.n_unfinished,
-        "n_duplicates": selection.n_duplicates,
-        "n_not_chosen": selection.n_not_chosen,
-        **sampled.speed(figures.n_tokens),
-        "n_parts_resumed": sampled.n_resumed,
-        "kept_file": str(kept_file),
-    }
-    write_report(sampled.folder / REPORT_FILE, report)
-    return {**report, "text": _text(report)}
+        kept_file = sampled.folder / KEPT_FILE
+        write_lines(kept_file, kept_rows())
+        report = {
+            "algorithm": "rft",
+            "stage": "datagen",
+            "policy_name": config.policy_name,
+            "dataset": config.dataset,
+            "prompts": sampled.prompts,
+            **figures.as_dict(),
+            "n_kept": selection.n_kept,
+            "n_prompts_kept": selection.n_prompts_kept,
+            "n_wrong": selection.n_wrong,
+            "n_unfinished": selection.n_unfinished,
+            "n_duplicates": selection.n_duplicates,
+            "n_not_chosen": selection.n_not_chosen,
+            **sampled.speed(figures.n_tokens),
+            "n_parts_resumed": sampled.n_resumed,
+            "kept_file": str(kept_file),
+        }
+        write_report(sampled.folder / REPORT_FILE, report)
+        return {**report, "text": _text(report)}
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -45,30 +45,30 @@ def test(config: TestConfig) -> dict[str, Any]:
     Raises:
         ConfigError, DataError: as `rft_sampling.sample`.
     """
-    sampled = sample(config, "test")
-    figures = Figures()
+    with sample(config, "test") as sampled:
+        figures = Figures()
 
-    def results() -> Iterator[dict[str, Any]]:
-        for row in sampled.rows():
-            figures.add(row)
-            yield {**row, "pass_rate": sum(row["right"]) / len(row["right"])}
+        def results() -> Iterator[dict[str, Any]]:
+            for row in sampled.rows():
+                figures.add(row)
+                yield {**row, "pass_rate": sum(row["right"]) / len(row["right"])}
 
-    results_file = sampled.folder / RESULTS_FILE
-    write_lines(results_file, results())
-    summary = {
-        "algorithm": "rft",
-        "stage": "test",
-        "policy_name": config.policy_name,
-        "checkpoint": None if config.checkpoint is None else str(config.checkpoint),
-        "dataset": config.dataset,
-        "prompts": sampled.prompts,
-        **figures.as_dict(),
-        **sampled.speed(figures.n_tokens),
-        "n_parts_resumed": sampled.n_resumed,
-        "results_file": str(results_file),
-    }
-    write_report(sampled.folder / SUMMARY_FILE, summary)
-    return {**summary, "text": _text(summary, config)}
+        results_file = sampled.folder / RESULTS_FILE
+        write_lines(results_file, results())
+        summary = {
+            "algorithm": "rft",
+            "stage": "test",
+            "policy_name": config.policy_name,
+            "checkpoint": None if config.checkpoint is None else str(config.checkpoint),
+            "dataset": config.dataset,
+            "prompts": sampled.prompts,
+            **figures.as_dict(),
+            **sampled.speed(figures.n_tokens),
+            "n_parts_resumed": sampled.n_resumed,
+            "results_file": str(results_file),
+        }
+        write_report(sampled.folder / SUMMARY_FILE, summary)
+        return {**summary, "text": _text(summary, config)}
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # and a function of this name

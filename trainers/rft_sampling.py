@@ -11,32 +11,34 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
-import yaml
 from torch import nn
 
 from sparse_opt.atomic_files import one_line, written_aside
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.new_folders import new_folder
 from sparse_opt.state_digest import StateDigest
+from sparse_opt.tensor_state import compact_json
 
-from .config import option, to_yaml
+from .config import option
 from .loop import seed_everything
 from .models import load_policy, load_tokenizer, resolve_device
 from .options import TrainingOptions, model_slug, require_at_least
-from .outputs import OPTIONS_FILE, check_new_folder, is_begun
+from .outputs import OPTIONS_FILE, begin_outputs, check_new_folder, is_begun, require_same_options
 from .progress import Progress
 from .prompts import PromptExample, load_prompts
 from .rewards import Rewards, load_rewards
 from .rollouts import Engine, Sampling, make_engine
+from .run_lock import RunLock, require_unlocked
 
 INPUTS_FILE = "inputs.json"
 PARTS_FOLDER = "parts"
+_PART_DIGEST = "xxh3_128"  # in each part: of its other keys
 # What may differ between a run and the one that goes on with it.
 _MAY_DIFFER = {"resume", "mount_dir", "output_dir"}
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -193,8 +195,9 @@ class Sampled:
         }
 
 
-def sample(options: SamplingOptions, stage: str) -> Sampled:
-    """Sample and verify what the options say, or what is left of it.
+@contextmanager
+def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
+    """Sample and verify what the options say, or what is left of it; inside, no other run writes to the folder.
 
     Raises:
         ConfigError: an option that cannot be; an output folder that holds something, or with `resume` a run of other
@@ -202,8 +205,10 @@ def sample(options: SamplingOptions, stage: str) -> Sampled:
         DataError: model, dataset or a part cannot be read.
     """
     folder = options.folder(stage)
-    if options.resume and is_begun(folder):
-        _check_same_options(folder, options)
+    require_unlocked(folder)
+    resuming = options.resume and is_begun(folder)
+    if resuming:
+        require_same_options(folder, options, _MAY_DIFFER)
     else:
         check_new_folder(folder, "output_dir")
     device = resolve_device(options.device)
@@ -222,11 +227,7 @@ def sample(options: SamplingOptions, stage: str) -> Sampled:
         seed=options.seed,
     )
     model = load_policy(loading, device).eval()
-    _claim(folder, options, {"prompts": _prompts_digest(prompts), "weights": _weights_digest(model)})
-
-    size = options.prompts_per_batch
-    blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    there = {part for part in range(len(blocks)) if _part_file(folder, part).is_file()}
+    inputs = {"prompts": _prompts_digest(prompts), "weights": _weights_digest(model)}
     engine = make_engine(
         options.rollout_engine,
         model,
@@ -235,25 +236,27 @@ def sample(options: SamplingOptions, stage: str) -> Sampled:
         max_length=max(len(example.ids) for example in prompts) + options.max_completion_length,
         vllm_gpu_memory_utilization=options.vllm_gpu_memory_utilization,
     )
+    size = options.prompts_per_batch
+    blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     seconds = {"generate_time_s": 0.0, "verify_time_s": 0.0}
     figures = Figures()
-    try:
-        with Progress(f"rft {stage}", len(blocks)) as progress, torch.no_grad():
-            for part, block in enumerate(blocks):
-                if part not in there:
-                    content = _sample_block(options, part, block, engine, tokenizer, rewards)
-                    with written_aside(_part_file(folder, part)) as aside:
-                        aside.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-                content = _read_part(folder, part)
-                for row in content["rows"]:
-                    figures.add(row)
-                for name in seconds:
-                    seconds[name] += content[name]
-                progress.advance(part + 1, _shown(figures, seconds["generate_time_s"]))
-    finally:
-        engine.close()
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Sampled(folder, len(blocks), asdict(report), len(there), peak, seconds)
+    with ExitStack() as locked:
+        with closing(engine):
+            locked.enter_context(RunLock(folder))
+            locked.enter_context(_claimed(folder, options, inputs, resuming=resuming))
+            there = {part for part in range(len(blocks)) if _part_file(folder, part).is_file()}
+            with Progress(f"rft {stage}", len(blocks)) as progress, torch.no_grad():
+                for part, block in enumerate(blocks):
+                    if part not in there:
+                        _write_part(folder, part, _sample_block(options, part, block, engine, tokenizer, rewards))
+                    content = _read_part(folder, part)
+                    for row in content["rows"]:
+                        figures.add(row)
+                    for name in seconds:
+                        seconds[name] += content[name]
+                    progress.advance(part + 1, _shown(figures, seconds["generate_time_s"]))
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        yield Sampled(folder, len(blocks), asdict(report), len(there), peak, seconds)
 
 
 def _loading(options: SamplingOptions) -> TrainingOptions:
@@ -315,40 +318,39 @@ def _shown(figures: Figures, seconds: float) -> dict[str, str]:
 # The folder
 
 
-def _claim(folder: Path, options: SamplingOptions, inputs: dict[str, str]) -> None:
-    """Make the folder with options and inputs, or see that those of the run that is there are the same."""
+@contextmanager
+def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, resuming: bool) -> Iterator[None]:
+    """Write options and inputs into a folder that is locked, or see that those of the run in it are the same.
+
+    A new run that ends before its first part leaves none of its files.
+    """
     file = folder / INPUTS_FILE
-    if is_begun(folder):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    if resuming:
+        require_same_options(folder, options, _MAY_DIFFER)
+        # It is missing where the run was killed right after it had begun: then there is no part either.
+        found = _read_json(file) if file.exists() else inputs
         for name, digest in inputs.items():
             if found.get(name) != digest:
                 raise ConfigError(
                     f"option 'resume': the run in {folder} was begun with other {name}: digest {found.get(name)}, now "
                     f"{digest}"
                 )
-        return
+    else:
+        check_new_folder(folder, "output_dir")
+        begin_outputs(folder, options)
     try:
-        with new_folder(folder) as aside:
-            (aside / PARTS_FOLDER).mkdir()
-            (aside / INPUTS_FILE).write_text(json.dumps(inputs, indent=1) + "\n", encoding="utf-8")
-            (aside / OPTIONS_FILE).write_text(to_yaml(options), encoding="utf-8")
-    except FileExistsError as error:
-        raise ConfigError(f"option 'output_dir': {folder} is not empty: another run has taken it") from error
-
-
-def _check_same_options(folder: Path, options: SamplingOptions) -> None:
-    file = folder / OPTIONS_FILE
-    try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"option 'resume': cannot read {file}: {one_line(error)}") from error
-    now = yaml.safe_load(to_yaml(options))
-    for name in sorted(before.keys() | now.keys()):
-        if name not in _MAY_DIFFER and before.get(name) != now.get(name):
-            raise ConfigError(
-                f"option 'resume': the run in {folder} was begun with {name} {before.get(name)}, not {now.get(name)}: "
-                "its results would be mixed with others"
-            )
+        (folder / PARTS_FOLDER).mkdir(exist_ok=True)
+        if not file.exists():
+            with written_aside(file) as aside:
+                aside.write_text(json.dumps(inputs, indent=1) + "\n", encoding="utf-8")
+        yield
+    finally:
+        parts = folder / PARTS_FOLDER
+        if not resuming and not (parts.is_dir() and any(parts.iterdir())):
+            for path in (folder / OPTIONS_FILE, file):
+                path.unlink(missing_ok=True)
+            if parts.is_dir():
+                parts.rmdir()
 
 
 def _prompts_digest(prompts: Sequence[PromptExample]) -> str:
@@ -368,12 +370,35 @@ def _part_file(folder: Path, part: int) -> Path:
     return folder / PARTS_FOLDER / f"{part:06d}.json"
 
 
+def _write_part(folder: Path, part: int, content: dict[str, Any]) -> None:
+    with written_aside(_part_file(folder, part)) as aside:
+        aside.write_text(
+            json.dumps({**content, _PART_DIGEST: _part_digest(content)}, allow_nan=False), encoding="utf-8"
+        )
+
+
 def _read_part(folder: Path, part: int) -> dict[str, Any]:
     file = _part_file(folder, part)
+    content = _read_json(file, "; remove it to sample it again")
+    written = content.pop(_PART_DIGEST, None)
+    if written != _part_digest(content):
+        raise DataError(
+            f"{file}: damaged: it has digest {_part_digest(content)}, expected {written}; remove it to sample it again"
+        )
+    return content
+
+
+def _part_digest(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(compact_json(content).encode("ascii"))
+
+
+def _read_json(file: Path, hint: str = "") -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {one_line(error)}; remove it to sample it again") from error
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: cannot be read: {one_line(error)}{hint}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: cannot be read: holds a {type(content).__name__}, expected an object{hint}")
     return content
 
 

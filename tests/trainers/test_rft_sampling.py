@@ -13,7 +13,7 @@ from rft_worlds import ScriptedEngine
 from rollout_models import greedy_by_hand
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.trainers import rft, rft_sampling
+from sparse_opt.trainers import rft, rft_evaluate, rft_sampling
 from sparse_opt.trainers.encoding import load_examples
 from sparse_opt.trainers.prompts import load_prompts
 from sparse_opt.trainers.rft_datagen import DatagenConfig, datagen, fingerprint
@@ -192,6 +192,58 @@ def test_a_damaged_part_is_named(options, tmp_path, monkeypatch):
         datagen(options(resume=True))
     part.unlink()
     assert datagen(options(resume=True))["n_parts_resumed"] == 1
+
+
+def test_a_part_with_another_reward_is_damaged(options, tmp_path, monkeypatch):
+    kill_in_block(monkeypatch, options(), 2)
+    part = tmp_path / "data/parts/000001.json"
+    content = json.loads(part.read_text())
+    content["rows"][0]["rewards"][0] = 7.0
+    part.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="parts/000001.json: damaged: .*; remove it to sample it again"):
+        datagen(options(resume=True))
+    part.write_text("[]")
+    with pytest.raises(DataError, match="000001.json: cannot be read: holds a list, expected an object; remove it"):
+        datagen(options(resume=True))
+
+
+@pytest.mark.parametrize(("work", "config_class"), [(datagen, DatagenConfig), (rft_evaluate.test, TestConfig)])
+def test_a_second_run_in_the_folder_is_refused(options, monkeypatch, many_ends, work, config_class):
+    original, refused = rft_sampling._sample_block, []
+    config = options(config_class)
+
+    def sample_block(*args):
+        if not refused:
+            for resume in (False, True):
+                with pytest.raises(ConfigError, match="'output_dir': another run is writing to .*data") as error:
+                    work(dataclasses.replace(config, resume=resume))
+                refused.append(error.value)
+        return original(*args)
+
+    monkeypatch.setattr(rft_sampling, "_sample_block", sample_block)
+    work(config)
+    assert len(refused) == 2
+    assert "run.lock" not in [path.name for path in config.folder("").iterdir()]
+
+
+def test_a_run_that_was_killed_as_it_began_is_resumed(options, tmp_path, monkeypatch):
+    kill_in_block(monkeypatch, options(), 1)
+    (tmp_path / "data/inputs.json").unlink()
+    (tmp_path / "data/parts/000000.json").unlink()
+    datagen(options(resume=True))
+
+
+def test_a_run_that_fails_before_its_first_part_leaves_nothing(options, tmp_path, monkeypatch):
+    kill_in_block(monkeypatch, options(), 0)
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_option_that_came_later_had_its_default(options, tmp_path, monkeypatch):
+    kill_in_block(monkeypatch, options(), 1)
+    file = tmp_path / "data/options.yaml"
+    lines = [line for line in file.read_text().splitlines(keepends=True) if not line.startswith("max_rows")]
+    file.write_text("".join(lines))
+    datagen(options(resume=True))
 
 
 @pytest.mark.parametrize(
