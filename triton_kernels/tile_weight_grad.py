@@ -147,11 +147,13 @@ def _store_rows(
         s, b = _store_columns(parts[i], i * QUARTER, at, row < height, width, scale, ACCUMULATE, QUARTER, WHOLE)
         squares += s
         bad |= b
+    # Rows are reduced as [1, ROWS]: reductions of one dimension do not compile for sm_100 (Triton 3.6 and 3.7), where
+    # sums of products are in tensor memory.
     if partials is not None:
-        tl.store(partials + tl.program_id(0), tl.sum(squares, axis=0))
+        tl.store(partials + tl.program_id(0) + tl.arange(0, 1), tl.sum(squares[None, :], axis=1))
     if found_inf is not None:
         # Programs that race here write the same value.
-        tl.store(found_inf, float("inf"), mask=tl.max(bad, axis=0) != 0)
+        tl.store(found_inf + tl.arange(0, 1), float("inf"), mask=tl.max(bad[None, :], axis=1) != 0)
 
 
 # Bytes of a tile of n x n, T tokens, 2-byte operands and S splits: 2 * 2 n T read from the L2 cache, n^2 slots written

@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for sm_90 on a machine without a GPU, and rounds each fp32 operation by itself.
+"""Every Triton kernel compiles for sm_90 on a machine without a GPU, and rounds each fp32 operation by itself. One
+variant of each compiles for the other GPUs that the backend is offered on.
 
 The compiler runs in a child process without TRITON_INTERPRET, under which the kernels are Python functions.
 """
@@ -11,9 +12,12 @@ import re
 import subprocess
 import sys
 import unittest.mock
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+from sparse_opt.backends import TRITON_MINIMUM
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -195,6 +199,14 @@ TILES = [name for name in VARIANTS if name.startswith("tile")]
 PRODUCTS = [name for name in TILES if "-add" not in name]
 ADAMW = [name for name in VARIANTS if name.startswith("adamw")]
 
+# The oldest (backends.TRITON_MINIMUM), and those whose products have other instructions.
+OTHER_GPUS = (70, 100, 120)
+ON_OTHER_GPUS = (
+    *("adamw-stochastic", "adamw-scalars", "sgd", "gather", "gather-sums"),
+    *("tile64-bf16", "tile64-fp32", "tile64-add"),
+    *("swap", "delta-mark", "delta-write", "delta-apply"),
+)
+
 
 def _options(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """In the child: what the launcher has a variant compiled with."""
@@ -215,7 +227,7 @@ def _options(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     return launch.SLOT_OPTIONS
 
 
-def _compile_all() -> dict[str, dict[str, Any]]:
+def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, Any]]:
     """In the child: the PTX of each variant, and which scalars the launcher would specialise on their values."""
     import importlib
 
@@ -225,7 +237,8 @@ def _compile_all() -> dict[str, dict[str, Any]]:
     from triton.compiler import ASTSource
 
     compiled = {}
-    for name, (module, kernel_name, wanted) in VARIANTS.items():
+    for name in names:
+        module, kernel_name, wanted = VARIANTS[name]
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         signature, constants, specialized = {}, {}, []
         for p in kernel.params:
@@ -241,12 +254,13 @@ def _compile_all() -> dict[str, dict[str, Any]]:
                     specialized.append(f"{p.name} (width by value)")
         assert set(signature) == set(wanted), name
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_options(name, wanted))
+        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(name, wanted))
         compiled[name] = {
             "ptx": result.asm["ptx"],
             "cubin": len(result.asm["cubin"]),
             "specialized": specialized,
             "threads": 32 * result.metadata.num_warps,
+            "shared": result.metadata.shared,
         }
     return compiled
 
@@ -335,13 +349,17 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
     return figures
 
 
-@pytest.fixture(scope="module")
-def child() -> dict[str, Any]:
+def _run_child(*words: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+    finished = subprocess.run([sys.executable, __file__, *words], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, [line for line in finished.stderr.splitlines() if "rror" in line][-5:]
     result: dict[str, Any] = json.loads(finished.stdout)
     return result
+
+
+@pytest.fixture(scope="module")
+def child() -> dict[str, Any]:
+    return _run_child()
 
 
 @pytest.fixture(scope="module")
@@ -359,6 +377,21 @@ def test_varying_scalars_compile_once(child: dict[str, Any]) -> None:
 def test_compiles_for_sm_90(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert ".target sm_90" in compiled[name]["ptx"]
     assert compiled[name]["cubin"] > 0
+
+
+def test_other_gpus_have_one_variant_of_each_kernel() -> None:
+    assert {VARIANTS[name][:2] for name in ON_OTHER_GPUS} == {variant[:2] for variant in VARIANTS.values()}
+    assert min(OTHER_GPUS) == 10 * TRITON_MINIMUM[0] + TRITON_MINIMUM[1]
+
+
+@pytest.mark.parametrize("capability", OTHER_GPUS)
+def test_compiles_for_other_gpus(capability: int) -> None:
+    found = _run_child(str(capability))
+    assert set(found) == set(ON_OTHER_GPUS)
+    assert all(f".target sm_{capability}" in one["ptx"] and one["cubin"] > 0 for one in found.values())
+    # What a block may have of 7.5, 10.0 and 12.0 (CUDA C++ Programming Guide, technical specifications).
+    limit_kib = {70: 64, 100: 227, 120: 99}[capability]
+    assert max(one["shared"] for one in found.values()) <= limit_kib * 1024
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -410,4 +443,7 @@ def test_aligned_operands_are_copied_16_bytes_at_a_time(compiled: dict[str, dict
 
 
 if __name__ == "__main__":
-    json.dump({"compiled": _compile_all(), "launched": _launch_with_varying_scalars()}, sys.stdout)
+    if sys.argv[1:]:
+        json.dump(_compile_all(ON_OTHER_GPUS, int(sys.argv[1])), sys.stdout)
+    else:
+        json.dump({"compiled": _compile_all(VARIANTS, 90), "launched": _launch_with_varying_scalars()}, sys.stdout)
