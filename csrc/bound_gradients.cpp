@@ -407,10 +407,12 @@ BoundParams::Waiting<BoundParams::Gradient> BoundParams::take_waiting_grads() {
 void BoundParams::drop() {
   std::vector<TileOperands> operands;  // outlive the lock, as in receive
   std::vector<Gradient> grads;
+  std::vector<at::Tensor> held;
   const std::lock_guard lock(mutex_);
   finish_gathers();
   operands = waiting_tiles_.take().list;
   grads = take_waiting_grads().list;
+  held.swap(grads_);
   std::fill(came_by_tiles_.begin(), came_by_tiles_.end(), char{0});
   received_.assign(params_.size(), false);
 }

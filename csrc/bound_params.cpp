@@ -64,7 +64,7 @@ bool BoundParams::take_grads() {
   grads.reserve(params_.size());
   for (const at::Tensor& param : params_) {
     const at::Tensor& grad = param.grad();
-    if (!grad.defined()) {
+    if (!grad.defined() || grad.layout() != at::kStrided || grad.sizes() != param.sizes()) {
       grads.clear();
       break;
     }
@@ -76,10 +76,10 @@ bool BoundParams::take_grads() {
   return taken;
 }
 
-OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad) {
+OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad, bool keep) {
   if (grad.has_value()) return std::nullopt;
   const std::lock_guard lock(mutex_);
-  return std::exchange(grads_, {});
+  return keep ? grads_ : std::exchange(grads_, {});
 }
 
 void BoundParams::bump_versions() const {
@@ -92,11 +92,19 @@ void BoundParams::indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& ex
                                  const at::Tensor& steps, const OptionalTensor& grad, const OptionalTensor& master,
                                  double beta1, double beta2, double eps, double weight_decay,
                                  const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
-                                 const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed) {
+                                 const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
+                                 bool check_only) {
   check_numels();
+  OptionalTensors dense_grads = gradients_for(grad, check_only);
+  if (check_only) {
+    const AdamWCall checked(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, dense_grads,
+                            master, beta1, beta2, eps, weight_decay, clip_coef, grad_scale, found_inf,
+                            stochastic_rounding, seed, run_length_, index_bases_);
+    return;
+  }
   static const auto op = native_op<AdamW>("sparse_opt_native::counting_adamw_");
-  op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, gradients_for(grad), master, beta1,
-          beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
+  op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, std::move(dense_grads), master,
+          beta1, beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
           index_bases_);
   bump_versions();
 }
@@ -105,10 +113,17 @@ void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::
                                const OptionalTensor& grad, const OptionalTensor& master, double momentum,
                                double dampening, bool nesterov, double weight_decay, const OptionalTensor& clip_coef,
                                const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                               bool stochastic_rounding, int64_t seed) {
+                               bool stochastic_rounding, int64_t seed, bool check_only) {
   check_numels();
+  OptionalTensors dense_grads = gradients_for(grad, check_only);
+  if (check_only) {
+    const SgdCall checked(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, dense_grads, master,
+                          momentum, dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf,
+                          stochastic_rounding, seed, run_length_, index_bases_);
+    return;
+  }
   static const auto op = native_op<Sgd>("sparse_opt_native::counting_sgd_");
-  op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, gradients_for(grad), master, momentum,
+  op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, std::move(dense_grads), master, momentum,
           dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
           index_bases_);
   bump_versions();

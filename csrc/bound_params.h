@@ -24,7 +24,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   // Whether any parameter has a gradient.
   bool has_grads() const;
 
-  // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none.
+  // Hold every parameter's gradient, made contiguous, for the next step. False, and none held, if one has none, or
+  // one that is not strided or of another shape.
   bool take_grads();
 
   // masked_grad_gather_ of parameter i's gradient into its slots of `out`, [nnz], added to what was received there. The
@@ -66,7 +67,7 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   bool receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
   void take_tiles_with(TakeTiles take) { take_tiles_ = std::move(take); }
   void flush();  // the buffers may be read after it, on the stream that is current
-  // Forget all that was received. Nothing is written: the next gradients overwrite it.
+  // Forget all that was received, and the gradients held. Nothing is written: the next gradients overwrite it.
   void drop();
   // Autograd calls hooks also where it was given no gradient: whether that is because tiles came, since drop().
   bool came_by_tiles(size_t i) const;
@@ -80,23 +81,23 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void set_received(std::vector<bool> received);
   const at::Tensor& param(size_t i) const { return params_.at(i); }
 
-  // The ops of these names on the list, with `grad` or else the gradients held, which are let go. `steps` are those
+  // The ops of these names on the list, with `grad` or else the gradients held, which are released. `steps` are those
   // done before, and counted up. Bump the parameters' versions: kernels write through pointers, which autograd does not
-  // see.
+  // see. With check_only the arguments are checked and nothing else happens; the gradients stay held.
   void indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
                       const at::Tensor& steps, const std::optional<at::Tensor>& grad,
                       const std::optional<at::Tensor>& master, double beta1, double beta2, double eps,
                       double weight_decay, const std::optional<at::Tensor>& clip_coef,
                       const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                      bool stochastic_rounding, int64_t seed);
+                      bool stochastic_rounding, int64_t seed, bool check_only);
   void indexed_sgd_(const std::optional<at::Tensor>& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
                     const std::optional<at::Tensor>& grad, const std::optional<at::Tensor>& master, double momentum,
                     double dampening, bool nesterov, double weight_decay, const std::optional<at::Tensor>& clip_coef,
                     const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                    bool stochastic_rounding, int64_t seed);
+                    bool stochastic_rounding, int64_t seed, bool check_only);
 
  private:
-  std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad);
+  std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad, bool keep);
   void check_numels() const;
   void bump_versions() const;
 

@@ -156,10 +156,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a, Unlocked())
       .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
            py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,
-           "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a, Unlocked())
+           "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a, "check_only"_a = false, Unlocked())
       .def("indexed_sgd_", &BoundParams::indexed_sgd_, "momentum_buffer"_a, "lr"_a, "steps"_a, py::kw_only(), "grad"_a,
            "master"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
-           "found_inf"_a, "stochastic_rounding"_a, "seed"_a, Unlocked());
+           "found_inf"_a, "stochastic_rounding"_a, "seed"_a, "check_only"_a = false, Unlocked());
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
       .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())

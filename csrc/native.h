@@ -61,6 +61,26 @@ struct StepCall {
   }
 };
 
+// The checked arguments of indexed_adamw_.
+struct AdamWCall : StepCall<AdamWArguments> {
+  AdamWCall(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
+            const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr, const at::Tensor& steps,
+            const OptionalTensor& grad, const OptionalTensors& dense_grads, const OptionalTensor& master, double beta1,
+            double beta2, double eps, double weight_decay, const OptionalTensor& clip_coef,
+            const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
+            int64_t run_length, const OptionalTensor& index_bases)
+      : StepCall(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef, grad_scale, found_inf,
+                 stochastic_rounding, seed, run_length, index_bases) {
+    args.exp_avg = state("exp_avg", exp_avg, indices);
+    args.exp_avg_sq = state("exp_avg_sq", exp_avg_sq, indices);
+    check_dtype("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type());
+    args.beta1 = beta1;
+    args.beta2 = beta2;
+    args.eps = eps;
+    args.weight_decay = weight_decay;
+  }
+};
+
 template <typename Device, bool Counting = false>
 void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
                     const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
@@ -68,19 +88,31 @@ void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArr
                     const OptionalTensor& master, double beta1, double beta2, double eps, double weight_decay,
                     const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                     bool stochastic_rounding, int64_t seed, int64_t run_length, const OptionalTensor& index_bases) {
-  StepCall<AdamWArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
-                                grad_scale, found_inf, stochastic_rounding, seed, run_length, index_bases);
-  call.args.exp_avg = call.state("exp_avg", exp_avg, indices);
-  call.args.exp_avg_sq = call.state("exp_avg_sq", exp_avg_sq, indices);
-  check_dtype("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type());
-  call.args.beta1 = beta1;
-  call.args.beta2 = beta2;
-  call.args.eps = eps;
-  call.args.weight_decay = weight_decay;
+  AdamWCall call(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, grad, dense_grads, master, beta1, beta2,
+                 eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length,
+                 index_bases);
   if (Counting) call.args.uncounted_steps = steps.mutable_data_ptr<float>();
   const typename Device::Guard guard(indices.device());
   Device::run(call.args);
 }
+
+// The checked arguments of indexed_sgd_.
+struct SgdCall : StepCall<SgdArguments> {
+  SgdCall(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
+          const OptionalTensor& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
+          const OptionalTensor& grad, const OptionalTensors& dense_grads, const OptionalTensor& master, double momentum,
+          double dampening, bool nesterov, double weight_decay, const OptionalTensor& clip_coef,
+          const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
+          int64_t run_length, const OptionalTensor& index_bases)
+      : StepCall(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef, grad_scale, found_inf,
+                 stochastic_rounding, seed, run_length, index_bases) {
+    if (momentum_buffer.has_value()) args.momentum_buffer = state("momentum_buffer", *momentum_buffer, indices);
+    args.momentum = momentum;
+    args.dampening = dampening;
+    args.nesterov = nesterov;
+    args.weight_decay = weight_decay;
+  }
+};
 
 template <typename Device, bool Counting = false>
 void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
@@ -89,15 +121,9 @@ void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArray
                   double momentum, double dampening, bool nesterov, double weight_decay,
                   const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                   bool stochastic_rounding, int64_t seed, int64_t run_length, const OptionalTensor& index_bases) {
-  StepCall<SgdArguments> call(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef,
-                              grad_scale, found_inf, stochastic_rounding, seed, run_length, index_bases);
-  if (momentum_buffer.has_value()) {
-    call.args.momentum_buffer = call.state("momentum_buffer", *momentum_buffer, indices);
-  }
-  call.args.momentum = momentum;
-  call.args.dampening = dampening;
-  call.args.nesterov = nesterov;
-  call.args.weight_decay = weight_decay;
+  SgdCall call(params, indices, starts, ends, momentum_buffer, lr, steps, grad, dense_grads, master, momentum,
+               dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed,
+               run_length, index_bases);
   if (Counting) call.args.uncounted_steps = steps.mutable_data_ptr<float>();
   const typename Device::Guard guard(indices.device());
   Device::run(call.args);

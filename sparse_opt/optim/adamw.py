@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import MaskSet
+from . import options
 from .buckets import Bucket
 from .sparse_optimizer import Params, SparseOptimizer
 
@@ -89,16 +91,6 @@ class SparseAdamW(SparseOptimizer):
         tile_backward: bool | None = None,
         backend: str | None = None,
     ) -> None:
-        if not 0 <= seed < 2**62:
-            raise ValueError(f"seed is {seed}, wanted 0 <= seed < 2**62")
-        if not isinstance(lr, Tensor) and not lr >= 0.0:
-            raise ValueError(f"lr is {lr}, wanted >= 0")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas are {betas}, wanted 0 <= beta < 1")
-        if not eps >= 0.0:
-            raise ValueError(f"eps is {eps}, wanted >= 0")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"weight_decay is {weight_decay}, wanted >= 0")
         super().__init__(
             params,
             mask,
@@ -119,6 +111,17 @@ class SparseAdamW(SparseOptimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
+
+    def _check_options(self, group: dict[str, Any], where: str = "") -> None:
+        super()._check_options(group, where)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"{where}betas are {betas!r}, expected two numbers, 0 <= beta < 1")
+        for beta in betas:
+            if not isinstance(beta, numbers.Real) or not 0.0 <= beta < 1.0:
+                raise ValueError(f"{where}betas are {betas!r}, expected two numbers, 0 <= beta < 1")
+        options.require_number(where, "eps", group["eps"])
+        options.require_number(where, "weight_decay", group["weight_decay"])
 
     def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
         group = bucket.group

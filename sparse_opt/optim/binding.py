@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..masks import MaskSet
+from ..ops.checks import FLOAT_DTYPES
 from .buckets import Bucket, bucket_keys, build_bucket
-
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def active_parameters(

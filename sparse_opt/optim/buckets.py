@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
+from ..ops.checks import FLOAT_DTYPES
 from .segments import Segments, index_dtype, laid_out, run_length_of, takes_two_bytes
 
 
@@ -60,6 +61,7 @@ class Bucket(Segments):
     tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
+        self.numels = [p.numel() for p in self.params]
         self._received = [False] * len(self.params)  # where no native object keeps it
         self._came_by_tiles: set[int] = set()  # likewise
 
@@ -118,6 +120,20 @@ class Bucket(Segments):
     @property
     def device(self) -> torch.device:
         return self.indices.device
+
+    def check_params(self) -> None:
+        """Raise a ValueError that names a parameter which the ops can't take as it is now."""
+        for name, param, numel in zip(self.names, self.params, self.numels, strict=True):
+            if param.numel() != numel:
+                raise ValueError(f"{name!r} has {param.numel()} elements, but had {numel} when its mask was bound")
+            if param.device != self.device:
+                raise ValueError(f"{name!r} is on {param.device}, but was on {self.device} when its mask was bound")
+            if param.dtype not in FLOAT_DTYPES:
+                raise ValueError(f"{name!r} is {param.dtype}, expected bfloat16, float16 or float32")
+            if param.dtype != self.params[0].dtype:
+                raise ValueError(f"{name!r} is {param.dtype}, but {self.names[0]!r} is {self.params[0].dtype}")
+            if not param.is_contiguous():
+                raise ValueError(f"{name!r} has strides {param.stride()}, expected a contiguous parameter")
 
     def has_dense_grads(self) -> bool:
         if self.native is not None:

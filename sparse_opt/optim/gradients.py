@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.checks import FLOAT_DTYPES
 from .buckets import Bucket
 
 
@@ -17,6 +18,11 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
     if bucket.native is not None:
         bucket.native.gather_(i, grad, bucket.grad, bucket.sum_sq, found_inf)
         return
+    if grad.numel() != bucket.numels[i]:
+        raise ValueError(
+            f"the gradient of {bucket.names[i]!r} has {grad.numel()} elements, but the parameter had "
+            f"{bucket.numels[i]} when its mask was bound"
+        )
     bucket.ops.masked_grad_gather_(
         bucket.grad,
         [grad.contiguous()],
@@ -85,6 +91,27 @@ def tile_rows(bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right
         )
         del left  # not beside the next one
     return values
+
+
+def check_dense(bucket: Bucket) -> None:
+    """Raise if a parameter has a dense gradient that can't be read at the indices; names the parameter."""
+    first = None
+    for name, param in zip(bucket.names, bucket.params, strict=True):
+        grad = param.grad
+        if grad is None:
+            continue
+        what = f"the gradient of {name!r}"
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"{what} is {grad.layout}, expected a strided tensor")
+        if grad.shape != param.shape:
+            raise ValueError(f"{what} has shape {list(grad.shape)}, expected {list(param.shape)}")
+        if grad.device != bucket.device:
+            raise ValueError(f"{what} is on {grad.device}, expected {bucket.device}")
+        if grad.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{what} is {grad.dtype}, expected bfloat16, float16 or float32")
+        first = first or (name, grad.dtype)
+        if grad.dtype != first[1]:
+            raise ValueError(f"{what} is {grad.dtype}, but that of {first[0]!r} is {first[1]}; expected one dtype")
 
 
 def gather_all_(bucket: Bucket) -> None:

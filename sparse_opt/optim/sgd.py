@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import MaskSet
+from . import options
 from .buckets import Bucket
 from .sparse_optimizer import Params, SparseOptimizer
 
@@ -53,14 +55,6 @@ class SparseSGD(SparseOptimizer):
         tile_backward: bool | None = None,
         backend: str | None = None,
     ) -> None:
-        if not 0 <= seed < 2**62:
-            raise ValueError(f"seed is {seed}, wanted 0 <= seed < 2**62")
-        if not isinstance(lr, Tensor) and not lr >= 0.0:
-            raise ValueError(f"lr is {lr}, wanted >= 0")
-        if not momentum >= 0.0 or not weight_decay >= 0.0:
-            raise ValueError(f"momentum is {momentum} and weight_decay {weight_decay}, wanted >= 0")
-        if nesterov and (momentum <= 0.0 or dampening != 0.0):
-            raise ValueError(f"nesterov wants momentum > 0 and no dampening, got {momentum} and {dampening}")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -89,6 +83,20 @@ class SparseSGD(SparseOptimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0.0 else ()
+
+    def _check_options(self, group: dict[str, Any], where: str = "") -> None:
+        super()._check_options(group, where)
+        momentum, dampening, nesterov = group["momentum"], group["dampening"], group["nesterov"]
+        options.require_number(where, "momentum", momentum)
+        options.require_number(where, "dampening", dampening, minimum=-math.inf)
+        options.require_number(where, "weight_decay", group["weight_decay"])
+        if not isinstance(nesterov, bool):
+            raise ValueError(f"{where}nesterov is {nesterov!r}, expected True or False")
+        if nesterov and (momentum <= 0.0 or dampening != 0.0):
+            raise ValueError(
+                f"{where}nesterov needs momentum > 0 and dampening 0, found momentum {momentum!r} and "
+                f"dampening {dampening!r}"
+            )
 
     def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
         group = bucket.group

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..masks import MaskSet
-from . import base_weights, gradients, state_io, tile_linears
-from .binding import FLOAT_DTYPES, active_parameters, build_buckets
+from ..ops.checks import FLOAT_DTYPES
+from . import base_weights, gradients, options, state_io, stepping, tile_linears
+from .binding import active_parameters, build_buckets
 from .buckets import Bucket, compact
 from .intake import GradientIntake
 
@@ -24,7 +25,8 @@ Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 class SparseOptimizer(torch.optim.Optimizer):
     """Trains the active elements of a mask; state, gradients and clipping scale with their number (nnz).
 
-    Subclasses name their op in `_op`, their compact state in `_state_names`, and call the op in `_update`.
+    Subclasses name their op in `_op`, their compact state in `_state_names`, check their groups' options in
+    `_check_options`, and call the op in `_update`.
     """
 
     _op: str
@@ -57,6 +59,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise ValueError(f"grad_dtype is {grad_dtype}, wanted one of {FLOAT_DTYPES}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}, wanted a positive number or None")
+        self._check_options(defaults)
         if grads == "compact" and _several_processes():
             warnings.warn(
                 "compact gradients are this process's own, and DistributedDataParallel does not average them (with "
@@ -82,6 +85,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
         super().__init__(params, defaults)
         self._groups_fixed = True
+        self._check_groups()
         self._intake = GradientIntake(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
         self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
         buckets = self._build(active, self.mask.pattern)
@@ -254,8 +258,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._intake.forget()
         super().zero_grad(set_to_none or self.grads == "compact")
 
+    def _check_gradients(self) -> None:
+        """Raise unless every gradient is where the step reads it and as it reads it; names the parameter."""
+        for bucket in self._buckets:
+            if self.grads == "compact" and bucket.has_dense_grads():
+                raise RuntimeError(
+                    f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
+                    "DistributedDataParallel); use grads='dense'"
+                )
+            if self.grads == "dense":
+                bucket.check_params()
+                gradients.check_dense(bucket)
+
     def _norm(self) -> Tensor:
         """Global 2-norm over the active gradients, one fp32 element, without a synchronisation."""
+        self._check_gradients()
         home = self._buckets[0].device
         sums = []
         for bucket in self._buckets:
@@ -275,6 +292,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
 
+    def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
+        """(norm, the coefficient that clips the gradients to max_norm; None if there is no gradient)."""
+        norm = self._norm()
+        if not any(any(self._intake.received(bucket)) for bucket in self._buckets):
+            return norm, None
+        return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the active gradients. The next step() multiplies by the coefficient.
@@ -285,13 +309,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, one fp32 element on the device; 0 if there is no gradient, and the next step then
             clips nothing.
+
+        Raises:
+            ValueError, RuntimeError: as in `step`.
         """
         self._refuse("clip_grad_norm_")
-        norm = self._norm()
+        norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
-        if any(any(self._intake.received(bucket)) for bucket in self._buckets):
-            self._intake.clip_coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._intake.clip_coef = clip_coef
         self.grad_norm = norm
         return norm
 
@@ -300,9 +326,24 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
+    def _check_options(self, group: dict[str, Any], where: str = "") -> None:
+        """Raise a ValueError unless a group's options are in their ranges. `where` begins the message."""
+        options.require_lr(where, group["lr"])
+        options.require_seed(where, group["seed"])
+
     def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
-        """Call `op` on `target`, which names the parameters and segments, with the group's options."""
+        """Call `op` on `target`, which names the parameters and segments, with the group's options.
+
+        Also called with a check of the op's arguments in the place of `op`.
+        """
         raise NotImplementedError
+
+    def _check_groups(self) -> None:
+        for i, group in enumerate(self.param_groups):
+            for name in self.defaults:
+                if name not in group:
+                    raise ValueError(f"parameter group {i} has no option {name!r}")
+            self._check_options(group, f"parameter group {i}: ")
 
     # torch's stub has two overloads for the closure; one signature serves both.
     @torch.no_grad()
@@ -312,17 +353,40 @@ class SparseOptimizer(torch.optim.Optimizer):
         The step consumes the compact gradients, also one that a GradScaler makes do nothing. A second step without a
         backward pass in between does nothing: no decay, no change of the moments and step counts. torch applies the
         same `param.grad` again until `zero_grad`, and so does grads='dense'.
+
+        All parameter groups are checked before the first one is written. After an error of those below nothing has
+        changed, the gradients are still there, and the step may be repeated once its cause is removed. What remains is
+        an op that fails at work: out of memory for its temporaries, or a kernel that the device can't launch. Some
+        parameters may have been stepped then.
+
+        Raises:
+            ValueError: an option of a group is missing or out of its range; a parameter has another size, dtype or
+                device than the op takes, or is not contiguous; so has its `param.grad`, with grads='dense'.
+            RuntimeError: `param.grad` is not strided; with grads='compact', a parameter has a `param.grad` that no hook
+                has seen; a GradScaler is used without `amp_scaling`; the optimizer is closed, or the model has its
+                base weights.
         """
         self._refuse("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
-        if self.max_grad_norm is not None and self._intake.clip_coef is None:
-            self.clip_grad_norm_(self.max_grad_norm)
-        for bucket in self._buckets:
-            self._step_bucket(bucket, grad_scale, found_inf)
+        norm, clip_coef = self.grad_norm, self._intake.clip_coef
+        if self.max_grad_norm is not None and clip_coef is None:
+            norm, clip_coef = self._clipping(self.max_grad_norm)
+        elif self.grads == "compact":
+            self._check_gradients()
+        steps = [self._prepare(bucket, grad_scale, found_inf, clip_coef) for bucket in self._buckets]
+        for step in steps:
+            if step is not None:
+                step.check(self._update)
+        # Nothing has been written so far.
+        for step in steps:
+            if step is not None:
+                step.apply(self._update)
+        self.grad_norm = norm
         self._intake.mark_stepped()
         return loss
 
@@ -336,57 +400,29 @@ class SparseOptimizer(torch.optim.Optimizer):
         # With no gradient at all GradScaler sums an empty list to the integer 0.
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
 
-    def _step_bucket(self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        gathered = self.grads == "compact" or self._intake.clip_coef is not None
-        if self.grads == "compact" and bucket.has_dense_grads():
-            raise RuntimeError(
-                f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
-                "DistributedDataParallel); use grads='dense'"
-            )
+    def _prepare(
+        self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None, clip_coef: Tensor | None
+    ) -> stepping.BucketStep | None:
+        gathered = self.grads == "compact" or clip_coef is not None
         bucket.finish_gradients()
-        scalars = self._scalars(bucket.device, grad_scale, found_inf)
         arguments = {
             "lr": bucket.refresh_lr(),
             "grad": bucket.grad if gathered else None,
             "master": bucket.state.get("master"),
             "stochastic_rounding": self.stochastic_rounding,
             "seed": bucket.group["seed"] + bucket.ordinal,
-            **scalars,
+            **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
         }
-        received = self._intake.received(bucket)
-        if bucket.native is not None and (all(received) if gathered else bucket.native.take_grads()):
-            self._update(bucket, getattr(bucket.native, self._op), (), steps=bucket.steps, **arguments)
-            return
-
-        grads = [p.grad for p in bucket.params]
-        present = [i for i, g in enumerate(grads) if (received[i] if gathered else g is not None)]
-        if not present:
-            return
-        found_inf = scalars["found_inf"]
-        counted = 1.0 if found_inf is None else (found_inf == 0).float()
-        if len(present) == len(bucket.params):
-            params, starts, ends, where = bucket.params, bucket.starts, bucket.ends, None
-            steps = bucket.steps + counted
-        else:
-            params = [bucket.params[i] for i in present]
-            starts, ends = [bucket.starts[i] for i in present], [bucket.ends[i] for i in present]
-            where = gradients.to_device(present, torch.int64, bucket.device)
-            steps = bucket.steps[where] + counted
-        dense_grads = None if gathered else [g.contiguous() for g in grads if g is not None]
-        target = (params, bucket.indices, starts, ends)
-        arguments |= {"steps": steps, "dense_grads": dense_grads, **bucket.layout(present)}
-        self._update(bucket, getattr(bucket.ops, self._op), target, **arguments)
-        if where is None:  # a step that was refused is not counted
-            bucket.steps.copy_(steps)
-        else:
-            bucket.steps[where] = steps
-        torch.autograd.graph.increment_version(params)
+        return stepping.prepare(bucket, self._op, self._intake.received(bucket) if gathered else None, arguments)
 
     def _scalars(
-        self, device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        device: torch.device,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        clip_coef: Tensor | None,
     ) -> dict[str, Tensor | None]:
         """The device scalars that a step multiplies and divides gradients by, and its flag to do nothing."""
-        clip_coef = self._intake.clip_coef
         if found_inf is not None and grad_scale is None and self._intake.carriers:
             factor = self._intake.carriers[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
             clip_coef = factor if clip_coef is None else factor * clip_coef.to(device)

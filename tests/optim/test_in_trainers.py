@@ -143,10 +143,6 @@ def test_a_compiled_model_has_the_names_of_its_own(device):
 
 
 def test_a_parameter_whose_data_shrank_is_not_written(device):
-    from sparse_opt import backends
-
-    if backends.choose("indexed_adamw_", device.type) not in ("cpu", "cuda"):
-        pytest.skip("only the native backends keep the sizes they were bound with")
     model = make_model(device)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), grads="dense")
     loss_of(model, 0).backward()
@@ -154,7 +150,7 @@ def test_a_parameter_whose_data_shrank_is_not_written(device):
     p.grad = None
     p.data = p.data[:2].contiguous()
     p.grad = torch.ones_like(p)
-    with pytest.raises((ValueError, RuntimeError), match=r"has 24 elements, but had 192 when its mask was bound"):
+    with pytest.raises(ValueError, match=r"'0.weight' has 24 elements, but had 192 when its mask was bound"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="another size"), optimizer.base_weights():
         pass

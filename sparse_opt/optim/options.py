@@ -1,0 +1,39 @@
+"""Checks of a parameter group's options, which users and schedulers may change at any time."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SEED_LIMIT = 2**62  # leaves room for what a bucket adds
+
+
+def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = math.inf) -> None:
+    """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` begins the message."""
+    if isinstance(value, numbers.Real) and minimum <= value < below:
+        return
+    bound = "" if minimum == -math.inf else f" >= {minimum:g}"
+    bound += "" if below == math.inf else f" and < {below:g}"
+    raise ValueError(f"{where}{name} is {value!r}, expected a finite number{bound}")
+
+
+def require_lr(where: str, lr: Any) -> None:
+    """Raise a ValueError unless `lr` is a number >= 0, or a floating-point tensor of one element, whose value is not
+    read: it may be on a device."""
+    if not isinstance(lr, Tensor):
+        require_number(where, "lr", lr)
+    elif lr.numel() != 1 or not lr.is_floating_point() or lr.layout != torch.strided or lr.is_meta:
+        raise ValueError(
+            f"{where}lr is a {lr.dtype} tensor of shape {list(lr.shape)} on {lr.device}, "
+            "expected one floating-point element"
+        )
+
+
+def require_seed(where: str, seed: Any) -> None:
+    """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**62."""
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed < SEED_LIMIT:
+        raise ValueError(f"{where}seed is {seed!r}, expected an integer, 0 <= seed < 2**62")

@@ -1,0 +1,99 @@
+"""One bucket's part of a step, in two phases: all buckets are prepared and checked before the first one is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import checks
+from . import gradients
+from .buckets import Bucket
+
+# Calls an op, or what has its arguments, with the options of the bucket's group: `SparseOptimizer._update`.
+Update = Callable[..., None]
+
+
+@dataclass(eq=False)
+class BucketStep:
+    """An op call on the parameters of a bucket that have a gradient, with all arguments built."""
+
+    bucket: Bucket
+    op: Callable[..., None]
+    check_op: Callable[..., None]  # takes the same arguments, raises where `op` would, and writes nothing
+    target: tuple[Any, ...]  # the parameters and their segments, where `op` is not bound to them
+    arguments: dict[str, Any]
+    dense: bool  # gradients are read from `param.grad`
+    counted: Tensor | None = None  # step counts after this step, where `op` does not count them itself
+    which: Tensor | None = None  # [n] int64, the parameters that `counted` is of; None: all
+
+    def check(self, update: Update) -> None:
+        """Raise what the op would raise; where it is about a parameter or its gradient, by the parameter's name."""
+        try:
+            update(self.bucket, self.check_op, self.target, **self.arguments)
+        except ValueError:
+            self.bucket.check_params()
+            if self.dense:
+                gradients.check_dense(self.bucket)
+            raise
+
+    def apply(self, update: Update) -> None:
+        update(self.bucket, self.op, self.target, **self.arguments)
+        if self.counted is None:
+            return
+        if self.which is None:
+            self.bucket.steps.copy_(self.counted)
+        else:
+            self.bucket.steps[self.which] = self.counted
+        torch.autograd.graph.increment_version(self.target[0])
+
+
+def prepare(bucket: Bucket, op: str, received: list[bool] | None, arguments: dict[str, Any]) -> BucketStep | None:
+    """The call of `op` for a bucket; None if none of its parameters has a gradient.
+
+    Args:
+        received: of each parameter, whether it has a compact gradient; None: the dense gradients are used.
+        arguments: of the op, without `steps` and what names parameters and segments.
+
+    Raises:
+        ValueError, RuntimeError: a parameter or its gradient is not as the op takes it; names the parameter.
+    """
+    native, dense = bucket.native, received is None
+    if native is not None and (native.take_grads() if received is None else all(received)):
+        call = getattr(native, op)
+        check = functools.partial(call, check_only=True)
+        return BucketStep(bucket, call, check, (), {**arguments, "steps": bucket.steps}, dense)
+
+    grads = [p.grad for p in bucket.params] if dense else []
+    has_gradient = [g is not None for g in grads] if received is None else received
+    present = [i for i, has_one in enumerate(has_gradient) if has_one]
+    if not present:
+        return None
+    bucket.check_params()
+    if dense:
+        gradients.check_dense(bucket)
+    dense_grads = [g.contiguous() for g in grads if g is not None] if dense else None
+    found_inf = arguments["found_inf"]
+    counted = 1.0 if found_inf is None else (found_inf == 0).float()  # a step that is refused is not counted
+    if len(present) == len(bucket.params):
+        params, starts, ends, which = bucket.params, bucket.starts, bucket.ends, None
+        steps = bucket.steps + counted
+    else:
+        params = [bucket.params[i] for i in present]
+        starts, ends = [bucket.starts[i] for i in present], [bucket.ends[i] for i in present]
+        which = gradients.to_device(present, torch.int64, bucket.device)
+        steps = bucket.steps[which] + counted
+    return BucketStep(
+        bucket,
+        getattr(bucket.ops, op),
+        getattr(checks, op),
+        (params, bucket.indices, starts, ends),
+        {**arguments, "steps": steps, "dense_grads": dense_grads, **bucket.layout(present)},
+        dense,
+        counted=steps,
+        which=which,
+    )

@@ -1,0 +1,306 @@
+"""A step that raises has written nothing: every bucket is checked before the first one changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+
+ADAMW = {"lr": 1e-2, "betas": (0.8, 0.9)}
+SGD = {"lr": 1e-2, "momentum": 0.9}
+
+
+@pytest.fixture(params=["chosen", "reference"])
+def backend(request):
+    """The backend that is taken where none is named, and the one without native objects."""
+    return None if request.param == "chosen" else request.param
+
+
+def make_params(device):
+    """Three parameters in two groups and, since two dtypes are in the second, three buckets."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = {"a": torch.float32, "b": torch.float32, "c": torch.bfloat16}
+    return {n: nn.Parameter(torch.randn(6, 4, generator=generator).to(device, d)) for n, d in dtypes.items()}
+
+
+def build(kind, params, backend, **options):
+    mask = MaskSet.random(params, density=0.5)
+    groups = [{"params": [("a", params["a"])]}, {"params": [(n, params[n]) for n in "bc"], "weight_decay": 0.1}]
+    defaults = ADAMW if kind is SparseAdamW else SGD
+    return kind(groups, mask, backend=backend, **{**defaults, **options})
+
+
+def backward(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    sum((p * torch.randn(p.shape, generator=generator).to(p)).float().sum() for p in params.values()).backward()
+
+
+def snapshot(params, optimizer):
+    return {n: p.detach().clone() for n, p in params.items()}, copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def assert_same(a, b):
+    assert all(torch.equal(a[0][name], b[0][name]) for name in a[0])
+    for key, values in a[1].items():
+        assert all(torch.equal(value, b[1][key][name]) for name, value in values.items()), key
+
+
+def option(name, value):
+    def damage(params, optimizer):
+        group = optimizer.param_groups[1]
+        before = group[name]
+        if value is KeyError:
+            del group[name]
+        else:
+            group[name] = value
+        return lambda: group.__setitem__(name, before)
+
+    return damage
+
+
+def data(change):
+    """Of the last parameter: what a parameter of the second bucket would do too."""
+
+    def damage(params, optimizer):
+        before = params["c"].data
+        params["c"].data = change(before)
+
+        def repair():
+            params["c"].data = before
+
+        return repair
+
+    return damage
+
+
+DAMAGES = {
+    "lr-text": (option("lr", "x"), r"parameter group 1: lr is 'x', expected a finite number >= 0"),
+    "lr-none": (option("lr", None), "group 1: lr is None"),
+    "lr-negative": (option("lr", -1.0), "group 1: lr is -1.0"),
+    "lr-nan": (option("lr", float("nan")), "group 1: lr is nan"),
+    "lr-two": (
+        option("lr", torch.ones(2)),
+        r"group 1: lr is a torch.float32 tensor of shape \[2\] on .*, expected one",
+    ),
+    "lr-integer": (option("lr", torch.ones(1, dtype=torch.int64)), r"group 1: lr is a torch.int64 tensor of shape"),
+    "lr-gone": (option("lr", KeyError), "group 1 has no option 'lr'"),
+    "decay": (option("weight_decay", [1]), r"group 1: weight_decay is \[1\]"),
+    "seed": (option("seed", -1), "group 1: seed is -1"),
+    "seed-text": (option("seed", 1.5), "group 1: seed is 1.5"),
+    "size": (data(lambda t: t[:2].clone()), "'c' has 8 elements, but had 24 when its mask was bound"),
+    "strides": (data(lambda t: t.t().contiguous().t()), r"'c' has strides \(1, 6\), expected a contiguous"),
+    "dtype": (data(torch.Tensor.double), "'c' is torch.float64, expected bfloat16, float16 or float32"),
+}
+ONLY_ADAMW = {
+    "betas-text": (option("betas", ("x", 0.9)), r"group 1: betas are \('x', 0.9\)"),
+    "betas-one": (option("betas", (0.9,)), r"group 1: betas are \(0.9,\)"),
+    "betas-1": (option("betas", (0.9, 1.0)), r"group 1: betas are \(0.9, 1.0\)"),
+    "betas-none": (option("betas", None), "group 1: betas are None"),
+    "eps": (option("eps", -1e-8), "group 1: eps is -1e-08"),
+}
+ONLY_SGD = {
+    "momentum": (option("momentum", "x"), "group 1: momentum is 'x'"),
+    "dampening": (option("dampening", "x"), "group 1: dampening is 'x'"),
+    "nesterov": (option("nesterov", 2), "group 1: nesterov is 2"),
+    "nesterov-dampened": (
+        lambda params, optimizer: (
+            option("nesterov", True)(params, optimizer),
+            option("dampening", 0.5)(params, optimizer),
+        ),
+        "group 1: nesterov .* dampening",
+    ),
+}
+CASES = [
+    *[(SparseAdamW, name, *case) for name, case in {**DAMAGES, **ONLY_ADAMW}.items()],
+    *[(SparseSGD, name, *case) for name, case in {**DAMAGES, **ONLY_SGD}.items()],
+]
+
+
+def check_refused(kind, damage, message, error, device, backend, **options):
+    params, twins = make_params(device), make_params(device)
+    optimizer, undisturbed = build(kind, params, backend, **options), build(kind, twins, backend, **options)
+    for seed in range(2):
+        for named, o in ((params, optimizer), (twins, undisturbed)):
+            backward(named, seed)
+            if seed == 0:
+                o.step()
+                o.zero_grad()
+    before = snapshot(params, optimizer)
+    norm = optimizer.grad_norm
+    repair = damage(params, optimizer)
+    for _ in range(2):
+        with pytest.raises(error, match=message) as raised:
+            optimizer.step()
+        assert "\n" not in str(raised.value)
+    for part in repair if isinstance(repair, tuple) else (repair,):
+        part()
+    assert_same(snapshot(params, optimizer), before)
+    assert optimizer.grad_norm is norm
+    for o in (optimizer, undisturbed):
+        o.step()
+        o.zero_grad()
+    assert_same(snapshot(params, optimizer), snapshot(twins, undisturbed))
+    for named, o in ((params, optimizer), (twins, undisturbed)):
+        backward(named, 5)
+        o.step()
+    assert_same(snapshot(params, optimizer), snapshot(twins, undisturbed))
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize(("kind", "name", "damage", "message"), CASES, ids=[f"{c[0].__name__}-{c[1]}" for c in CASES])
+def test_a_bad_second_group(kind, name, damage, message, grads, device, backend):
+    check_refused(kind, damage, message, ValueError, device, backend, grads=grads)
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"master_weights": True}], ids=["clipped", "master"])
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+@pytest.mark.parametrize("name", ["lr-text", "size"])
+def test_a_bad_second_group_under_other_options(name, grads, options, device, backend):
+    damage, message = DAMAGES[name]
+    check_refused(SparseAdamW, damage, message, ValueError, device, backend, grads=grads, **options)
+
+
+def test_a_dense_gradient_that_no_hook_has_seen(device, backend):
+    def damage(params, optimizer):
+        params["c"].grad = torch.ones_like(params["c"])
+        return lambda: setattr(params["c"], "grad", None)
+
+    check_refused(SparseAdamW, damage, "c have dense gradients that no hook", RuntimeError, device, backend)
+
+
+def grad_data(change):
+    def damage(params, optimizer):
+        before = params["c"].grad
+        params["c"].grad = torch.empty_like(before)
+        params["c"].grad.data = change(before)
+        return lambda: setattr(params["c"], "grad", before)
+
+    return damage
+
+
+def sparse_grad(params, optimizer):
+    before, params["c"].grad = params["c"].grad, None
+    params["c"].grad = before.to_sparse()
+
+    def repair():
+        params["c"].grad = None
+        params["c"].grad = before
+
+    return repair
+
+
+FOREIGN = {
+    "shape": (grad_data(lambda g: g[:2].clone()), ValueError, r"gradient of 'c' has shape \[2, 4\], expected \[6, 4\]"),
+    "same-numel": (grad_data(lambda g: g.view(4, 6)), ValueError, r"gradient of 'c' has shape \[4, 6\]"),
+    "dtype": (grad_data(torch.Tensor.double), ValueError, "gradient of 'c' is torch.float64, expected bfloat16"),
+    "layout": (sparse_grad, RuntimeError, "gradient of 'c' is torch.sparse_coo, expected a strided tensor"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["", "clipped"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_dense_gradient(name, options, device, backend):
+    damage, error, message = FOREIGN[name]
+    check_refused(SparseAdamW, damage, message, error, device, backend, grads="dense", **options)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_clipping_refuses_a_foreign_dense_gradient_too(name, device, backend):
+    damage, error, message = FOREIGN[name]
+    params = make_params(device)
+    optimizer = build(SparseAdamW, params, backend, grads="dense")
+    backward(params, 0)
+    expected = optimizer.clip_grad_norm_(1.0).clone()
+    optimizer.zero_grad()
+    backward(params, 0)
+    repair = damage(params, optimizer)
+    with pytest.raises(error, match=message):
+        optimizer.clip_grad_norm_(1.0)
+    repair()
+    assert torch.equal(optimizer.clip_grad_norm_(1.0), expected)
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+def test_gradients_of_two_dtypes_in_one_bucket(some, device, backend):
+    params = make_params(device)
+    mask = MaskSet.random(params, density=0.5)
+    named = [(n, params[n]) for n in "ab"]
+    optimizer = SparseAdamW(named, MaskSet({n: mask[n] for n in "ab"}, dict.fromkeys("ab", (6, 4))), grads="dense")
+    backward(params, 0)
+    params["b"].grad.data = params["b"].grad.data.bfloat16()
+    before = [p.detach().clone() for _, p in named]
+    with pytest.raises(ValueError, match="gradient of 'b' is torch.bfloat16, but that of 'a' is torch.float32"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for (_, p), q in zip(named, before, strict=True))
+
+
+def test_a_scale_of_several_elements(device, backend):
+    def damage(params, optimizer):
+        optimizer.grad_scale = torch.ones(2, device=device)
+        return lambda: delattr(optimizer, "grad_scale")
+
+    check_refused(SparseAdamW, damage, "grad_scale", ValueError, device, backend, grads="dense")
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["step", "clip"])
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_a_sparse_embedding(grads, clip, device, backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).to(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), grads=grads, backend=backend)
+    before = [p.detach().clone() for p in model.parameters()]
+    message = r"the gradient of '0.weight' is torch.sparse_coo, expected a strided tensor"
+
+    def run():
+        model(torch.tensor([1, 2], device=device)).sum().backward()  # a hook refuses it, with grads="compact"
+        optimizer.clip_grad_norm_(1.0) if clip else optimizer.step()
+
+    with pytest.raises(RuntimeError, match=message) as raised:
+        run()
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_group_options_are_checked_at_construction(device):
+    params = make_params(device)
+    mask = MaskSet.random(params, density=0.5)
+    groups = [{"params": [("a", params["a"])]}, {"params": [(n, params[n]) for n in "bc"], "betas": (0.9, 2.0)}]
+    with pytest.raises(ValueError, match=r"parameter group 1: betas are \(0.9, 2.0\)"):
+        SparseAdamW(groups, mask)
+    assert all(p.requires_grad and p.grad is None for p in params.values())
+
+
+def test_a_closed_optimizer_steps_nothing(device, backend):
+    params = make_params(device)
+    optimizer = build(SparseAdamW, params, backend)
+    backward(params, 0)
+    before = [p.detach().clone() for p in params.values()]
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="step: the optimizer is closed"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), before, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_a_bad_bucket_on_another_device(grads):
+    """The first bucket is on the CPU, the second on a GPU, whose parameter has another size by then."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    params = {"a": nn.Parameter(torch.ones(6, 4)), "b": nn.Parameter(torch.ones(6, 4, device="cuda"))}
+    mask = MaskSet.from_bool({n: torch.ones(6, 4, dtype=torch.bool) for n in params})
+    optimizer = SparseAdamW(list(params.items()), mask, grads=grads)
+    for p in params.values():
+        p.sum().backward()
+    held = params["b"].data
+    params["b"].data = held[:2].clone()
+    with pytest.raises(ValueError, match="'b' has 8 elements, but had 24 when its mask was bound"):
+        optimizer.step()
+    assert bool((params["a"] == 1).all()) and not any(int(s["step"]) for s in optimizer.state.values())
+    params["b"].data = held
+    optimizer.step()
+    assert torch.equal(params["a"], params["b"].cpu()) and not bool((params["a"] == 1).all())
