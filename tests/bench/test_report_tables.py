@@ -20,6 +20,11 @@ def test_the_tables_of_the_documents_are_those_of_the_results():
         assert report_tables.filled(text, RESULTS) == text, "run `make performance-tables`"
 
 
+def test_the_committed_verdicts_are_those_of_the_targets():
+    found = json.loads((RESULTS / "gpu_check.json").read_text())["kernels"]
+    assert found["targets"] == [verdict.as_dict() for verdict in targets.judge(found["rows"])]
+
+
 def test_what_each_mode_holds_is_shown_once_shira_was_measured(tmp_path):
     report = json.loads((RESULTS / "baseline_dpo.json").read_text())
     rows = {row["mode"]: row for row in report["rows"]}
