@@ -34,11 +34,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.new_folders import new_folder
 
 from .config import option, parse_config
-from .outputs import check_new_folder, save_checkpoint
+from .outputs import check_new_folder, save_checkpoint, writing
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -168,7 +168,7 @@ def make_arithmetic(folder: Path, **options: Any) -> Path:
     check_new_folder(folder, "output_dir")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.hidden_size, config.n_layers, config.seed)
-    with new_folder(folder) as aside:
+    with writing(folder), new_folder(folder) as aside:
         save_checkpoint(model, tokenizer, aside / "model")
         (aside / "data").mkdir()
         for name, rows in make_rows(config).items():
@@ -265,7 +265,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder that the command line asks for; 2 where the call was wrong."""
+    """Write the folder that the command line asks for; 2 where the call was wrong, 1 where a write failed."""
     from sparse_opt.cli.progress import hide_progress_bars
 
     hide_progress_bars()
@@ -274,9 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(ArithmeticConfig, words, prog="python -m sparse_opt.trainers.arithmetic")
         options = {field.name: getattr(config, field.name) for field in fields(config)}
         print(make_arithmetic(options.pop("output_dir"), **options))
-    except ConfigError as error:
+    except SparseOptError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

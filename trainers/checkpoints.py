@@ -24,7 +24,7 @@ from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.new_folders import new_folder
 
 from .checkpoint_manifest import NoManifestError, require_intact, write_manifest
-from .outputs import save_into
+from .outputs import save_into, writing
 from .pretrained import load_pretrained, reading
 
 FOLDER = "checkpoints"
@@ -67,11 +67,13 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def save(self, step: int, model: nn.Module, tokenizer: Any, kept: Mapping[str, Stateful]) -> None:
-        """Write a checkpoint, then remove the oldest above the limit."""
-        with new_folder(self.path(step)) as aside:
+        """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError where it cannot."""
+        states = {name: thing.state_dict() for name, thing in kept.items()}
+        with writing(self.path(step)), new_folder(self.path(step)) as aside:
             save_into(model, tokenizer, aside)
-            states = {name: thing.state_dict() for name, thing in kept.items()}
-            torch.save({"step": step, "states": states}, aside / STATE_FILE)
+            # Given a name, torch.save fails on a full disk with a RuntimeError that is no different from others.
+            with (aside / STATE_FILE).open("wb") as file:
+                torch.save({"step": step, "states": states}, file)
             write_manifest(aside)
         for old in self.steps()[: -self._limit]:
             shutil.rmtree(self._hide(old))

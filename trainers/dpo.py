@@ -136,8 +136,9 @@ def train(config: DPOConfig) -> dict[str, Any]:
         SparseOptError: in one of its kinds, before training, for options, data, model or mask that do not fit; during
             training for a loss that is not finite.
     """
-    with TrainingRun(config, "dpo", "preference") as run:
-        reference = _reference_logprobs(config, run)
+    run = TrainingRun(config, "dpo", "preference")
+    reference = _reference_logprobs(config, run)
+    with run:
         margins_log = MarginsLog(run) if config.log_margins else None
 
         def evaluate() -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ engine whose probabilities are not the policy's own (`rollouts` recomputes them)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -363,11 +363,10 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     """Run GRPO and return its summary; outputs and errors as in `dpo.train`."""
     rewards = load_rewards(config.reward_functions, config.reward_weights)  # before the run, which writes
     sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
-    with ExitStack() as stack, TrainingRun(config, "grpo", "prompt") as run:
-        reference = run.reference() if config.beta > 0 else None
-        engine = configured_engine(config, run.model, run.tokenizer)
-        stack.callback(engine.close)
-
+    run = TrainingRun(config, "grpo", "prompt")
+    reference = run.reference() if config.beta > 0 else None
+    engine = configured_engine(config, run.model, run.tokenizer)
+    with closing(engine), run:
         for step in run.steps(lambda: evaluate(run, engine, rewards, config)):
             prompts = run.examples_of(step)
             examples = [example for example in prompts for _ in range(config.n_generations)]

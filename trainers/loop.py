@@ -53,6 +53,7 @@ from .outputs import (
     begin_outputs,
     check_new_folder,
     check_resumable,
+    discard_outputs,
     is_begun,
     require_metrics,
     save_checkpoint,
@@ -129,6 +130,7 @@ class TrainingRun:
         self._timer = StepTimer(self.device)
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
         self._trackers: list[Tracker] = []
+        self._metrics = RowFile(self.output_dir / METRICS_FILE)
         self._row_files: list[RowFile] = []
         self._delta_log_dir = delta_log_dir
         self._delta_log: RunDeltaLog | None = None
@@ -154,6 +156,8 @@ class TrainingRun:
             if self._delta_log_dir is not None:
                 log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
                 self._delta_log = stack.enter_context(log)
+            if not self._resuming:
+                stack.push(self._discard_unstarted)
             stack.callback(self._close)
             if self._resuming:
                 self._checkpoints.set_aside_after(self._first_step - 1)
@@ -181,6 +185,14 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._exit.__exit__(kind, error, traceback)
+
+    def _discard_unstarted(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the files of a run that failed before its first step was logged: they would block the next one."""
+        if kind is None or self._metrics.rows:
+            return
+        discard_outputs(self.output_dir)
+        if self._delta_log is not None:
+            self._delta_log.discard()
 
     def _close(self) -> None:
         for file in self._row_files:

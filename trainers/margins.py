@@ -18,6 +18,8 @@ import torch
 
 from sparse_opt.atomic_files import written_aside
 
+from .outputs import writing
+
 if TYPE_CHECKING:
     from .loop import TrainingRun
 
@@ -46,7 +48,7 @@ class MarginsLog:
         epoch = self._run.epoch_of(step)
         file = step_file(self.folder, epoch, step)
         file.parent.mkdir(exist_ok=True)
-        with written_aside(file) as aside, aside.open("wb") as stream:
+        with writing(file), written_aside(file) as aside, aside.open("wb") as stream:
             np.save(stream, values)
         exact = values.astype(np.float64)
         self._rows.write(

@@ -12,6 +12,9 @@ from sparse_opt.errors import ConfigError
 
 from .config import option
 
+# Folders in the folder of a run, as these loops and transformers' Trainer name them.
+_OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")
+
 
 @dataclass(kw_only=True)
 class TrainingOptions:
@@ -198,8 +201,14 @@ def require_at_least(options: object, least: int, names: str) -> None:
 def model_slug(name: str) -> str:
     """A model's name as part of a file name: `meta_llama_llama_3_1_8b` for `meta-llama/Llama-3.1-8B`.
 
-    Of a local folder only the last part counts.
+    Of a local folder only the last part counts: `model` for `runs/model`. Folders that runs name alike (`final`,
+    `adapter`, `step_00000100`, `checkpoint-500`) have the name of the run before theirs: `sft_final` for
+    `runs/sft/final`, `sft_step_00000100` for `runs/sft/checkpoints/step_00000100`.
     """
     if Path(name).exists():
-        name = Path(name).resolve().name
+        path = Path(name).resolve()
+        name = path.name
+        if _OF_ANY_RUN.fullmatch(name):
+            run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+            name = f"{run.name}_{name}"
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 from torch import nn
 
 from sparse_opt.atomic_files import one_line, written_aside
-from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.delta_lock import LOCK_NAME
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.new_folders import new_folder
 
 from .config import to_yaml
@@ -27,6 +32,11 @@ OPTIONS_FILE = "options.yaml"
 SUMMARY_FILE = "summary.json"
 CHECKPOINT_FOLDER = "final"
 ADAPTER_FOLDER = "adapter"
+# What may be in a run's folder before the first row of metrics.
+_EARLY_OUTPUTS = (
+    OPTIONS_FILE, METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE, "update_statistics.jsonl", "reward_parts.jsonl", "logs",
+    "tensorboard", "wandb", "wandb_run_id",
+)  # fmt: skip
 
 # What a resumed run may be given otherwise: it changes nothing that the run computes.
 _FREE_TO_CHANGE = {
@@ -36,7 +46,7 @@ _FREE_TO_CHANGE = {
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Refuse a folder that a run could not create or that holds something (other than a run's lock file).
+    """Refuse a folder that a run could not create or that holds something (other than the lock file of a run or log).
 
     The disk is left as it was.
 
@@ -45,7 +55,7 @@ def check_new_folder(path: Path, option: str) -> None:
     """
     try:
         if path.is_dir():
-            if any(entry.name != LOCK_FILE for entry in path.iterdir()):
+            if any(entry.name not in (LOCK_FILE, LOCK_NAME) for entry in path.iterdir()):
                 raise _not_empty(path, option)
         elif path.exists():
             raise ConfigError(f"option '{option}': {path} exists and is not a folder")
@@ -118,7 +128,7 @@ class RowFile:
     def __init__(self, path: Path):
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
 
     @classmethod
     def resumed(cls, path: Path, last_step: int) -> RowFile:
@@ -126,25 +136,29 @@ class RowFile:
         file = cls(path)
         if path.exists():
             file.rows = read_rows(path, last_step)
-            with written_aside(path) as aside:
+            with writing(path), written_aside(path) as aside:
                 aside.write_text("".join(json.dumps(row) + "\n" for row in file.rows), encoding="utf-8")
         return file
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row of finite numbers, strings, lists and None."""
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one row of finite numbers, strings, lists and None. Raises SparseOptError if it cannot be written."""
+        line = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+        with writing(self.path):
+            if self._file is None:
+                # Unbuffered: a line that could not be written is not tried again when the file is closed.
+                self._file = self.path.open("ab", buffering=0)
+            while line:
+                line = line[self._file.write(line) :]
         self.rows.append(row)
 
     def sync(self) -> None:
         """Put what was written on disk: a checkpoint must not outlive the rows of its steps."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with writing(self.path):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; what was written is already flushed."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -182,13 +196,34 @@ def require_metrics(output_dir: Path, last_step: int) -> None:
 
 def begin_outputs(output_dir: Path, config: Any) -> None:
     """Write the options of a run into its folder, which the caller has locked: the sign that it has begun."""
-    with written_aside(output_dir / OPTIONS_FILE) as aside:
+    path = output_dir / OPTIONS_FILE
+    with writing(path), written_aside(path) as aside:
         aside.write_text(to_yaml(config), encoding="utf-8")
+
+
+def discard_outputs(output_dir: Path) -> None:
+    """Remove what a run may have written before its first step was logged; the folder stays."""
+    for name in _EARLY_OUTPUTS:
+        path = output_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, an error of a write, such as a full disk, becomes a SparseOptError that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SparseOptError(f"{path}: cannot be written: {one_line(error)}") from error
 
 
 def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:
     """The run's summary beside its metrics: the sign that it has finished."""
-    with written_aside(output_dir / SUMMARY_FILE) as aside:
+    path = output_dir / SUMMARY_FILE
+    with writing(path), written_aside(path) as aside:
         aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
@@ -199,8 +234,11 @@ def save_checkpoint(
 
     Args:
         beside: writes what else belongs into the folder it is given.
+
+    Raises:
+        SparseOptError: it cannot be written.
     """
-    with new_folder(folder) as aside:
+    with writing(folder), new_folder(folder) as aside:
         save_into(model, tokenizer, aside)
         if beside is not None:
             beside(aside)

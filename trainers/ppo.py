@@ -11,7 +11,7 @@ mse, full) and the skipping of minibatches by their mean ratio.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -471,23 +471,23 @@ def train(config: PPOConfig) -> dict[str, Any]:
     folder has `update_statistics.jsonl`.
     """
     scorer = Scorer(config)  # before the run, which writes: what cannot be loaded leaves nothing behind
-    with ExitStack() as stack, TrainingRun(config, "ppo", load_prompt_data(config)) as run:
-        reference = run.reference()
-        critic = ValueHeadTrainer(
-            ValueHead.of(run.model, config.seed),
-            config,
-            config.learning_rate if config.value_head_learning_rate is None else config.value_head_learning_rate,
-        )
-        controller = make_controller(config)
-        run.keep("value_head", critic)
-        run.keep("kl_controller", controller)
-        statistics = statistics_file = None
-        if config.statistics_steps is not None:
-            statistics = UpdateStatistics(run.model, include=config.statistics_include, method=config.statistics_method)
+    run = TrainingRun(config, "ppo", load_prompt_data(config))
+    reference = run.reference()
+    critic = ValueHeadTrainer(
+        ValueHead.of(run.model, config.seed),
+        config,
+        config.learning_rate if config.value_head_learning_rate is None else config.value_head_learning_rate,
+    )
+    controller = make_controller(config)
+    run.keep("value_head", critic)
+    run.keep("kl_controller", controller)
+    statistics = statistics_file = None
+    if config.statistics_steps is not None:
+        statistics = UpdateStatistics(run.model, include=config.statistics_include, method=config.statistics_method)
+    engine = configured_engine(config, run.model, run.tokenizer)
+    with closing(engine), run:
+        if statistics is not None:
             statistics_file = run.row_file(STATISTICS_FILE)
-        engine = configured_engine(config, run.model, run.tokenizer)
-        stack.callback(engine.close)
-
         for step in run.steps(lambda: evaluate(run, engine, critic.head, scorer, config)):
             examples = [example for example in run.examples_of(step) for _ in range(config.n_generations)]
             with run.time("rollout"), torch.no_grad():

@@ -29,7 +29,7 @@ from .config import option
 from .loop import seed_everything
 from .models import load_policy, load_tokenizer, resolve_device
 from .options import TrainingOptions, model_slug, require_at_least
-from .outputs import OPTIONS_FILE, begin_outputs, check_new_folder, is_begun, require_same_options
+from .outputs import OPTIONS_FILE, begin_outputs, check_new_folder, is_begun, require_same_options, writing
 from .progress import Progress
 from .prompts import PromptExample, load_prompts
 from .rewards import Rewards, load_rewards
@@ -341,7 +341,7 @@ def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, 
     try:
         (folder / PARTS_FOLDER).mkdir(exist_ok=True)
         if not file.exists():
-            with written_aside(file) as aside:
+            with writing(file), written_aside(file) as aside:
                 aside.write_text(json.dumps(inputs, indent=1) + "\n", encoding="utf-8")
         yield
     finally:
@@ -371,7 +371,8 @@ def _part_file(folder: Path, part: int) -> Path:
 
 
 def _write_part(folder: Path, part: int, content: dict[str, Any]) -> None:
-    with written_aside(_part_file(folder, part)) as aside:
+    file = _part_file(folder, part)
+    with writing(file), written_aside(file) as aside:
         aside.write_text(
             json.dumps({**content, _PART_DIGEST: _part_digest(content)}, allow_nan=False), encoding="utf-8"
         )
@@ -404,12 +405,12 @@ def _read_json(file: Path, hint: str = "") -> dict[str, Any]:
 
 def write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
     """Rows as JSON lines; the file appears whole or not at all."""
-    with written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
+    with writing(path), written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """A report as indented JSON, whole or not at all."""
-    with written_aside(path) as aside:
+    with writing(path), written_aside(path) as aside:
         aside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")

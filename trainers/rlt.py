@@ -20,7 +20,7 @@ tokens; the white space around solution and tags is not scored. Left out: the re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -337,17 +337,17 @@ def train(config: RLTConfig) -> dict[str, Any]:
     sampling = Sampling(
         config.max_completion_length, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
     )
-    with ExitStack() as stack, TrainingRun(config, "rlt", _loader(config)) as run:
-        reference = None
-        if config.beta > 0 or student is None:
-            reference = run.reference(offload=config.offload_untrained_models)
-        student = student or reference
-        assert student is not None
+    run = TrainingRun(config, "rlt", _loader(config))
+    reference = None
+    if config.beta > 0 or student is None:
+        reference = run.reference(offload=config.offload_untrained_models)
+    student = student or reference
+    assert student is not None
+    engine = configured_engine(config, run.model, run.tokenizer)
+    if config.generation_aggregation_steps is not None:
+        engine = InParts(engine, config.batch_size * config.generation_aggregation_steps)
+    with closing(engine), run:
         parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
-        engine = configured_engine(config, run.model, run.tokenizer)
-        if config.generation_aggregation_steps is not None:
-            engine = InParts(engine, config.batch_size * config.generation_aggregation_steps)
-        stack.callback(engine.close)
 
         def explain(examples: Sequence[TeacherExample], n: int) -> tuple[Rollout, Judged, list[TeacherExample]]:
             with run.time("rollout"):

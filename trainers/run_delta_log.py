@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
+from sparse_opt.delta_files import MASK_NAME, list_steps
+from sparse_opt.delta_lock import WriterLock
 from sparse_opt.delta_log import DeltaLog, claim
 from sparse_opt.delta_schedule import Schedule
 from sparse_opt.errors import DeltaLogError
@@ -32,6 +34,7 @@ class RunDeltaLog:
         self._config = config
         self._steps = Schedule.parse(config.delta_log_steps)
         self._log: DeltaLog | None = DeltaLog.open(directory) if resuming and _holds_log(directory) else None
+        self._made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
         self._undo = ExitStack()
         self._lock = None if self._log is not None else self._undo.enter_context(claim(directory))
 
@@ -44,6 +47,24 @@ class RunDeltaLog:
         if self._log is not None:
             self._log.__exit__(kind, error, traceback)
         self._undo.close()
+
+    def discard(self) -> None:
+        """Remove a log that this run has begun, of which it has logged the start weights alone."""
+        if self._log is None or self._lock is None:
+            return  # `claim` removes what is not a log
+        self._log.close()
+        lock = WriterLock.take(self.directory)
+        try:
+            steps, _ = list_steps(self.directory)
+            for file in steps.values():
+                file.path.unlink()
+            (self.directory / MASK_NAME).unlink(missing_ok=True)
+            lock.path.unlink()
+            for folder in self._made:
+                with suppress(OSError):  # it holds something else
+                    folder.rmdir()
+        finally:
+            lock.release()
 
     def begin(self, model: Any, optimizer: Any, algorithm: str) -> None:
         """Log the start weights as step 0; a log that is gone on with must begin with the same."""
@@ -87,6 +108,4 @@ class RunDeltaLog:
 
 
 def _holds_log(directory: Path) -> bool:
-    from sparse_opt.delta_files import list_steps
-
     return directory.is_dir() and bool(list_steps(directory)[0])

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from sparse_opt.atomic_files import written_aside
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from .config import option, parse_config
 from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
+from .outputs import writing
 from .pretrained import load_tokenizer_from
 
 if TYPE_CHECKING:
@@ -258,6 +260,7 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
     Raises:
         ConfigError: the output exists, or the templates' file cannot be read or lacks a field.
         DataError: the tokenizer or the dataset cannot be read, or a row has no explanation.
+        SparseOptError: the output cannot be written.
     """
     if config.output.exists():
         raise ConfigError(f"option 'output': {config.output} exists; choose another or remove it")
@@ -267,9 +270,11 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
         config.dataset, config.dataset_split, templates, subset_size=config.subset_size, seed=config.seed
     )
     rows = [teacher_demonstration(tokenizer, lesson, templates) for lesson in lessons]
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    with config.output.open("x", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with writing(config.output):
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(config.output) as aside:
+            aside.write_text(text, encoding="utf-8")
     return len(rows)
 
 

@@ -10,10 +10,12 @@ from typing import Protocol
 
 import yaml
 
+from sparse_opt.atomic_files import written_aside
 from sparse_opt.errors import ConfigError
 
 from .config import to_yaml
 from .options import TrainingOptions, model_slug
+from .outputs import writing
 
 _ID_FILE = "wandb_run_id"
 
@@ -83,7 +85,8 @@ class WandbTracker:
 
         file = output_dir / _ID_FILE
         if not file.exists():
-            file.write_text(secrets.token_hex(8), encoding="utf-8")
+            with writing(file), written_aside(file) as aside:
+                aside.write_text(secrets.token_hex(8), encoding="utf-8")
         try:
             self._run = wandb.init(
                 project=project_name(config, algorithm),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import ConfigError
+
+T = TypeVar("T")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -49,6 +51,16 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 return next((action.choices[word] for word in words if word in action.choices), self)
         return self
+
+
+def or_none(kind: Callable[[str], T]) -> Callable[[str], T | None]:
+    """`type` of an optional argument: `kind`, or None for the word `none`, as the options of `train` take it."""
+
+    def convert(word: str) -> T | None:
+        return None if word.lower() in ("none", "null") else kind(word)
+
+    convert.__name__ = kind.__name__  # argparse's message about a value that `kind` refuses
+    return convert
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

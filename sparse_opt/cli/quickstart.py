@@ -18,6 +18,8 @@ from .parser import CommandParser, add_json_flag
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    import torch
+
 RESULTS_FILE = "quickstart.json"
 DELTA_LOG = "delta_logs_quickstart"
 # What a run leaves in its folder. A rerun removes these and nothing else.
@@ -81,16 +83,27 @@ def experiment(args: Namespace) -> dict[str, Any]:
     """All stages in order; the figures, which are also in the folder's quickstart.json.
 
     Raises:
-        ConfigError: the folder holds something else, or cannot be made.
+        ConfigError: the folder holds something else, or cannot be made, or another quickstart is writing to it.
         SparseOptError: a check failed: the first loss of a DPO run is not ln 2, the sparse run changed a weight outside
             its mask, or the rebuilt model differs from the dense one.
     """
+    from sparse_opt.trainers.models import resolve_device
+    from sparse_opt.trainers.run_lock import RunLock
+
+    from .. import backends
+
+    device = resolve_device(args.device)
+    backends.functions(device)  # raises for a backend that cannot run, before anything is written
+    _is_earlier(args.output_dir)
+    with RunLock(args.output_dir):
+        return _experiment(args, device)
+
+
+def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
     import datasets
 
     from sparse_opt.trainers import dpo, sft
-    from sparse_opt.trainers.models import resolve_device
 
-    from .. import backends
     from ..delta_log import DeltaLog
     from ..mask_finding import find_magnitude, mask_file_name
     from . import quickstart_checks as checks
@@ -98,8 +111,6 @@ def experiment(args: Namespace) -> dict[str, Any]:
     from .progress import hide_progress_bars
 
     folder: Path = args.output_dir
-    device = resolve_device(args.device)
-    backends.functions(device)  # raises for a backend that cannot run, before anything is written
     _prepare(folder)
     hide_progress_bars(always=True)
     # Nothing of a demonstration in the user's home.
@@ -191,19 +202,24 @@ def experiment(args: Namespace) -> dict[str, Any]:
     return results
 
 
-def _prepare(folder: Path) -> None:
-    """Make the folder, or empty an earlier quickstart's of what that run left; refuse any other that is not empty."""
+def _is_earlier(folder: Path) -> bool:
+    """Whether the folder is of an earlier quickstart; raises ConfigError if it is not, and not new or empty."""
     from sparse_opt.trainers.outputs import check_new_folder
 
     # os.path.isfile: False too where the folder may not be looked into, which check_new_folder then says.
-    if not os.path.isfile(folder / RESULTS_FILE):
+    earlier = os.path.isfile(folder / RESULTS_FILE)
+    if not earlier:
         check_new_folder(folder, "output_dir")
-    else:
+    return earlier
+
+
+def _prepare(folder: Path) -> None:
+    """Empty the folder of what an earlier quickstart left; refuse any other that is not empty."""
+    if _is_earlier(folder):
         _say(f"{folder} holds an earlier quickstart: removing it and starting again")
         for name in CONTENTS:
             if (folder / name).exists():
                 shutil.rmtree(folder / name)
-    folder.mkdir(parents=True, exist_ok=True)
     # From here on the folder is known for a quickstart's own, also when the run is cut short.
     _write_results(folder, {"finished": False})
 

@@ -166,6 +166,21 @@ def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):
     assert message in err
 
 
+def test_none_is_an_option_that_was_not_given(monkeypatch, bench, tmp_path):
+    given: list[baseline.Job] = []
+    monkeypatch.setattr(baseline, "_run", lambda job, folder, own_data: given.append(job))
+    optional = [
+        word
+        for name in ("model_name", "checkpoint", "mask", "pattern", "shira_rank", "dataset", "subset_size")
+        for word in (f"--{name}", "None" if name == "checkpoint" else "none")
+    ]
+    rest = ("--work_dir", "none", "--l2_fetch_granularity", "none", "--plot", "null", "--output", tmp_path / "x.json")
+    code, _, err = bench("dpo", "--small", "--modes", "dense", *optional, *rest)
+    assert code == 1 and "error" not in err  # no mode has run
+    (job,) = given
+    assert job.checkpoint is None and job.model_name.endswith("/model") and job.subset_size is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
 def test_without_a_gpu(bench):
     code, _, err = bench("dpo")

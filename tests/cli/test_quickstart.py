@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from sparse_opt import MaskSet
 from sparse_opt.cli import quickstart_checks, quickstart_data
 from sparse_opt.errors import SparseOptError
+from sparse_opt.trainers.run_lock import RunLock
 
 TINY = ("--sft_steps", 2, "--dpo_steps", 3, "--n_questions", 66, "--device", "cpu")
 
@@ -106,6 +107,12 @@ def test_refuses_a_place_that_cannot_be_written(sparse_opt, tmp_path, monkeypatc
     line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
     assert f"'output_dir': {tmp_path / 'new'} cannot be made in {tmp_path}: Permission denied" in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_a_folder_that_another_is_writing_to(sparse_opt, tmp_path):
+    with RunLock(tmp_path / "new"):
+        line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
+    assert f"'output_dir': another run is writing to {tmp_path / 'new'}" in line
 
 
 def test_refuses_a_backend_that_cannot_run_before_it_writes(sparse_opt, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparse_opt.delta_log import DeltaLog
-from sparse_opt.errors import ConfigError, DeltaLogError
+from sparse_opt.errors import ConfigError, DeltaLogError, SparseOptError
 from sparse_opt.trainers import dpo, loop
 from sparse_opt.trainers.config import parse_config
 from sparse_opt.trainers.options import model_slug
@@ -109,7 +109,7 @@ def test_failing_checkpoint_leaves_nothing(model, tmp_path):
         def save_pretrained(self, folder):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(SparseOptError, match="final: cannot be written: No space left on device"):
         save_checkpoint(model, BrokenTokenizer(), tmp_path / "final")
     assert list(tmp_path.iterdir()) == []
 
@@ -147,3 +147,21 @@ def test_model_slug(name, slug, tmp_path):
     assert model_slug(name) == slug
     (tmp_path / "My-Model").mkdir()
     assert model_slug(str(tmp_path / "My-Model")) == "my_model"
+
+
+@pytest.mark.parametrize(
+    ("folder", "slug"),
+    [
+        ("a/final", "a_final"),
+        ("b/final", "b_final"),
+        ("a/adapter", "a_adapter"),
+        ("a/checkpoints/step_00000100", "a_step_00000100"),
+        ("a/checkpoint-500", "a_checkpoint_500"),
+        ("a/final_model", "final_model"),
+    ],
+)
+def test_the_folders_of_two_runs_have_different_slugs(tmp_path, monkeypatch, folder, slug):
+    (tmp_path / folder).mkdir(parents=True)
+    assert model_slug(str(tmp_path / folder)) == slug
+    monkeypatch.chdir(tmp_path / folder)
+    assert model_slug(".") == slug
