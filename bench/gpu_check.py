@@ -38,7 +38,7 @@ SANITIZER_TOOLS = ("memcheck", "racecheck")
 GPU_TESTS = (
     ("gpu and triton", ("ops",)),
     ("gpu and not triton", ("ops",)),
-    ("gpu", ("optim", "bench", "test_l2_fetch.py")),
+    ("gpu", ("optim", "bench", "test_backends.py", "test_l2_fetch.py")),
     ("gpu", ("delta", "masks", "analysis", "patch_codec")),
 )
 CPU_TESTS = (("", ("ops",)),)
@@ -70,20 +70,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures += _build(report, device)
         if not args.skip_tests and "tests" not in done:
             failures += _tests(report, args, device)
+            _keep(report, failures, args.output)
         if not args.skip_sanitizer and "sanitizer" not in done:
             failures += _sanitizer(report, device)
+            _keep(report, failures, args.output)
         if not args.skip_kernels:
             _title("kernels")
             failures += kernels.run_table(report, args, device)
             report["completed"] = True
     finally:  # what was found before an error is worth keeping
-        report["failures"] = failures
-        write_json(args.output, report)
+        _keep(report, failures, args.output)
         print(f"\nresults: {args.output}")
     for failure in failures:
         print(f"FAILED: {failure}")
     print("gpu-check: FAILED" if failures else "gpu-check: all checks passed")
     return 1 if failures or (args.strict and kernels.missed(report["kernels"])) else 0
+
+
+def _keep(report: dict[str, Any], failures: Sequence[str], output: Path) -> None:
+    """Write what there is of the report, which --resume goes on from: a machine may end in the next part."""
+    report["failures"] = list(failures)
+    write_json(output, report)
 
 
 def _parser() -> argparse.ArgumentParser:

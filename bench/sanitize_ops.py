@@ -30,6 +30,8 @@ SHAPES = {
     "long": (3, 2049),
     "vector": (777,),
 }
+# Rows of whole 16-byte chunks in every dtype, which are copied as such; the second has tiles that are cut off.
+ALIGNED_SHAPES = ((64, 128), (136, 264))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A few elements, with empty segments and ragged ends, and all of them.
 DENSITIES = (0.03, 1.0)
@@ -45,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for op in backends.OPS:
         for dtype in DTYPES:
             for density in DENSITIES:
-                oracle = _case(op, dtype, density)
-                for name in names:
-                    n_run += 1
-                    failures += not _agrees(oracle, name, device)
+                for oracle in cases_of(op, dtype, density):
+                    for name in names:
+                        n_run += 1
+                        failures += not _agrees(oracle, name, device)
     print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {failures} wrong")
     wrong_patches = [
         f"{level}, {str(dtype).removeprefix('torch.')}, {density:.0%} changed"
@@ -83,18 +85,22 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
     return same_bytes and same_words and StateDigest.start(here_new).result() == StateDigest.start(new).result()
 
 
-def _case(op: str, dtype: torch.dtype, density: float) -> Case:
+def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
     """The sparse cases step from dense gradients, the full ones from compact ones, rounding at random."""
     sparse = density < 1
     if op == "tile_weight_grad_":
-        generator = torch.Generator().manual_seed(0)
-        # Past the tokens of a block, and so many that each tile's are cut into parts; no multiple of anything.
-        tile_size, tokens = (64, 301) if sparse else (128, 2101)
-        return tile_weight_grad_case(SHAPES.values(), dtype, density, generator, tokens=tokens, tile_size=tile_size)
+        # Past the tokens of a block, or so many that each tile's are cut into parts, which on a GPU are a cluster.
+        tile_size, few_tokens = (64, 301) if sparse else (128, 2101)
+        return [
+            tile_weight_grad_case(
+                shapes, dtype, density, torch.Generator().manual_seed(0), tokens=tokens, tile_size=tile_size
+            )
+            for shapes, tokens in ((SHAPES.values(), few_tokens), (ALIGNED_SHAPES, 2101))
+        ]
     case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
     if isinstance(case, StepCase) and not sparse:
         case.options = {"stochastic_rounding": True, "seed": 1}
-    return case
+    return [case]
 
 
 def _agrees(oracle: Case, backend: str, device: torch.device) -> bool:

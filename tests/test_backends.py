@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sparse_opt import BackendUnavailable, backends, l2_fetch, patch_codec, state_digest
+from sparse_opt import BackendUnavailable, backends, l2_fetch, ops, patch_codec, state_digest
 
 GPUS = {
     "V100": (7, 0),
@@ -183,3 +183,18 @@ def test_digests_and_patches_are_native_where_the_binary_has_code(machine):
 def test_a_setting_of_the_gpu_needs_no_code_for_it(machine):
     machine.has("T4")
     assert l2_fetch.why_unreachable() == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_backend_that_is_offered_for_a_gpu_runs_there(backend):
+    """Here nothing is faked: the binary's list and this GPU's capability agree with what a kernel does."""
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if cause := backends.why_unavailable(backend, device):
+            pytest.skip(cause)
+        dense, compact = torch.zeros(64, device=device), torch.ones(2, device=device)
+        indices = torch.tensor([3, 40], dtype=torch.int32, device=device)
+        ops.indexed_swap_([dense], compact, indices, [0], [2], backend=backend)
+        assert dense.nonzero().view(-1).tolist() == [3, 40]
+        assert not compact.any()

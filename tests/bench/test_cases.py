@@ -104,12 +104,26 @@ def test_a_missing_change_is_found(monkeypatch):
         check(case_of("delta_encode"), "fast")
 
 
+@pytest.mark.parametrize("dtype", sanitize_ops.DTYPES)
+def test_the_sanitized_tile_products_cut_their_tokens_into_parts(dtype):
+    """Few tiles of many tokens, whose parts are a cluster on an H200, of 132 multiprocessors (tile_weight_grad.cu)."""
+    in_parts = set()
+    for density in sanitize_ops.DENSITIES:
+        for case in sanitize_ops.cases_of("tile_weight_grad_", dtype, density):
+            aligned = all(t.shape[1] % 8 == 0 for t in (*case.grad_outputs, *case.inputs))
+            most_tiles = 132 * (0.3 if case.tile_size == 64 else 0.16)
+            if len(case.tiles) <= most_tiles and case.grad_outputs[0].shape[0] >= 2048:
+                in_parts.add((case.tile_size, aligned))
+    assert in_parts == {(64, True), (128, True), (128, False)}
+
+
 def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
     names = [name for name in backends.available("cpu") if name != "reference"]
     if not names:
         pytest.skip("needs a backend besides the reference: the extension, or TRITON_INTERPRET=1")
     assert sanitize_ops.main(["--device", "cpu"]) == 0
-    n_calls = len(backends.OPS) * len(sanitize_ops.DTYPES) * len(sanitize_ops.DENSITIES) * len(names)
+    # tile_weight_grad_ runs twice: with aligned operands and with ragged ones.
+    n_calls = (len(backends.OPS) + 1) * len(sanitize_ops.DTYPES) * len(sanitize_ops.DENSITIES) * len(names)
     assert f"{n_calls} calls of {len(backends.OPS)} ops on {', '.join(names)}: 0 wrong" in capsys.readouterr().out
 
     spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: dense[0].zero_())

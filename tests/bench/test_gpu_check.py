@@ -61,6 +61,30 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_e
     assert f"--resume: {path} is no JSON: Expecting" in capsys.readouterr().err
 
 
+def test_a_part_is_kept_as_it_ends(tmp_path, monkeypatch, needs_extension):
+    """A machine's time may end in the next part, without a signal that Python could answer."""
+    path = tmp_path / "gpu_check.json"
+    kept = []
+
+    def run_part(name):
+        def part(report, *_):
+            kept.append(set(json.loads(path.read_text())) if path.exists() else set())
+            report[name] = {"exit_code": 0}
+            return []
+
+        return part
+
+    for part in ("tests", "sanitizer"):
+        monkeypatch.setattr(gpu_check, f"_{part}", run_part(part))
+    monkeypatch.setattr(gpu_check.kernels, "run_table", lambda report, *_: run_part("kernels")(report))
+    words = [word for word in SMALL if word != "--skip_tests"]
+    assert gpu_check.main([*words, "--output", str(path)]) == 0
+    before_tests, before_sanitizer, before_kernels = kept
+    assert not {"tests", "sanitizer"} & before_tests
+    assert "tests" in before_sanitizer and "sanitizer" not in before_sanitizer
+    assert {"tests", "sanitizer"} <= before_kernels
+
+
 def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, needs_extension):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)  # SparseAdamW's rows are of the automatic choice
     path = tmp_path / "gpu_check.json"
