@@ -19,7 +19,14 @@ from .errors import MaskError
 from .mask_patterns import PATTERNS, broken_unit, most_specific_pattern
 from .mask_sampling import random_indices
 from .position_sets import intersection_size
-from .tensor_state import canonical_names, combined_digest, dtype_name, named_parameters_of, tensor_digest
+from .tensor_state import (
+    canonical_names,
+    combined_digest,
+    dtype_name,
+    named_parameters_of,
+    sharing_parameters,
+    tensor_digest,
+)
 
 _SHOWN_MISMATCHES = 3
 _FIRST_INT64_NUMEL = 2**31
@@ -131,7 +138,7 @@ class MaskSet:
             seed: any integer.
 
         Raises:
-            MaskError: density or pattern out of range.
+            MaskError: density or pattern out of range; or two parameters of the model share memory.
         """
         if not 0.0 <= density <= 1.0:
             raise MaskError(f"mask density is {density}, wanted 0 to 1")
@@ -140,6 +147,7 @@ class MaskSet:
         shapes: dict[str, tuple[int, ...]] = {}
         if isinstance(model_or_shapes, nn.Module):
             params = named_parameters_of(model_or_shapes)
+            require_own_memory(params, params)
             firsts = canonical_names(params)
             shapes = {n: tuple(p.shape) for n, p in params.items() if firsts[n] == n and p.is_floating_point()}
         else:
@@ -233,16 +241,19 @@ class MaskSet:
     def resolve(self, model: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> MaskSet:
         """This mask under a model's own names, in the model's order.
 
-        Tied parameters (one storage under several names) count once, under the first name; a mask that lists several of
-        the names must say the same for each.
+        Tied parameters (one parameter, or tensors over the same memory, under several names) count once, under the
+        first name; a mask that lists several of the names must say the same for each. Two different `Parameter`s that
+        share memory are not tied: each would get a gradient of its own.
 
         Args:
             model: a module, or its parameters as name -> tensor or (name, tensor) pairs.
 
         Raises:
-            MaskError: a name is not the model's, a shape differs, or tied names disagree; lists the mismatches.
+            MaskError: a name is not the model's, a shape differs, or tied names disagree; lists the mismatches. Or a
+                parameter with active elements shares memory with another one.
         """
         params = named_parameters_of(model)
+        require_own_memory(params, [name for name, positions in self.indices.items() if positions.numel()])
         firsts = canonical_names(params)
         problems: list[str] = []
         found: dict[str, Tensor] = {}
@@ -376,6 +387,17 @@ class MaskSet:
             f"MaskSet({len(self)} tensors, {self.nnz} of {self.numel} elements active, "
             f"sparsity {self.sparsity:.4%}, pattern {self.pattern})"
         )
+
+
+def require_own_memory(params: Mapping[str, Tensor], active: Iterable[str]) -> None:
+    """Raise a MaskError if a parameter named in `active` shares memory with another parameter; names both."""
+    ids = {id(params[name]) for name in active if name in params}
+    for first, second in sharing_parameters(params):
+        if id(params[first]) in ids or id(params[second]) in ids:
+            raise MaskError(
+                f"{first} and {second} are different parameters that share memory; tie them by using one Parameter for "
+                "both, or give each its own"
+            )
 
 
 def _index_dtype(numel: int) -> torch.dtype:

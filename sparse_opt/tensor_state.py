@@ -43,12 +43,62 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _storage_key(tensor: Tensor) -> Any:
-    # Meta, empty and wrapper tensors have no address that would tell them apart.
-    if tensor.is_meta or tensor.numel() == 0 or is_wrapper(tensor):
+    if not _has_address(tensor):
         return id(tensor)
     # A lazy conjugate or negative has the address of the tensor that it is a view of, and other bits.
     lazy = tensor.is_conj(), tensor.is_neg()
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether the tensor has memory; meta, empty, freed and wrapper tensors have none that would tell them apart."""
+    return not (tensor.is_meta or tensor.numel() == 0 or is_wrapper(tensor)) and tensor.data_ptr() != 0
+
+
+def sharing_parameters(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Pairs of different `Parameter`s that have memory in common, by their first names.
+
+    One parameter under several names shares nothing here, and neither do disjoint views of one storage.
+    """
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and tensor.layout == torch.strided and _has_address(tensor):
+            named.setdefault(id(tensor), (name, tensor))
+    order = {name: i for i, (name, _) in enumerate(named.values())}
+    found: list[tuple[str, str]] = []
+    reaching: list[tuple[str, Tensor]] = []  # the spans before, up to those that end where the next one begins
+    for name, tensor in sorted(named.values(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
+        reaching = [p for p in reaching if p[1].device == tensor.device and _end(p[1]) > tensor.data_ptr()]
+        for other, earlier in reaching:
+            if _share_bytes(earlier, tensor):
+                first, second = sorted((other, name), key=order.__getitem__)
+                found.append((first, second))
+        reaching.append((name, tensor))
+    return found
+
+
+def _end(tensor: Tensor) -> int:
+    """The address behind the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose spans overlap have elements in the same memory."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    begin = min(a.data_ptr(), b.data_ptr())
+    taken = torch.zeros(max(_end(a), _end(b)) - begin, dtype=torch.bool, device="cpu")
+    _bytes_of(a, taken, begin).fill_(True)
+    return bool(_bytes_of(b, taken, begin).any())
+
+
+def _bytes_of(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
+    """The part of `memory`, an element for each byte from `begin` on, that is the tensor's."""
+    size = tensor.element_size()
+    dims = [(n, size * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride > 0]
+    shape, strides = [n for n, _ in dims], [stride for _, stride in dims]
+    return memory.as_strided((*shape, size), (*strides, 1), tensor.data_ptr() - begin)
 
 
 def materialized(tensor: Tensor) -> Tensor:

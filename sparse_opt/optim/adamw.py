@@ -62,7 +62,8 @@ class SparseAdamW(SparseOptimizer):
     Raises:
         ValueError: the mask names no active element, or one of a parameter that does not require grad; a parameter
             stands in two groups; an option is out of its range; tile_backward=True and no parameter can take it.
-        MaskError: the mask belongs to another model; every mismatch is named.
+        MaskError: the mask belongs to another model; every mismatch is named. Or a parameter with active elements
+            shares memory with a different parameter.
         BackendUnavailable: the named backend cannot run on the parameters' device.
     """
 

@@ -87,7 +87,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._groups_fixed = True
         self._check_groups()
         self._intake = GradientIntake(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
-        self.mask, active = active_parameters(dict(self._named()), mask, self._frozen)
+        self.mask, active = active_parameters(dict(self._named()), mask, self._frozen, self._root())
         buckets = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
         self._adopt(buckets, bases, active)
@@ -227,7 +227,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._refuse("set_mask")
         if self._intake.waits():
             raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
-        mask, active = active_parameters(dict(self._named()), mask, self._frozen)
+        mask, active = active_parameters(dict(self._named()), mask, self._frozen, self._root())
         buckets = self._build(active, mask.pattern)
         state_io.carry(self._buckets, buckets)
         held = dict(part for base in self._bases for part in base.parts())

@@ -196,11 +196,19 @@ def test_resolve_gives_the_models_names_in_its_order() -> None:
     assert mask.density_of(Tied()) == 2 / 28
 
 
-def test_resolve_sees_ties_between_parameter_objects_over_one_storage() -> None:
+def test_resolve_sees_ties_between_tensors_over_one_storage() -> None:
+    mask = MaskSet({"head.weight": positions(3)}, {"head.weight": (5, 4)})
+    assert mask.resolve(Tied().state_dict()).names == ("embed.weight",)
+
+
+def test_resolve_refuses_different_parameters_over_one_storage() -> None:
     model = Tied()
     model.head.weight = nn.Parameter(model.embed.weight.detach())
     mask = MaskSet({"head.weight": positions(3)}, {"head.weight": (5, 4)})
-    assert mask.resolve(model).names == ("embed.weight",)
+    with pytest.raises(MaskError, match="embed.weight and head.weight are different parameters that share memory"):
+        mask.resolve(model)
+    nothing = MaskSet({"head.weight": positions()}, {"head.weight": (5, 4)})
+    assert nothing.resolve(model).nnz == 0
 
 
 def test_resolve_wants_tied_names_to_agree() -> None:
