@@ -42,14 +42,18 @@ def round_nearest(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def round_stochastic(x, DTYPE: tl.constexpr, random):
-    """fp32 to DTYPE, up with probability (x - below) / (above - below); to nearest where that is not finite.
+    """fp32 to DTYPE, up with probability (x - below) / (above - below). fp32 stays as it is.
 
-    random: [BLOCK] uint32 words. fp32 stays as it is.
+    A finite value stays finite: past the largest finite value of DTYPE it becomes that one.
+
+    random: [BLOCK] uint32 words.
     """
     if DTYPE == tl.bfloat16:
         word = x.to(tl.uint32, bitcast=True)
-        rounded = ((word + (random & 0xFFFF)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        return tl.where(tl.abs(x) < float("inf"), rounded, round_nearest(x, DTYPE))
+        # From the largest finite value on a carry would make infinity: such values are truncated.
+        rounded = (word + tl.where((word & 0x7FFFFFFF) < 0x7F7F0000, random & 0xFFFF, 0)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FFF)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif DTYPE == tl.float16:
         nearest = x.to(tl.float16)
         word = nearest.to(tl.int16, bitcast=True)
@@ -60,8 +64,9 @@ def round_stochastic(x, DTYPE: tl.constexpr, random):
         low = tl.abs(below.to(tl.float16, bitcast=True).to(tl.float32))
         gap = tl.abs(above.to(tl.float16, bitcast=True).to(tl.float32)) - low
         uniform = (random >> 8).to(tl.float32) * (2.0**-24)
+        # Past the largest finite value that is `below`, the gap is infinite, and nothing is rounded up.
         rounded = tl.where(uniform * gap < magnitude - low, above, below).to(tl.float16, bitcast=True)
-        return tl.where(magnitude < 65504.0, rounded, nearest)
+        return tl.where(magnitude < float("inf"), rounded, nearest)
     else:
         return x
 

@@ -29,7 +29,8 @@ SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, ui
 }
 
 // x rounded to T, away from zero with probability (|x| - below) / (above - below), where below and above are its
-// neighbours by magnitude. What is not finite, or past T's largest finite value, is rounded to nearest.
+// neighbours by magnitude. A finite value stays finite: past T's largest finite value it becomes that. Infinities and
+// NaNs stay what they are.
 template <typename T>
 SPARSE_OPT_HOST_DEVICE T stochastic_round(float x, uint32_t random);
 
@@ -41,9 +42,9 @@ SPARSE_OPT_HOST_DEVICE float stochastic_round<float>(float x, uint32_t) {
 template <>
 SPARSE_OPT_HOST_DEVICE bfloat16 stochastic_round<bfloat16>(float x, uint32_t random) {
   const uint32_t bits = float_bits(x);
-  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
   const uint16_t rounded = static_cast<uint16_t>((bits + (random & 0xffffu)) >> 16);
-  return {finite ? rounded : from_float<bfloat16>(x).bits};
+  const bool below_largest = (bits & 0x7fffffffu) < 0x7f7f0000u;  // from the largest on a carry would make infinity
+  return {below_largest ? rounded : truncate_to_bfloat16(x).bits};
 }
 
 template <>
@@ -58,7 +59,8 @@ SPARSE_OPT_HOST_DEVICE float16 stochastic_round<float16>(float x, uint32_t rando
   const float uniform = static_cast<float>(random >> 8) * 0x1p-24f;
   const bool up = uniform * gap < magnitude - below_value;
   const uint16_t rounded = static_cast<uint16_t>((below + (up ? 1 : 0)) | (nearest & 0x8000));
-  return {magnitude < 65504.0f ? rounded : nearest};
+  // Past the largest finite value that is `below`, the gap is infinite, and nothing is rounded up.
+  return {magnitude < bits_float(0x7f800000u) ? rounded : nearest};
 }
 
 }  // namespace sparse_opt

@@ -1,5 +1,5 @@
-// bf16 and fp16 as 16-bit words, and their conversions from and to fp32: to nearest even, with the bits that torch's
-// own casts give on the same device, NaN included. Branch-free, so that loops over them vectorise.
+// bf16 and fp16 as 16-bit words, and their conversions from and to fp32: to nearest even unless stated otherwise, with
+// the bits of torch's own casts on the same device, NaN included. Branch-free, so that loops over them vectorise.
 #pragma once
 
 #include <cstdint>
@@ -110,6 +110,16 @@ SPARSE_OPT_HOST_DEVICE float16 from_float<float16>(float x) {
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t result = magnitude > 0x7f800000u ? nan : magnitude >= 0x477ff000u ? 0x7c00u : finite;
   return {static_cast<uint16_t>(result | (bits >> 16 & 0x8000u))};
+#endif
+}
+
+// Rounded towards zero: no finite value becomes infinite.
+SPARSE_OPT_HOST_DEVICE bfloat16 truncate_to_bfloat16(float x) {
+#ifdef __CUDA_ARCH__
+  return {__bfloat16_as_ushort(__float2bfloat16_rz(x))};
+#else
+  const uint32_t bits = float_bits(x);
+  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0xffffu : bits >> 16)};
 #endif
 }
 

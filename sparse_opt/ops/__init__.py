@@ -96,7 +96,8 @@ def indexed_adamw_(
         found_inf: one fp32 element; if it is not zero, nothing changes.
         stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random, from
             Philox2x32-7 with key `seed` and counter (compact slot, step), 32 bits each, their high words mixed in: a
-            repeated step repeats its bits.
+            repeated step repeats its bits. A finite value stays finite: past the largest finite value of the dtype it
+            becomes that one.
         seed: 0 <= seed < 2**63.
         run_length: consecutive elements that each index stands for, a power of two; 1 where a mask takes elements one
             by one. With a mask of pattern `run32` (see `MaskSet`) 32: fewer indices, and neighbours moved together.

@@ -45,12 +45,13 @@ def random_words(seed: int, step: int, start: int, end: int, device: torch.devic
 def stochastic_round(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
     """Round fp32 `x` [n] to bf16 or fp16, up with probability (x - below) / (above - below).
 
-    `random` [n] holds 32-bit words in int64. Values that are not finite, or past the largest finite value of the
-    target, round as usual.
+    `random` [n] holds 32-bit words in int64. A finite value stays finite: past the largest finite value of the target
+    it becomes that one. Infinities and NaNs stay what they are.
     """
     if dtype == torch.bfloat16:
         bits = x.view(torch.int32).to(torch.int64) & _MASK32
-        rounded = (bits + (random & 0xFFFF)) >> 16
+        below_largest = x.abs() < torch.finfo(dtype).max  # from the largest on a carry would make infinity
+        rounded = (bits + torch.where(below_largest, random & 0xFFFF, 0)) >> 16
         rounded = (rounded - ((rounded & 0x8000) << 1)).to(torch.int16).view(torch.bfloat16)
         return torch.where(x.isfinite(), rounded, x.to(dtype))
     if dtype == torch.float16:
@@ -60,6 +61,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
         gap = (below + 1).view(dtype).float().abs() - below.view(dtype).float().abs()
         rest = x.abs() - below.view(dtype).float().abs()
         uniform = (random >> 8).float() * 2.0**-24
+        # Past the largest finite value that is `below`, the gap is infinite, and nothing is rounded up.
         rounded = torch.where(uniform * gap < rest, below + 1, below).view(dtype)
-        return torch.where(x.abs() < torch.finfo(dtype).max, rounded, nearest)
+        return torch.where(x.isfinite(), rounded, nearest)
     raise ValueError(f"stochastic rounding is for bfloat16 and float16, got {dtype}")

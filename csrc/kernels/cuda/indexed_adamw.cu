@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
   }
   __syncthreads();  // reads before writes, see move.cuh
 
+  const bool from_gradient = factors.lerps_from_gradient();
   float g[kUnroll], p[kUnroll], m[kUnroll], v[kUnroll];
   uint32_t exp_avg_random[kUnroll] = {}, exp_avg_sq_random[kUnroll] = {};
   slots.gradient_values(args, g);
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     p[j] = slots.param_value(j, args.master);
     m[j] = to_float(slots.exp_avg[j]);
     v[j] = to_float(slots.exp_avg_sq[j]);
-    adamw_element(scalars, factors.lerps_from_gradient(), g[j], p[j], m[j], v[j]);
+    adamw_element(scalars, from_gradient, g[j], p[j], m[j], v[j]);
     exp_avg_random[j] = random[j].exp_avg;
     exp_avg_sq_random[j] = random[j].exp_avg_sq;
   }
