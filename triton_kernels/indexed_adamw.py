@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gradient import load_gradient, scale_gradient
 from .launch import FEW_SLOTS, SLOT_OPTIONS, element_dtype
-from .rounding import differs, random_words, round_nearest, round_stochastic, widen
+from .rounding import differs, philox_key, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, positions_of, segments
 
 
@@ -69,7 +69,7 @@ def _adamw_scalars_kernel(
         "beta2",
         "one_minus_beta2",
         "eps",
-        "seed",
+        "key",
     ]
 )
 def _indexed_adamw_kernel(
@@ -93,7 +93,7 @@ def _indexed_adamw_kernel(
     beta2,
     one_minus_beta2,
     eps,
-    seed: tl.int64,
+    key: tl.int32,  # of philox_key
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -128,7 +128,7 @@ def _indexed_adamw_kernel(
     MOMENT: tl.constexpr = exp_avg.dtype.element_ty
     stored = round_nearest(p, PARAM)
     if STOCHASTIC:
-        r0, r1, r2 = random_words(seed, slots, tl.load(steps + tensor).to(tl.int64))
+        r0, r1, r2 = random_words(key, slots, tl.load(steps + tensor).to(tl.int64))
         tl.store(exp_avg + slots, round_stochastic(m, MOMENT, r1), mask=mask, eviction_policy="evict_first")
         tl.store(exp_avg_sq + slots, round_stochastic(v, MOMENT, r2), mask=mask, eviction_policy="evict_first")
         if master is None:
@@ -215,7 +215,7 @@ def indexed_adamw_(
             float(beta2),
             1.0 - beta2,
             float(eps),
-            seed,
+            philox_key(seed),
             PARAM=element_dtype(params),
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .gradient import load_gradient, scale_gradient
 from .launch import FEW_SLOTS, SLOT_OPTIONS, element_dtype
-from .rounding import differs, random_words, round_nearest, round_stochastic, widen
+from .rounding import differs, philox_key, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, positions_of, segments
 
 
@@ -28,7 +28,7 @@ from .segments import address_of, addresses, block_of, positions_of, segments
         "momentum",
         "one_minus_dampening",
         "weight_decay",
-        "seed",
+        "key",
     ]
 )
 def _indexed_sgd_kernel(
@@ -50,7 +50,7 @@ def _indexed_sgd_kernel(
     momentum,
     one_minus_dampening,
     weight_decay,
-    seed: tl.int64,
+    key: tl.int32,  # of philox_key
     NESTEROV: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
@@ -77,7 +77,7 @@ def _indexed_sgd_kernel(
     g = scale_gradient(g, grad_scale, clip_coef)
     g = tl.where(weight_decay != 0.0, g + p * weight_decay, g)
     if STOCHASTIC:
-        r0, r1, _ = random_words(seed, slots, step)
+        r0, r1, _ = random_words(key, slots, step)
     if momentum_buffer is not None:
         b = tl.where(step == 1, g, b * momentum + g * one_minus_dampening)
         if NESTEROV:
@@ -152,7 +152,7 @@ def indexed_sgd_(
             float(momentum),
             1.0 - dampening,
             float(weight_decay),
-            seed,
+            philox_key(seed),
             NESTEROV=nesterov,
             PARAM=element_dtype(params),
             GRAD=None if dense_grads is None else element_dtype(dense_grads),

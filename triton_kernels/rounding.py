@@ -71,16 +71,25 @@ def round_stochastic(x, DTYPE: tl.constexpr, random):
         return x
 
 
+def philox_key(seed: int) -> int:
+    """What a kernel takes as `key`: the low word of `seed` with its high word mixed in, as a signed 32-bit integer.
+
+    A seed of 64 bits would be another type of argument for values from 2^31 to 2^32 in Triton's interpreter, which holds
+    those in 32 unsigned bits whatever type the kernel declares.
+    """
+    key = (seed + (seed >> 32) * 0xBB67AE85) & 0xFFFFFFFF
+    return key - ((key & 0x80000000) << 1)
+
+
 @triton.jit
-def random_words(seed, slots, step):
+def random_words(key, slots, step):
     """Philox2x32-7 for [BLOCK] compact slots: 32 random bits for the parameter, 16 low ones for each moment.
 
-    Counter: the slot's low word, and the step with the slot's high word mixed in; key: the seed, likewise.
+    Counter: the slot's low word, and the step with the slot's high word mixed in; key: int32, of `philox_key`.
     """
-    seed = seed.to(tl.int64)
     c0 = (slots & 0xFFFFFFFF).to(tl.uint32)
     c1 = (step + (slots >> 32) * 0x85EBCA6B).to(tl.uint32)
-    key = (seed + (seed >> 32) * 0xBB67AE85).to(tl.uint32)
+    key = key.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(7):
         product = c0.to(tl.uint64) * 0xD256D193
         c0 = (product >> 32).to(tl.uint32) ^ key ^ c1

@@ -306,6 +306,14 @@ def test_stochastic_rounding_repeats_itself_and_depends_on_seed_step_and_element
     assert abs(down - p) < 4 * math.sqrt(p * (1 - p) / 1024)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 2**31, 2**62 + 2**31, 2**63 - 1])
+@pytest.mark.parametrize("op", RUNS)
+def test_seeds_of_any_width(op, seed, place):
+    """Those that fill the sign bit of a word, which Triton and its interpreter hold in different types, among them."""
+    case = make(torch.device(place[0]), dtype=torch.bfloat16, moment_dtype=torch.bfloat16, shapes=[(5, 33), (70,)])
+    check(RUNS[op], case, place, stochastic_rounding=True, seed=seed)
+
+
 def test_empty_list(any_place):
     device, backend = any_place
     case = make(torch.device(device), shapes=[(3,)], mask="empty")

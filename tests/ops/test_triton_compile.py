@@ -37,7 +37,7 @@ _STEP = {
     "grad_scale": "*fp32",
     "found_inf": "*fp32",
     "weight_decay": "fp32",
-    "seed": "i64",
+    "key": "i32",
     "PARAM": "bfloat16",
     "GRAD": None,
     "STOCHASTIC": False,
@@ -250,7 +250,7 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
                 signature[p.name] = kind
                 if not kind.startswith("*") and not p.do_not_specialize:
                     specialized.append(p.name)
-                if kind == "i64" and p.annotation_type != "i64":
+                if kind in ("i32", "i64") and p.annotation_type != kind:
                     specialized.append(f"{p.name} (width by value)")
         assert set(signature) == set(wanted), name
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
