@@ -74,8 +74,8 @@ def round_stochastic(x, DTYPE: tl.constexpr, random):
 def philox_key(seed: int) -> int:
     """What a kernel takes as `key`: the low word of `seed` with its high word mixed in, as a signed 32-bit integer.
 
-    A seed of 64 bits would be another type of argument for values from 2^31 to 2^32 in Triton's interpreter, which holds
-    those in 32 unsigned bits whatever type the kernel declares.
+    As an argument of 64 bits, a seed from 2^31 to 2^32 would lose its type in Triton's interpreter, which holds such
+    integers in 32 unsigned bits whatever the kernel declares.
     """
     key = (seed + (seed >> 32) * 0xBB67AE85) & 0xFFFFFFFF
     return key - ((key & 0x80000000) << 1)
