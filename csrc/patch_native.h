@@ -14,6 +14,18 @@ namespace sparse_opt {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// Kernels access whole elements, which must be aligned: torch has tensors that are not, such as those of a mapped file.
+inline int64_t misalignment(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return static_cast<int64_t>(address % static_cast<uintptr_t>(tensor.element_size()));
+}
+
+inline void check_aligned(const char* name, const at::Tensor& tensor) {
+  SPARSE_OPT_CHECK(misalignment(tensor) == 0, name, " begins ", misalignment(tensor), " bytes past a multiple of ",
+                   tensor.element_size(), ", expected an aligned tensor");
+}
+
 struct PatchCall {
   std::vector<void*> old_tensors, new_tensors;
   std::vector<int64_t> numels, first_tile;
@@ -28,7 +40,7 @@ struct PatchCall {
     args.is_float = is_float;
     args.class_shift = static_cast<int>(class_shift);
     args.element_size = movable_size(name, tensors[0]);
-    old_tensors = list_data(name, tensors, device);
+    old_tensors = aligned_list(name, tensors, device);
     first_tile.push_back(0);
     const int64_t tile = patch_tile(args.level);
     for (const at::Tensor& tensor : tensors) {
@@ -44,7 +56,7 @@ struct PatchCall {
   void set_new(at::TensorList old_list, at::TensorList new_list) {
     check_same_sizes("old", old_list, "new", new_list);
     check_dtype("new[0]", new_list[0], old_list[0].scalar_type());
-    new_tensors = list_data("new", new_list, device);
+    new_tensors = aligned_list("new", new_list, device);
     args.new_tensors = new_tensors.data();
   }
 
@@ -63,12 +75,15 @@ struct PatchCall {
     const int symbols = patch_symbols(args.element_size);
     check_flat("row_of", *row_of, args.count, device);
     check_dtype("row_of", *row_of, at::kUInt16);
+    check_aligned("row_of", *row_of);
     check_flat("rows", *rows, rows->numel() / kClasses * kClasses, device);
     check_dtype("rows", *rows, at::kUInt16);
+    check_aligned("rows", *rows);
     check_flat("class_table", *class_table, kClasses, device);
     check_dtype("class_table", *class_table, at::kByte);
     check_flat("values", *values, values->numel() / symbols * symbols, device);
     check_dtype("values", *values, at::kUInt16);
+    check_aligned("values", *values);
     args.row_of = static_cast<const uint16_t*>(row_of->data_ptr());
     args.rows = static_cast<const uint16_t*>(rows->data_ptr());
     args.class_table = static_cast<const uint8_t*>(class_table->data_ptr());
@@ -84,6 +99,15 @@ struct PatchCall {
   at::ScalarType sizes_dtype() const { return args.level == PatchLevel::kTight ? at::kUInt32 : at::kUInt16; }
 
  private:
+  static std::vector<void*> aligned_list(const char* name, at::TensorList tensors, at::Device device) {
+    std::vector<void*> pointers = list_data(name, tensors, device);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      SPARSE_OPT_CHECK(misalignment(tensors[i]) == 0, name, "[", i, "] begins ", misalignment(tensors[i]),
+                       " bytes past a multiple of ", tensors[i].element_size(), ", expected an aligned tensor");
+    }
+    return pointers;
+  }
+
   static at::Device checked_device(const char* name, at::TensorList tensors) {
     SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, wanted at least one");
     return tensors[0].device();
@@ -154,12 +178,15 @@ at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const
     SPARSE_OPT_CHECK(heads.has_value(), "levels 0 and 1 want heads");
     check_flat("heads", *heads, call.tiles(), call.device);
     check_dtype("heads", *heads, at::kUInt16);
+    check_aligned("heads", *heads);
     args.heads = static_cast<uint16_t*>(heads->data_ptr());
   }
   check_flat("sizes", sizes, call.tiles(), call.device);
   check_dtype("sizes", sizes, call.sizes_dtype());
+  check_aligned("sizes", sizes);
   check_flat("offsets", offsets, call.tiles() + 1, call.device);
   check_dtype("offsets", offsets, at::kLong);
+  check_aligned("offsets", offsets);
   check_flat("records", records, records.numel(), call.device);
   check_dtype("records", records, at::kByte);
   const typename Device::Guard guard(call.device);

@@ -14,9 +14,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .atomic_files import one_line, write_safetensors
@@ -24,6 +23,7 @@ from .delta_state import StateLayout
 from .errors import DeltaLogError
 from .patch_codec import LEVELS
 from .state_digest import StateDigest
+from .tensor_file import DamagedFile, TensorFile, open_tensors
 from .tensor_state import combined_digest, compact_json, dtype_name, metadata_digest
 
 FORMAT = "sparse-opt delta log"
@@ -196,7 +196,7 @@ def _taken(file: StepFile, found: str) -> str:
 def read_header(file: StepFile) -> StepHeader:
     """Raises DeltaLogError, naming file and step, if the header is damaged or not this file's."""
     with opened(file) as content:
-        fields = content.metadata() or {}
+        fields = content.metadata
     try:
         return _parse_header(file, fields)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -276,13 +276,12 @@ def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> I
     assert layout is not None  # read_header gives every keyframe one
     require_digests(header, layout)
     with opened(header.file) as content:
-        if set(content.keys()) != set(layout.names):
+        if set(content.names) != set(layout.names):
             raise DeltaLogError(f"{where}: damaged: its tensors are not those of its layout")
         for spec, digest in zip(layout.tensors, header.tensor_digests, strict=True):
             if names is not None and spec.name not in names:
                 continue
-            # A copy, since the file is mapped: what is verified here is what the caller keeps.
-            tensor = content.get_tensor(spec.name).clone()
+            tensor = content.read(spec.name)
             if (dtype_name(tensor), tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise DeltaLogError(
                     f"{where}: {spec.name} is {dtype_name(tensor)} {list(tensor.shape)}, its layout says {spec}"
@@ -305,7 +304,7 @@ def read_payload(header: StepHeader) -> dict[str, Tensor]:
         DeltaLogError: the payload is damaged.
     """
     with opened(header.file) as content:
-        payload = {key: content.get_tensor(key).clone() for key in content.keys()}
+        payload = {key: content.read(key) for key in content.names}
     found = payload_digest(payload)
     if found != header.payload_digest:
         raise DeltaLogError(
@@ -322,14 +321,14 @@ def payload_digest(payload: Mapping[str, Tensor]) -> str:
 
 
 @contextlib.contextmanager
-def opened(file: StepFile) -> Iterator[Any]:
-    """The file, mapped, as `safe_open` gives it. Raises DeltaLogError where it cannot be read."""
+def opened(file: StepFile) -> Iterator[TensorFile]:
+    """The file, open for reading. Raises DeltaLogError where it cannot be read, also from inside."""
     try:
-        with safe_open(file.path, framework="pt") as content:
+        with open_tensors(file.path) as content:
             yield content
     except FileNotFoundError as error:
         raise DeltaLogError(f"{file.where}: the file is missing") from error
-    except (OSError, SafetensorError) as error:
+    except (OSError, DamagedFile) as error:
         raise DeltaLogError(f"{file.where}: damaged: {one_line(error)}") from error
 
 

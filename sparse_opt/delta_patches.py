@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -204,43 +205,60 @@ def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payloa
     Raises:
         DeltaLogError: the payload is not one for this layout.
     """
-    where = header.file.where
     kinds = by_dtype(layout)
     parts: dict[str, dict[str, Tensor]] = {dtype: {} for dtype in kinds}
     for key, tensor in payload.items():
         dtype, _, part = key.partition(".")
         if dtype not in kinds:
-            raise DeltaLogError(f"{where}: damaged: it holds {key}, and no tensor of the log is {dtype}")
+            raise DeltaLogError(f"{header.file.where}: damaged: it holds {key}, and no tensor of the log is {dtype}")
         parts[dtype][part] = tensor
     groups = {}
     for dtype, specs in kinds.items():
-        numels = [spec.numel if mask is None else mask.numel(spec.name) for spec in specs]
-        try:
+        with _naming_patch(header, dtype):
+            numels = _numels(specs, mask)
             groups[dtype] = Patch.from_parts(parts[dtype], header.level, specs[0].torch_dtype, numels)
-        except PatchError as error:
-            raise DeltaLogError(f"{where}: damaged: the patch of {dtype}: {one_line(error)}") from error
     return StatePatch(layout, groups, mask)
 
 
 class TensorPatches:
-    """Patch files read for one tensor alone: of the records, only the tensor's own are touched."""
+    """Patch files read for one tensor alone: of the records, only the tensor's own are read."""
 
     def __init__(self, layout: StateLayout, name: str, backend: Backend | None) -> None:
-        self._layout, self._backend = layout, backend
+        self._backend = backend
         self._spec = next(spec for spec in layout.tensors if spec.name == name)
+        self._group = by_dtype(layout)[self._spec.dtype]
 
     def apply_(self, header: StepHeader, mask: LogMask | None, tensor: Tensor) -> None:
-        """Lead the tensor on over one patch. Raises DeltaLogError on a damaged one."""
-        spec = self._spec
-        specs = by_dtype(self._layout)[spec.dtype]
-        group = StateLayout(tuple(specs), {}, frozenset())
-        with opened(header.file) as content:
-            # The tensors that come out are the mapped file: nothing is read before it is used.
-            prefix = f"{spec.dtype}."
-            mapped = {key: content.get_tensor(key) for key in content.keys() if key.startswith(prefix)}
-            whole = unpack(header, group, mask, mapped).groups[spec.dtype]
-            patch = whole.of_tensor([other.name for other in specs].index(spec.name))
-            _apply_([(spec.name, tensor)], patch, mask, header.file.where, self._backend)
+        """Apply one patch to the tensor. Raises DeltaLogError on a damaged one."""
+        spec, prefix = self._spec, f"{self._spec.dtype}."
+        with opened(header.file) as content, _naming_patch(header, spec.dtype):
+            names = {key.removeprefix(prefix): key for key in content.names if key.startswith(prefix)}
+            records = names.pop("records", None)
+            if records is None:
+                raise PatchError(f"it holds {sorted(names)}, and no records")
+            patch = Patch.of_tensor_in(
+                {part: content.read(key) for part, key in names.items()},
+                content.numel(records),
+                lambda begin, end: content.read_range(records, begin, end),
+                header.level,
+                spec.torch_dtype,
+                _numels(self._group, mask),
+                self._group.index(spec),
+            )
+        _apply_([(spec.name, tensor)], patch, mask, header.file.where, self._backend)
+
+
+def _numels(specs: Sequence[TensorSpec], mask: LogMask | None) -> list[int]:
+    """Of each tensor, the elements that a patch is coded over."""
+    return [spec.numel if mask is None else mask.numel(spec.name) for spec in specs]
+
+
+@contextlib.contextmanager
+def _naming_patch(header: StepHeader, dtype: str) -> Iterator[None]:
+    try:
+        yield
+    except PatchError as error:
+        raise DeltaLogError(f"{header.file.where}: damaged: the patch of {dtype}: {one_line(error)}") from error
 
 
 def by_dtype(layout: StateLayout) -> dict[str, list[TensorSpec]]:

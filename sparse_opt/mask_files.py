@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .atomic_files import one_line, write_safetensors, written_aside
 from .errors import MaskError
+from .tensor_file import DamagedFile, open_tensors
 from .tensor_state import compact_json, metadata_digest
 
 FORMAT = "sparse-opt mask"
@@ -121,8 +122,8 @@ def read(path: Path) -> IndexMasks | BoolMasks:
 
 def _read_safetensors(path: Path) -> IndexMasks:
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+        with open_tensors(path) as file:
+            header = file.metadata
             if header.get("format") != FORMAT:
                 raise MaskError(f"{path}: format is {header.get('format')!r}, wanted {FORMAT!r}")
             if header.get("format_version") != FORMAT_VERSION:
@@ -138,10 +139,10 @@ def _read_safetensors(path: Path) -> IndexMasks:
             if missing:
                 raise MaskError(f"{path}: metadata key {missing[0]} is missing")
             shapes = _parsed_shapes(path, header["shapes"])
-            if set(file.keys()) != set(shapes):
+            if set(file.names) != set(shapes):
                 raise MaskError(f"{path}: damaged: its tensors are not those of its shapes")
-            indices = {name: file.get_tensor(name) for name in shapes}
-    except (OSError, SafetensorError) as error:
+            indices = {name: file.read(name) for name in shapes}
+    except (OSError, DamagedFile) as error:
         raise MaskError(f"{path}: not a readable safetensors file: {one_line(error)}") from error
     kept = {key: value for key, value in header.items() if key not in _RESERVED}
     return IndexMasks(indices, shapes, header["pattern"], kept, header["digest"])

@@ -33,8 +33,8 @@ from .delta_log import Problem, StepInfo
 from .delta_state import StateLayout, read_state
 from .errors import DeltaLogError
 from .pt_log_files import BASE_FILE as BASE_FILE
+from .pt_log_files import file_version, list_pt_files, load_pt, require_checksums
 from .pt_log_files import is_pt_delta_log as is_pt_delta_log
-from .pt_log_files import list_pt_files, load_pt, require_checksums
 from .state_digest import StateDigest
 from .tensor_state import as_bits, dtype_name
 
@@ -46,7 +46,8 @@ class PtDeltaLog:
     """The states of a log of `.pt` files, read tensor by tensor; see the module's docstring for files and arithmetic.
 
     Files are mapped, and unpickled with `weights_only=True`. Before the first tensor of a file is used, the checksums
-    of all its records are compared, which torch.load leaves unread: that reads the file once more. A parameter of the
+    of all its records are compared, which torch.load leaves unread: that reads the file once more. A file that is
+    written to or replaced from then on is refused; one that is truncated ends the process. A parameter of the
     base that a step's file lacks keeps its value, which is said in a warning. Files in the form of torch before 1.6
     have no checksums and are refused.
 
@@ -77,9 +78,10 @@ class PtDeltaLog:
         self.dtype = dtype
         self._files = list_pt_files(self.directory, None if base_state is None else Path(base_state))
         self._read: dict[int, dict[str, Tensor]] = {}
+        self._versions: dict[int, tuple[int, ...]] = {}
         self._sound: set[int] = set()
         self._digests: dict[int, str] = {}
-        content = load_pt(self._files[0], self._where(0))
+        content = self._load(0)
         odd = [name for name, tensor in content.items() if _kind(tensor) == "other"]
         if odd:
             raise DeltaLogError(f"{self._where(0)}: {odd[0]} is {dtype_name(content[odd[0]])}: it has no difference")
@@ -160,7 +162,9 @@ class PtDeltaLog:
                     if at < between <= step:
                         running = self._sum(running, name, between)
             at = step
-            yield step, self._in_dtype(running, name, step)
+            tensor = self._in_dtype(running, name, step)
+            self._require_unchanged(0)
+            yield step, tensor
 
     def load(self, step: int) -> dict[str, Tensor]:
         """The state at a logged step, on the CPU; further names of tied tensors share the tensor of the first one."""
@@ -255,10 +259,10 @@ class PtDeltaLog:
         """The 16-bit dtype that holds every weight of a base kept in fp32 exactly, as a bf16 model's are; else None."""
         self._require_sound(0)
         wide = [tensor for tensor in self._base.values() if tensor.dtype == torch.float32]
-        for dtype in (torch.bfloat16, torch.float16):
-            if wide and all(_is_exact(tensor, dtype) for tensor in wide):
-                return dtype
-        return None
+        dtypes = (torch.bfloat16, torch.float16) if wide else ()
+        found = next((dtype for dtype in dtypes if all(_is_exact(tensor, dtype) for tensor in wide)), None)
+        self._require_unchanged(0)
+        return found
 
     def __repr__(self) -> str:
         return f"PtDeltaLog({str(self.directory)!r}, {len(self.steps)} steps, last {self.steps[-1]})"
@@ -270,10 +274,14 @@ class PtDeltaLog:
         floating = getattr(torch, stored).is_floating_point
         return stored if self.dtype is None or not floating else str(self.dtype).removeprefix("torch.")
 
+    def _load(self, step: int) -> dict[str, Tensor]:
+        self._versions[step] = file_version(self._files[step], self._where(step))
+        return load_pt(self._files[step], self._where(step))
+
     def _differences(self, step: int) -> dict[str, Tensor]:
         if step not in self._read:
             where = self._where(step)
-            content = load_pt(self._files[step], where)
+            content = self._load(step)
             names = set(self._base) | set(self.layout.aliases)
             unknown = [name for name in content if name not in names]
             if unknown:
@@ -321,9 +329,12 @@ class PtDeltaLog:
         if delta is None:
             return start
         if not start.is_floating_point():
-            return start + delta.to(start.dtype)
-        wide = torch.promote_types(torch.promote_types(start.dtype, delta.dtype), torch.float32)
-        return (start.to(wide) + delta.to(wide)).to(start.dtype)
+            found = start + delta.to(start.dtype)
+        else:
+            wide = torch.promote_types(torch.promote_types(start.dtype, delta.dtype), torch.float32)
+            found = (start.to(wide) + delta.to(wide)).to(start.dtype)
+        self._require_unchanged(step)
+        return found
 
     def _in_dtype(self, tensor: Tensor, name: str, step: int) -> Tensor:
         dtype = getattr(torch, self._shown(dtype_name(tensor)))
@@ -340,6 +351,12 @@ class PtDeltaLog:
         if step not in self._sound:
             require_checksums(self._files[step], self._where(step))
             self._sound.add(step)
+
+    def _require_unchanged(self, step: int) -> None:
+        """Called after mapped tensors were used: they are what had the checksums, if the file is as it was."""
+        where = self._where(step)
+        if file_version(self._files[step], where) != self._versions[step]:
+            raise DeltaLogError(f"{where}: the file was written to or replaced while it was read: open the log again")
 
 
 def _kind(tensor: Tensor) -> str:

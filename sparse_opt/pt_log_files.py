@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .atomic_files import one_line
 from .errors import DeltaLogError
-from .tensor_state import dtype_name
+from .tensor_state import dtype_name, materialized
 
 BASE_FILE = "base_state.pt"
 _NAME = re.compile(r"deltas_step_(\d+)\.pt")
@@ -82,6 +82,8 @@ def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
 def load_pt(path: Path, where: str) -> dict[str, Tensor]:
     """The tensors of a file by name, mapped into memory; the checksum of its pickle is compared, theirs are not.
 
+    They change with the file: see `file_version`.
+
     Raises:
         DeltaLogError: the file is missing or damaged, or holds something else; `where` names it.
     """
@@ -101,7 +103,22 @@ def load_pt(path: Path, where: str) -> dict[str, Tensor]:
             raise DeltaLogError(
                 f"{where}: {name} is {dtype_name(value)} {list(value.shape)}, more than the file has bytes for"
             )
-    return {name: tensor.detach() for name, tensor in content.items()}
+    return {name: _aligned(tensor.detach()) for name, tensor in content.items()}
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The mapped tensor; a copy of one that begins anywhere, which torch.save does not write, or is lazily negated."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return tensor
+    unaligned = tensor.numel() > 0 and tensor.data_ptr() % tensor.element_size() != 0
+    return materialized(tensor) if unaligned or tensor.is_neg() or tensor.is_conj() else tensor
+
+
+def file_version(path: Path, where: str) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to. Raises DeltaLogError where it is missing."""
+    with _reading(where):
+        found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def require_checksums(path: Path, where: str) -> None:

@@ -102,13 +102,13 @@ def _bytes_of(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous and its memory holds its bits, else a copy for which both hold.
+    """The tensor itself if it is contiguous and aligned and its memory holds its bits, else such a copy.
 
-    The memory of a lazy conjugate (`torch.conj`) or negative (`torch.conj(x).imag`) holds other bits.
+    The memory of a lazy conjugate (`torch.conj`) or negative (`torch.conj(x).imag`) holds other bits. A tensor of a
+    mapped file may begin at any address.
     """
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain if plain.data_ptr() % plain.element_size() == 0 else plain.clone()
 
 
 def tensor_digest(tensor: Tensor) -> str:

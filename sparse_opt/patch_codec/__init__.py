@@ -83,14 +83,49 @@ class Patch:
         Raises:
             PatchError: the parts are not those of a patch for tensors of these sizes.
         """
-        names = PARTS[level]
-        if set(parts) != set(names):
-            raise PatchError(f"it holds {sorted(parts)}, wanted {sorted(names)}")
+        if "records" not in parts:
+            raise PatchError(f"it holds {sorted(parts)}, expected {sorted(PARTS[level])}")
+        records = _part(parts, "records", torch.uint8)
+        frame = {name: part for name, part in parts.items() if name != "records"}
+        return replace(cls._of_frame(frame, len(records), level, dtype, numels), records=records)
+
+    @classmethod
+    def of_tensor_in(
+        cls,
+        frame: Mapping[str, Tensor],
+        length: int,
+        read_records: Callable[[int, int], Tensor],
+        level: str,
+        dtype: torch.dtype,
+        numels: Sequence[int],
+        i: int,
+    ) -> Patch:
+        """The patch of tensor `i` alone out of a file's patch, of whose records only the tensor's own are read.
+
+        Args:
+            frame: the file's tensors but the records, as `from_parts` takes them.
+            length: of all records, in bytes.
+            read_records: called with (begin, end) in bytes, returns those records.
+
+        Raises:
+            PatchError: as `from_parts`.
+        """
+        whole = cls._of_frame(frame, length, level, dtype, numels)
+        begin, end = whole._records_of(i)
+        return whole._alone(i, _part({"records": read_records(begin, end)}, "records", torch.uint8, end - begin))
+
+    @classmethod
+    def _of_frame(
+        cls, frame: Mapping[str, Tensor], length: int, level: str, dtype: torch.dtype, numels: Sequence[int]
+    ) -> Patch:
+        """All of a patch but its records, which have `length` bytes."""
+        if {*frame, "records"} != set(PARTS[level]):
+            raise PatchError(f"it holds {sorted([*frame, 'records'])}, expected {sorted(PARTS[level])}")
         tiles = first_tiles(numels, level)[-1]
-        counts, records = _part(parts, "counts", torch.int64, len(numels)), _part(parts, "records", torch.uint8)
+        counts = _part(frame, "counts", torch.int64, len(numels))
         if any(not 0 <= count <= numel for count, numel in zip(counts.tolist(), numels, strict=True)):
             raise PatchError("its counts have a number outside of its tensor's size")
-        heads = None if level == "tight" else _part(parts, "heads", torch.uint16, tiles)
+        heads = None if level == "tight" else _part(frame, "heads", torch.uint16, tiles)
         width, tables = 0, None
         kind = word_kind(dtype)
         try:
@@ -98,18 +133,19 @@ class Patch:
                 assert heads is not None
                 sizes = _fast_sizes(heads, numels, kind)
             else:
-                sizes = _part(parts, "sizes", torch.uint32 if level == "tight" else torch.uint16, tiles)
+                sizes = _part(frame, "sizes", torch.uint32 if level == "tight" else torch.uint16, tiles)
             if level == "packed":
-                width = int(_part(parts, "width", torch.uint8, 1)[0])
+                width = int(_part(frame, "width", torch.uint8, 1)[0])
                 if width >= kind.bits:
                     raise PatchError(f"its width is {width}, wanted less than {kind.bits}")
             if level == "tight":
-                tables = Tables.from_bytes(_part(parts, "tables", torch.uint8).numpy().tobytes(), len(numels), kind)
+                tables = Tables.from_bytes(_part(frame, "tables", torch.uint8).numpy().tobytes(), len(numels), kind)
         except ValueError as error:
             raise PatchError(str(error)) from error
-        patch = cls(level, dtype, tuple(numels), counts, heads, sizes, records, width, tables)
-        if int(patch.offsets()[-1]) != len(records):
-            raise PatchError(f"its records take {len(records)} bytes, its sizes say {int(patch.offsets()[-1])}")
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        patch = cls(level, dtype, tuple(numels), counts, heads, sizes, none, width, tables)
+        if int(patch.offsets()[-1]) != length:
+            raise PatchError(f"its records take {length} bytes, its sizes say {int(patch.offsets()[-1])}")
         return patch
 
     def offsets(self) -> Tensor:
@@ -121,19 +157,25 @@ class Patch:
 
     def of_tensor(self, i: int) -> Patch:
         """The patch of tensor `i` alone, which shares this one's memory."""
+        begin, end = self._records_of(i)
+        return self._alone(i, self.records[begin:end])
+
+    def _records_of(self, i: int) -> tuple[int, int]:
+        """Begin and end of the records of tensor `i`, in bytes."""
         first, last = first_tiles(self.numels, self.level)[i : i + 2]
         begin, end = self.offsets()[[first, last]].tolist()
-        tables = None
-        if self.tables is not None:
-            tables = replace(self.tables, row_of=self.tables.row_of[i : i + 1])
+        return begin, end
+
+    def _alone(self, i: int, records: Tensor) -> Patch:
+        first, last = first_tiles(self.numels, self.level)[i : i + 2]
         return replace(
             self,
             numels=self.numels[i : i + 1],
             counts=self.counts[i : i + 1],
             heads=None if self.heads is None else self.heads[first:last],
             sizes=self.sizes[first:last],
-            records=self.records[begin:end],
-            tables=tables,
+            records=records,
+            tables=None if self.tables is None else replace(self.tables, row_of=self.tables.row_of[i : i + 1]),
         )
 
 

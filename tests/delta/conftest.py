@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +83,21 @@ def states() -> States:
 @pytest.fixture
 def same_bits():  # type: ignore[no-untyped-def]
     return assert_same_bits
+
+
+@pytest.fixture
+def with_header() -> Callable[..., None]:
+    """`with_header(path, change, pad=0)`: rewrite a safetensors file with the header that `change(header)` returns or
+    changes in place, and `pad` more spaces behind it."""
+
+    def rewrite(path: Path, change: Callable[[Any], Any], pad: int = 0) -> None:
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        text = json.dumps(change(header) or header) + " " * pad
+        path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + content[end:])
+
+    return rewrite
 
 
 class Logged:

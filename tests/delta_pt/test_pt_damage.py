@@ -155,6 +155,56 @@ def test_a_compressed_archive_is_refused(bf16_run):
     refused(bf16_run.folder, r"its record deltas_step_100/data\.pkl is not as torch\.save writes one")
 
 
+def offset_of(path: Path, tensor: torch.Tensor) -> int:
+    return path.read_bytes().index(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("step", [0, 10])
+@pytest.mark.parametrize("against", ["base", "previous"])
+def test_a_file_that_is_written_to_after_its_checksums_were_compared(bf16_run, step, against):
+    log = PtDeltaLog(bf16_run.folder, against=against)
+    for _ in log.tensor_states("embed.weight", log.steps):
+        pass
+    path = log.file(step)
+    name = "layer.0.weight"
+    with path.open("r+b") as file:
+        file.seek(offset_of(path, torch.load(path)[name]))
+        file.write(b"\x41")
+    with pytest.raises(DeltaLogError, match=rf"{path.name}: step {step}: the file was written to or replaced"):
+        list(log.tensor_states(name, [step]))
+    if step == 0:
+        with pytest.raises(DeltaLogError, match=r"base_state\.pt: step 0: the file was written to or replaced"):
+            log.exact_dtype()
+    with pytest.raises(DeltaLogError, match="damaged: its record .* does not have its checksum"):
+        PtDeltaLog(bf16_run.folder, against=against).load(step)
+
+
+def test_tensors_that_are_not_aligned_in_their_file(bf16_run):
+    """An archive that was packed anew."""
+    path = bf16_run.folder / "deltas_step_10.pt"
+    wanted = PtDeltaLog(bf16_run.folder).load(10)
+    for pad in (1, 2, 3):
+        with zipfile.ZipFile(path) as archive:
+            records = {record.filename: archive.read(record) for record in archive.infolist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"{path.stem}/{'pad'[:pad]}", b"")
+            for name, data in records.items():
+                archive.writestr(name, data)
+        assert_same_bits(PtDeltaLog(bf16_run.folder).load(10), wanted)
+
+
+def test_lazily_negated_tensors(bf16_run):
+    """torch.save keeps a lazily negated tensor as one."""
+    path = bf16_run.folder / "deltas_step_10.pt"
+    wanted = PtDeltaLog(bf16_run.folder).load(10)
+    torch.save({name: torch._neg_view(-tensor) for name, tensor in torch.load(path).items()}, path)
+    assert all(tensor.is_neg() for tensor in torch.load(path).values())
+    log = PtDeltaLog(bf16_run.folder)
+    assert_same_bits(log.load(10), wanted)
+    assert log.verify() == []
+    assert len(log.info()) == 4
+
+
 def test_verify_names_files_and_the_steps_that_are_lost(bf16_run):
     seen: list[int] = []
     assert PtDeltaLog(bf16_run.folder).verify(on_step=seen.append) == []

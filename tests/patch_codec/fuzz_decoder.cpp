@@ -2,11 +2,13 @@
 //
 // Every patch is first written by the encoder and decoded. Then ROUNDS times for each of them: either the bytes, the
 // size and the head of one tile are changed, and all other tiles must decode; or offsets or tables are, and nothing is
-// asked but that the decoder stays within its memory. All buffers have exactly the length that they are said to have.
+// asked but that the decoder stays within its memory. All buffers have exactly the length that they are said to have,
+// and each begins, but for those of the tensors, at an address that is aligned or odd.
 // Prints how often each mode of each level was written.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <numeric>
 #include <random>
@@ -94,11 +96,39 @@ std::vector<void*> pointers(std::vector<Bytes>& tensors) {
   return found;
 }
 
+// The bytes of numbers behind `shift` others, at whose end the memory ends too.
+struct Shifted {
+  Bytes bytes;
+  size_t shift;
+
+  template <typename Number>
+  Shifted(const std::vector<Number>& numbers, size_t shift)
+      : bytes(shift + numbers.size() * sizeof(Number)), shift(shift) {
+    if (!numbers.empty()) std::memcpy(bytes.data() + shift, numbers.data(), numbers.size() * sizeof(Number));
+  }
+
+  template <typename Number>
+  Number* as() {
+    return reinterpret_cast<Number*>(bytes.data() + shift);
+  }
+};
+
 // The number of the damaged tile, or the number of tiles. `dense` becomes what the decoder makes of the old tensors.
 int64_t decode(Patch& patch, std::vector<Bytes>& dense) {
   dense = patch.old_tensors;
   std::vector<void*> at = pointers(dense);
   PatchArguments args = patch.arguments(at);
+  const size_t shift = below(2);
+  Shifted heads(patch.heads, shift), sizes16(patch.sizes16, shift), sizes32(patch.sizes32, shift);
+  Shifted offsets(patch.offsets, shift), records(patch.records, shift), row_of(patch.row_of, shift);
+  Shifted rows(patch.rows, shift), values(patch.values, shift);
+  args.heads = heads.as<uint16_t>();
+  args.sizes = patch.is_tight() ? sizes32.as<void>() : sizes16.as<void>();
+  args.offsets = offsets.as<int64_t>();
+  args.records = records.as<uint8_t>();
+  args.row_of = row_of.as<uint16_t>();
+  args.rows = rows.as<uint16_t>();
+  args.values = values.as<uint16_t>();
   std::vector<int64_t> bad_tile(1, patch.tiles());
   args.bad_tile = bad_tile.data();
   cpu::patch_apply(args, serially);

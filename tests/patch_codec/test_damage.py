@@ -137,6 +137,42 @@ def test_tables_that_fit_nothing():
             native.patch_encode([bits(old)], [bits(new)], *arguments[4:], False)
 
 
+def unaligned(tensor: Tensor) -> Tensor:
+    """The same numbers, one byte behind an aligned address, as a mapped file may have them."""
+    data = torch.zeros(tensor.nbytes + 17, dtype=torch.uint8)
+    found = torch.from_numpy(np.frombuffer(data.numpy()[1 : 1 + tensor.nbytes].data, dtype=tensor.numpy().dtype))
+    found = found.view(tensor.shape).copy_(tensor)
+    assert found.data_ptr() % tensor.element_size() == 1
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_arguments_that_are_not_aligned(level):
+    source = np.random.default_rng(19)
+    old = any_words(source, 9000, torch.float32)
+    new = changed_words(source, old, 0.05, 2)
+    patch = encode([old], [new], level, backend="native")
+    cpu, native = torch.device("cpu"), torch.ops.sparse_opt_native
+    names = ("heads", "sizes", "offsets", "records", "level", "", "", "", "row_of", "rows", "class_table", "values")
+    for place, name in enumerate(names):
+        arguments = as_op_arguments(patch, cpu)
+        if not isinstance(arguments[place], Tensor) or arguments[place].element_size() == 1:
+            continue
+        arguments[place] = unaligned(arguments[place])
+        with pytest.raises(ValueError, match=rf"{name} begins 1 bytes past a multiple of \d, expected an aligned"):
+            native.patch_apply_([bits(old).clone()], *arguments)
+    arguments = as_op_arguments(patch, cpu)
+    odd = unaligned(bits(old))
+    for call in (
+        lambda: native.patch_apply_([bits(old).clone(), odd], *arguments),
+        lambda: native.count_changes([bits(old), odd], [bits(old), bits(new)]),
+        lambda: native.patch_sample([bits(old)] * 2, [bits(new), odd], True, 23),
+        lambda: native.patch_encode([bits(old)] * 2, [bits(new), odd], 0, True, 23, 0, *(None,) * 4, False),
+    ):
+        with pytest.raises(ValueError, match=r"(dense|old|new)\[1\] begins 1 bytes past a multiple of 4"):
+            call()
+
+
 def test_arguments_that_do_not_fit():
     native = torch.ops.sparse_opt_native
     old, none = [torch.zeros(10, dtype=torch.int16)], (None,) * 4

@@ -55,9 +55,9 @@ void for_each_tile(const PatchArguments& args, ParallelFor parallel_for, Body bo
 std::optional<Record> record_of(const PatchArguments& args, int64_t number) {
   const bool tight = args.level == PatchLevel::kTight;
   const int64_t unit = tight ? kTightUnit : kRecordUnit;
-  const int64_t size = tight ? static_cast<const uint32_t*>(args.sizes)[number] & ~kRawBit
-                             : static_cast<const uint16_t*>(args.sizes)[number];
-  const int64_t begin = args.offsets[number], end = args.offsets[number + 1];
+  const int64_t size =
+      tight ? number_at<uint32_t>(args.sizes, number) & ~kRawBit : number_at<uint16_t>(args.sizes, number);
+  const auto begin = number_at<int64_t>(args.offsets, number), end = number_at<int64_t>(args.offsets, number + 1);
   if (begin < 0 || begin > end || end > args.record_bytes || begin % unit != 0 || end - begin != size * unit) return {};
   return Record{args.records + begin, end - begin};
 }

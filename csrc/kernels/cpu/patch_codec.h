@@ -20,8 +20,9 @@ std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, Paral
 
 void patch_sample(const PatchArguments& args, const PatchSample& sample, ParallelFor parallel_for);
 
-// Reads nothing outside of records, whatever these, heads, sizes, offsets and the tables hold, and writes nothing but
-// the tensors and bad_tile. The words of a damaged tile are void, those of the others are decoded.
+// Reads nothing outside of records, whatever these, heads, sizes, offsets and the tables hold and wherever they begin,
+// and writes nothing but the tensors, which are aligned, and bad_tile. The words of a damaged tile are void, those of
+// the others are decoded.
 void patch_apply(const PatchArguments& args, ParallelFor parallel_for);
 
 }  // namespace sparse_opt::cpu

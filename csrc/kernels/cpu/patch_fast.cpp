@@ -101,7 +101,7 @@ int64_t encode_fast_tile(const PatchArguments& args, int64_t number, const Patch
 }
 
 bool apply_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record) {
-  const uint32_t head = args.heads[number];
+  const uint32_t head = number_at<uint16_t>(args.heads, number);
   const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
   const int t = static_cast<int>(tile.size);
   if (record.bytes != fast_record_bytes(head, t, args.element_size)) return false;

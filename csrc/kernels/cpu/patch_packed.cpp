@@ -182,7 +182,7 @@ int64_t encode_packed_tile(const PatchArguments& args, int64_t number, const Pat
 }
 
 bool apply_packed_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record) {
-  const uint16_t head = args.heads[number];
+  const auto head = number_at<uint16_t>(args.heads, number);
   const int n = static_cast<int>(head & kCountMask), mode = head >> kModeShift, t = static_cast<int>(tile.size);
   if (n > t || mode > kModeRaw || (n == 0) != (record.bytes == 0) || (n == 0 && head != 0)) return false;
   if (n == 0) return true;

@@ -7,12 +7,14 @@ TightCoder::TightCoder(const PatchArguments& args) : args_(args) {
   constexpr int kOne = 1 << kValueScaleBits;
   symbols_ = patch_symbols(args.element_size);
   const auto is_missing = [&](int table) { return table >= args.value_tables; };
-  if (std::any_of(args.class_table, args.class_table + kClasses, is_missing)) {
+  std::copy_n(args.class_table, kClasses, class_table_.begin());
+  if (std::any_of(class_table_.begin(), class_table_.end(), is_missing)) {
     fault_ = "class_table names a value table that is not there";
     return;
   }
-  const uint16_t* rows_end = args.rows + int64_t{args.row_count} * kClasses;
-  if (std::find(args.rows, rows_end, 0) != rows_end) {
+  rows_.resize(static_cast<size_t>(args.row_count) * kClasses);
+  std::memcpy(rows_.data(), args.rows, rows_.size() * sizeof(uint16_t));
+  if (std::find(rows_.begin(), rows_.end(), 0) != rows_.end()) {
     fault_ = "rows have a frequency of 0";
     return;
   }
@@ -22,7 +24,7 @@ TightCoder::TightCoder(const PatchArguments& args) : args_(args) {
   for (int table = 0; table < args.value_tables; ++table) {
     int start = 0;
     for (int symbol = 0; symbol < symbols_; ++symbol) {
-      const uint16_t frequency = args.values[table * symbols_ + symbol];
+      const auto frequency = number_at<uint16_t>(args.values, table * symbols_ + symbol);
       if (frequency == 0 || start + frequency > kOne) break;
       ranges_.push_back({frequency, static_cast<uint16_t>(start)});
       if (for_apply) std::memset(slots_.data() + (int64_t{table} << kValueScaleBits) + start, symbol, frequency);

@@ -1,6 +1,7 @@
 // `tight`: the tables of one call, in the form that coding wants them, and the coder of a tile.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -83,6 +84,9 @@ class TightCoder {
   const PatchArguments& args_;
   int symbols_ = 0;
   const char* fault_ = nullptr;
+  // Copies, which are aligned and stay as they were checked.
+  std::array<uint8_t, kClasses> class_table_ = {};
+  std::vector<uint16_t> rows_;       // [row_count, kClasses]
   std::vector<SymbolRange> ranges_;  // [value_tables, symbols]
   std::vector<uint8_t> slots_;       // [value_tables, 2^kValueScaleBits], the symbol that has the slot; for apply
 };

@@ -96,7 +96,7 @@ bool TightCoder::apply_words(Word* words, int64_t t, Record record, const uint16
     Symbol symbols[kMaxLanes];
     int most = 0;
     for (int lane = 0; lane < count; ++lane) {
-      const int table = args_.class_table[class_of(span[at[lane]], class_shift)];
+      const int table = class_table_[class_of(span[at[lane]], class_shift)];
       uint32_t& x = reader.states[lane];
       const uint32_t slot = x & ((1u << kValueScaleBits) - 1);
       const int symbol = slots(table)[slot];
@@ -157,17 +157,17 @@ bool TightCoder::apply_words(Word* words, int64_t t, Record record, const uint16
 bool TightCoder::apply_tile(int64_t number, const PatchTile& tile, Record record) const {
   void* words = args_.old_tensors[tile.tensor];
   const int64_t bytes = tile.size * args_.element_size;
-  if ((static_cast<const uint32_t*>(args_.sizes)[number] & kRawBit) != 0) {
+  if ((number_at<uint32_t>(args_.sizes, number) & kRawBit) != 0) {
     if (record.bytes != rounded_up(bytes, kTightUnit)) return false;
     std::memcpy(static_cast<char*>(words) + tile.begin * args_.element_size, record.data, bytes);
     return true;
   }
   if (record.bytes == 0) return true;
-  const int row = args_.row_of[tile.tensor];
+  const int row = number_at<uint16_t>(args_.row_of, tile.tensor);
   if (fault_ != nullptr || row >= args_.row_count) return false;
   return with_word(args_.element_size, [&](auto word) {
     return apply_words(static_cast<decltype(word)*>(words) + tile.begin, tile.size, record,
-                       args_.rows + int64_t{row} * kClasses);
+                       rows_.data() + int64_t{row} * kClasses);
   });
 }
 

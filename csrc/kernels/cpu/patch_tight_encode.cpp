@@ -128,7 +128,7 @@ uint32_t TightCoder::encode_words(const Word* old_words, const Word* new_words, 
       }
     }
     for (int lane = count - 1; lane >= 0; --lane) {
-      const int table = args_.class_table[class_of(a[at[lane]], class_shift)];
+      const int table = class_table_[class_of(a[at[lane]], class_shift)];
       const SymbolRange range = ranges(table)[symbols[lane].symbol];
       push(lane, range.frequency, range.start, kValueScaleBits);
     }
@@ -196,7 +196,7 @@ int64_t TightCoder::encode_tile(int64_t number, const PatchTile& tile, std::vect
     const Word* new_words = static_cast<const Word*>(args_.new_tensors[tile.tensor]) + tile.begin;
     const bool same = std::memcmp(old_words, new_words, tile.size * sizeof(Word)) == 0;
     int64_t changes = 0;
-    const uint16_t* row = args_.rows + int64_t{args_.row_of[tile.tensor]} * kClasses;
+    const uint16_t* row = rows_.data() + int64_t{args_.row_of[tile.tensor]} * kClasses;
     static_cast<uint32_t*>(args_.sizes)[number] =
         same ? 0 : encode_words(old_words, new_words, tile.size, row, &changes, out);
     return changes;

@@ -48,6 +48,12 @@ Word word_at(const uint8_t* data, int64_t i) {
   return word;
 }
 
+// numbers[i], wherever the numbers begin: those that a decoder is given may not be aligned.
+template <typename Number>
+Number number_at(const void* numbers, int64_t i) {
+  return word_at<Number>(static_cast<const uint8_t*>(numbers), i);
+}
+
 // call(position) for each set bit of the first `n`, in order.
 template <typename Call>
 void for_each_bit(const uint64_t* bits, int64_t n, Call call) {

@@ -1,0 +1,180 @@
+"""Safetensors files, read into memory of their own.
+
+`safetensors.safe_open` maps a file into memory: its tensors change when the file is rewritten, begin at any address
+that the file's header says, and reading them kills the process when the file was truncated. Here each byte is read
+once, into new and aligned memory: what a caller has checked is what it uses.
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_HEADER = 100_000_000  # bytes, as the safetensors package limits it
+_MAX_DIMENSIONS = 64
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+class DamagedFile(ValueError):
+    """The bytes of a file are not those of a safetensors file; the message does not name the file."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor: begin and end in bytes of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorFile:
+    """A safetensors file that is open for reading; `open_tensors` makes one.
+
+    metadata: the strings under `__metadata__` of its header.
+    """
+
+    def __init__(self, descriptor: int, metadata: Mapping[str, str], entries: Mapping[str, _Entry]) -> None:
+        self._descriptor, self._entries = descriptor, entries
+        self.metadata = dict(metadata)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the order of their bytes."""
+        return tuple(self._entries)
+
+    def numel(self, name: str) -> int:
+        """The number of elements of a tensor."""
+        return self._entries[name].numel
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the CPU. Raises DamagedFile if the file has become shorter, OSError if it cannot be read."""
+        entry = self._entries[name]
+        return self._elements(entry, 0, entry.numel).view(entry.shape)
+
+    def read_range(self, name: str, begin: int, end: int) -> Tensor:
+        """The elements [begin, end) of a tensor in row-major order, [end - begin]; errors as of `read`."""
+        entry = self._entries[name]
+        if not 0 <= begin <= end <= entry.numel:
+            raise ValueError(f"elements [{begin}, {end}) of {name}, expected a range within [0, {entry.numel})")
+        return self._elements(entry, begin, end)
+
+    def _elements(self, entry: _Entry, begin: int, end: int) -> Tensor:
+        size = entry.dtype.itemsize
+        data = torch.empty((end - begin) * size, dtype=torch.uint8, device="cpu")
+        _read_into(self._descriptor, memoryview(data.numpy()), entry.begin + begin * size)
+        return data.view(entry.dtype)
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """Open a safetensors file and read its header.
+
+    Raises:
+        DamagedFile: the header is not one of this format, or does not fit the file's size.
+        OSError: the file is missing or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield TensorFile(descriptor, *_read_header(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _read_header(descriptor: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+    size = os.fstat(descriptor).st_size
+    if size < 8:
+        raise DamagedFile(f"it has {size} bytes, expected 8 or more")
+    length = int.from_bytes(_read_bytes(descriptor, 8, 0), "little")
+    if length > min(size - 8, _MAX_HEADER):
+        raise DamagedFile(f"its header has {length} bytes, expected at most {min(size - 8, _MAX_HEADER)}")
+    try:
+        header = json.loads(_read_bytes(descriptor, length, 8))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"its header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise DamagedFile(f"its header is a {type(header).__name__}, expected a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedFile("its metadata are not strings by name")
+    entries = {name: _entry(name, fields, 8 + length) for name, fields in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    at = 8 + length
+    for name, entry in entries.items():
+        if entry.begin != at:
+            raise DamagedFile(f"{name} begins at byte {entry.begin}, expected {at}")
+        at = entry.end
+    if at != size:
+        raise DamagedFile(f"its tensors end at byte {at}, the file has {size}")
+    return metadata, entries
+
+
+def _entry(name: str, fields: Any, start: int) -> _Entry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise DamagedFile(f"the entry {name} of its header is not dtype, shape and data_offsets")
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise DamagedFile(f"{name} has a shape that no tensor has")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise DamagedFile(f"{name} has data_offsets that are not two numbers of bytes")
+    dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    if dtype is None:
+        raise DamagedFile(f"{name} has the dtype {fields['dtype']!r}, expected one of {', '.join(_DTYPES)}")
+    entry = _Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+    if entry.end - entry.begin != entry.numel * dtype.itemsize:
+        raise DamagedFile(f"{name} has {entry.end - entry.begin} bytes, expected {fields['dtype']} {shape}")
+    return entry
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**63 for number in value)
+
+
+def _read_bytes(descriptor: int, length: int, at: int) -> bytearray:
+    data = bytearray(length)
+    _read_into(descriptor, memoryview(data), at)
+    return data
+
+
+def _read_into(descriptor: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        count = os.preadv(descriptor, [data[done:]], at + done)
+        if count == 0:
+            raise DamagedFile(f"it ends at byte {at + done}, expected {at + len(data)} or more")
+        done += count

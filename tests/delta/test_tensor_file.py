@@ -1,0 +1,109 @@
+"""Safetensors files read into memory of their own: every dtype, any alignment, headers that do not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sparse_opt.tensor_file import DamagedFile, open_tensors
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """`a` and `b` of 4 bytes, then `c` of 6."""
+    path = tmp_path / "file.safetensors"
+    save_file({"a": torch.tensor([1.5]), "b": torch.tensor([7], dtype=torch.int32), "c": torch.ones(2, 3).byte()}, path)
+    return path
+
+
+@pytest.mark.parametrize("pad", range(9))
+def test_every_dtype_at_any_address(tmp_path: Path, states: Any, same_bits: Any, with_header: Any, pad: int) -> None:
+    state = states.state() | {"empty": torch.empty(0, dtype=torch.int64), "scalar": torch.tensor(3.0)}
+    path = tmp_path / "file.safetensors"
+    save_file(state, path, metadata={"key": "ü"})
+    with_header(path, lambda header: None, pad)
+    with safe_open(path, framework="pt") as expected, open_tensors(path) as found:
+        assert set(found.names) == set(expected.keys()) and found.metadata == expected.metadata() == {"key": "ü"}
+        tensors = {name: found.read(name) for name in found.names}
+    same_bits({name: tensors[name] for name in state}, state)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors.values() if tensor.numel())
+
+
+def test_ranges(file: Path) -> None:
+    save_file({"a": torch.arange(10).view(2, 5), "b": torch.arange(3.0)}, file)
+    with open_tensors(file) as found:
+        assert found.numel("a") == 10
+        assert found.read_range("a", 3, 7).tolist() == [3, 4, 5, 6]
+        assert found.read_range("a", 10, 10).tolist() == []
+        assert found.read("b").tolist() == [0, 1, 2]
+        for begin, end in ((-1, 2), (3, 2), (0, 11)):
+            with pytest.raises(ValueError, match=rf"elements \[{begin}, {end}\) of a, expected .* \[0, 10\)"):
+                found.read_range("a", begin, end)
+
+
+def entry(name: str, key: str, value: object) -> Any:
+    return lambda header: header[name].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (entry("a", "dtype", "F64"), r"a has 4 bytes, expected F64 \[1\]"),
+        (entry("a", "dtype", "F4"), "a has the dtype 'F4', expected one of BOOL, "),
+        (entry("a", "dtype", ["F32"]), r"a has the dtype \['F32'\]"),
+        (entry("a", "shape", [2]), r"a has 4 bytes, expected F32 \[2\]"),
+        (entry("a", "shape", [-1]), "a has a shape that no tensor has"),
+        (entry("a", "shape", [True]), "a has a shape that no tensor has"),
+        (entry("a", "shape", [2**63]), "a has a shape that no tensor has"),
+        (entry("a", "shape", [1] * 65), "a has a shape that no tensor has"),
+        (entry("a", "shape", "1"), "a has a shape that no tensor has"),
+        (entry("a", "data_offsets", [0, 4, 8]), "a has data_offsets that are not two numbers"),
+        (entry("a", "data_offsets", [-4, 0]), "a has data_offsets that are not two numbers"),
+        (entry("a", "data_offsets", [4, 0]), "a has -4 bytes"),
+        (entry("b", "data_offsets", [0, 4]), r"[ab] begins at byte \d+, expected \d+"),
+        (entry("c", "data_offsets", [9, 15]), r"c begins at byte \d+, expected \d+"),
+        (lambda header: header.pop("c") and None, r"its tensors end at byte \d+, the file has \d+"),
+        (lambda header: header.__setitem__("a", 5), "the entry a of its header is not dtype, shape and data_offsets"),
+        (lambda header: header["a"].pop("shape") and None, "the entry a of its header is not dtype, shape and"),
+        (lambda header: header.__setitem__("__metadata__", {"key": 5}), "its metadata are not strings by name"),
+        (lambda header: header.__setitem__("__metadata__", "text"), "its metadata are not strings by name"),
+        (lambda header: [header], "its header is a list, expected a JSON object"),
+    ],
+)
+def test_headers_that_do_not_fit(file: Path, with_header: Any, change: Any, message: str) -> None:
+    with_header(file, change)
+    with pytest.raises(DamagedFile, match=message), open_tensors(file):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it has 0 bytes, expected 8 or more"),
+        (b"\0" * 7, "it has 7 bytes"),
+        (b"\0" * 8, "its header is not JSON"),
+        (b"\1" + b"\0" * 7, "its header has 1 bytes, expected at most 0"),
+        (b"\xff" * 8, "its header has 18446744073709551615 bytes"),
+        ((4).to_bytes(8, "little") + b"\xff{} ", "its header is not JSON"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "its header is not JSON"),
+    ],
+)
+def test_no_safetensors_file(file: Path, content: bytes, message: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(DamagedFile, match=message), open_tensors(file):
+        pass
+
+
+def test_a_file_that_is_truncated_while_it_is_read(file: Path) -> None:
+    """Mapped, it would end the process."""
+    with open_tensors(file) as found:
+        os.truncate(file, file.stat().st_size - 3)
+        assert found.read("a").tolist() == [1.5]
+        with pytest.raises(DamagedFile, match=r"it ends at byte \d+, expected \d+ or more"):
+            found.read("c")
