@@ -117,10 +117,10 @@ class SparseAdamW(SparseOptimizer):
         super()._check_options(group, where)
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"{where}betas are {betas!r}, expected two numbers, 0 <= beta < 1")
+            raise ValueError(f"{where}betas are {options.shown(betas)}, expected two numbers, 0 <= beta < 1")
         for beta in betas:
             if not isinstance(beta, numbers.Real) or not 0.0 <= beta < 1.0:
-                raise ValueError(f"{where}betas are {betas!r}, expected two numbers, 0 <= beta < 1")
+                raise ValueError(f"{where}betas are {options.shown(betas)}, expected two numbers, 0 <= beta < 1")
         options.require_number(where, "eps", group["eps"])
         options.require_number(where, "weight_decay", group["weight_decay"])
 

@@ -18,7 +18,7 @@ def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, b
         return
     bound = "" if minimum == -math.inf else f" >= {minimum:g}"
     bound += "" if below == math.inf else f" and < {below:g}"
-    raise ValueError(f"{where}{name} is {value!r}, expected a finite number{bound}")
+    raise ValueError(f"{where}{name} is {shown(value)}, expected a finite number{bound}")
 
 
 def require_lr(where: str, lr: Any) -> None:
@@ -36,4 +36,12 @@ def require_lr(where: str, lr: Any) -> None:
 def require_seed(where: str, seed: Any) -> None:
     """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**62."""
     if not isinstance(seed, numbers.Integral) or not 0 <= seed < SEED_LIMIT:
-        raise ValueError(f"{where}seed is {seed!r}, expected an integer, 0 <= seed < 2**62")
+        raise ValueError(f"{where}seed is {shown(seed)}, expected an integer, 0 <= seed < 2**62")
+
+
+def shown(value: object) -> str:
+    """`value` for an error of one line."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -91,7 +91,7 @@ class SparseSGD(SparseOptimizer):
         options.require_number(where, "dampening", dampening, minimum=-math.inf)
         options.require_number(where, "weight_decay", group["weight_decay"])
         if not isinstance(nesterov, bool):
-            raise ValueError(f"{where}nesterov is {nesterov!r}, expected True or False")
+            raise ValueError(f"{where}nesterov is {options.shown(nesterov)}, expected True or False")
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
                 f"{where}nesterov needs momentum > 0 and dampening 0, found momentum {momentum!r} and "

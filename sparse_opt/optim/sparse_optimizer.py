@@ -18,6 +18,7 @@ from . import base_weights, gradients, options, state_io, stepping, tile_linears
 from .binding import active_parameters, build_buckets
 from .buckets import Bucket, compact
 from .intake import GradientIntake
+from .saved_state import SavedState
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 
@@ -471,18 +472,47 @@ class SparseOptimizer(torch.optim.Optimizer):
         finally:
             self.param_groups[0]["params"], self.state = params, state
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state in, bit for bit, into the buffers that are there.
+        """Copy a state in, bit for bit, into the buffers that are there, and drop the gradients.
+
+        Hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` run as in torch.
 
         Raises:
-            ValueError: it was saved under another mask, shape, dtype or set of parameters. Nothing has changed then.
+            ValueError: it is malformed, or was saved under another mask, shape, dtype or set of parameters. Nothing has
+                changed then: not the state, nor the groups' options, nor the gradients.
         """
         self._refuse("load_state_dict")
+        if isinstance(state_dict, dict):
+            state_dict = state_dict.copy()  # which the hooks may change
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        self._load(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        saved = SavedState.of(state_dict, self.param_groups, self._buckets, self.defaults)
+        for i, (group, loaded) in enumerate(zip(self.param_groups, saved.options, strict=True)):
+            where = f"parameter group {i} of the saved state: "
+            self._check_options({**group, **loaded}, where)
+            for bucket in self._buckets:
+                missing = set(self._state_names({**group, **loaded})) - bucket.state.keys()
+                if bucket.group is group and missing:
+                    raise ValueError(f"{where}its options need {sorted(missing)}, which this optimizer has not")
+        bases = self._bases
+        if bases:
+            bases = base_weights.rebuild(self._buckets, saved.base_weights(self._buckets), self.backend)
+        # Nothing has changed so far.
         self.zero_grad()
-        self._bases = state_io.load(state_dict, self.param_groups, self._buckets, self._bases, self.backend)
+        saved.copy_(self._buckets)
+        for group, loaded in zip(self.param_groups, saved.options, strict=True):
+            group.update(loaded)
         for bucket in self._buckets:
             bucket.filled_lr = None
+        self._bases = bases
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:

@@ -191,7 +191,7 @@ def test_a_refused_state_changes_nothing_and_a_loaded_one_is_not_shared(device):
         optimizer.load_state_dict(broken)
     renamed = copy.deepcopy(saved)
     renamed["param_groups"][0]["param_names"].reverse()
-    with pytest.raises(ValueError, match="'2.bias' where '0.weight' is wanted"):
+    with pytest.raises(ValueError, match="'2.bias' where '0.weight' is expected"):
         optimizer.load_state_dict(renamed)
     for key, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, before[key][name]) for name, value in state.items())

@@ -195,7 +195,7 @@ def test_loading_under_another_mask_or_shape_raises_and_changes_nothing(device):
         SparseAdamW(wider, MaskSet.random(wider, density=0.3)).load_state_dict(saved)
 
     half = SparseAdamW(make_model(device), optimizer.mask, state_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"exp_avg was saved as torch.float32 .* wanted torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"exp_avg was saved as torch.float32 .* expected torch.bfloat16"):
         half.load_state_dict(saved)
 
 

@@ -1,0 +1,211 @@
+"""A state_dict on its way in: everything about it is checked before anything of the optimizer changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..tensor_state import is_wrapper
+from .buckets import Bucket
+from .options import shown
+from .segments import index_dtype
+
+_BASE = ("base_indices", "base")
+_NOT_OPTIONS = ("params", "param_names")
+
+States = dict[Parameter, dict[str, Tensor]]
+
+
+@dataclass(eq=False)
+class SavedState:
+    """What a state_dict holds, in terms of the optimizer that it fits."""
+
+    names: dict[Parameter, str]
+    states: States  # of the parameters that were saved with any
+    options: list[dict[str, Any]]  # copies, of each group
+
+    @classmethod
+    def of(
+        cls, state_dict: Any, param_groups: list[dict[str, Any]], buckets: list[Bucket], required: Collection[str]
+    ) -> SavedState:
+        """The saved state, once everything but the ranges of options fits what is here.
+
+        Args:
+            required: the options that every group must have.
+
+        Raises:
+            ValueError: it is malformed, or was saved under another mask, shape, dtype or set of parameters.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"the saved state is a {type(state_dict).__name__}, expected a dict with 'state' and 'param_groups'"
+            )
+        groups = _groups(_entry(state_dict, "param_groups", (list, tuple), "list"), param_groups)
+        keys = _keys(groups, param_groups)
+        states = _states(_entry(state_dict, "state", Mapping, "dict"), keys)
+        names = {param: name for group in param_groups for name, param in _named(group)}
+        _fit(states, names, buckets)
+        return cls(names, states, [_options(i, group, required) for i, group in enumerate(groups)])
+
+    def copy_(self, buckets: Iterable[Bucket]) -> None:
+        """Copy the states into the buffers that are there."""
+        for bucket in buckets:
+            for i, param in enumerate(bucket.params):
+                for key, here in bucket.parameter_state(i).items():
+                    here.copy_(self.states[param][key])
+
+    def base_weights(self, buckets: Iterable[Bucket]) -> dict[Parameter, tuple[Tensor, Tensor]]:
+        """(indices, values) of the base weights saved for each parameter, on its device.
+
+        Raises:
+            ValueError: a parameter was saved without, or they are not sound.
+        """
+        active = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
+        held = {}
+        for param, there in self.states.items():
+            name = self.names[param]
+            if any(key not in there for key in _BASE):
+                raise ValueError(
+                    f"{name!r} was saved without base weights; build this optimizer with keep_base_weights=False"
+                )
+            indices, values = there["base_indices"].to(param.device), there["base"].to(param.device)
+            if values.dtype != param.dtype:
+                raise ValueError(f"the base weights of {name!r} were saved as {values.dtype}, expected {param.dtype}")
+            sound = indices.shape == values.shape and indices.dtype == index_dtype(param) and indices.dim() == 1
+            if sound and indices.numel():
+                sound = bool((indices[1:] > indices[:-1]).all() and indices[0] >= 0 and indices[-1] < param.numel())
+            if sound and param in active:
+                bucket, i = active[param]
+                sound = _contains(indices, bucket.positions(i))
+            if not sound:
+                raise ValueError(
+                    f"the base weights of {name!r} were saved with indices that are not theirs: expected an ascending "
+                    "position for each value, those of all active elements among them"
+                )
+            held[param] = (indices, values)
+        return held
+
+
+def _contains(ascending: Tensor, others: Tensor) -> bool:
+    slots = torch.searchsorted(ascending, others).clamp_(max=max(ascending.numel() - 1, 0))
+    return bool(ascending.numel()) and torch.equal(ascending[slots], others)
+
+
+def _named(group: dict[str, Any]) -> Iterable[tuple[str, Parameter]]:
+    return zip(group["param_names"], group["params"], strict=False)  # a GradScaler's parameter may follow; no name
+
+
+def _entry(mapping: Mapping[Any, Any], key: str, types: Any, expected: str, what: str = "the saved state") -> Any:
+    if key not in mapping:
+        raise ValueError(f"{what} has no {key!r}")
+    if not isinstance(mapping[key], types):
+        raise ValueError(f"{key} of {what} is a {type(mapping[key]).__name__}, expected a {expected}")
+    return mapping[key]
+
+
+def _groups(saved: Any, here: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    sizes = []
+    for i, group in enumerate(saved):
+        what = f"parameter group {i} of the saved state"
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{what} is a {type(group).__name__}, expected a dict")
+        sizes.append(len(_entry(group, "params", (list, tuple), "list", what)))
+    expected = [len(group["param_names"]) for group in here]
+    if sizes != expected:
+        raise ValueError(f"the saved state has parameter groups of {sizes} parameters, this optimizer of {expected}")
+    for i, (group, own) in enumerate(zip(saved, here, strict=True)):
+        names = group.get("param_names", own["param_names"])
+        if not isinstance(names, (list, tuple)) or len(names) != len(own["param_names"]):
+            raise ValueError(f"param_names of parameter group {i} of the saved state are not a list, one per parameter")
+        for there, name in zip(names, own["param_names"], strict=True):
+            if not isinstance(there, str) or there != name:
+                raise ValueError(f"the saved state has parameter {shown(there)} where {name!r} is expected")
+    return list(saved)
+
+
+def _keys(groups: list[Mapping[str, Any]], here: list[dict[str, Any]]) -> dict[int | str, tuple[str, Parameter]]:
+    """What the saved state calls each parameter -> (its name, the parameter)."""
+    keys: dict[int | str, tuple[str, Parameter]] = {}
+    for group, own in zip(groups, here, strict=True):
+        for key, named in zip(group["params"], _named(own), strict=True):
+            if not isinstance(key, (int, str)):
+                raise ValueError(f"the saved state numbers {named[0]!r} {shown(key)}, expected an integer or a name")
+            if key in keys:
+                raise ValueError(f"the saved state names parameter {key!r} twice: {keys[key][0]!r} and {named[0]!r}")
+            keys[key] = named
+    return keys
+
+
+def _states(saved: Mapping[Any, Any], keys: Mapping[int | str, tuple[str, Parameter]]) -> States:
+    states: States = {}
+    for key, values in saved.items():
+        if key not in keys:
+            raise ValueError(f"the saved state has a state for {shown(key)}, which is in no parameter group of it")
+        name, param = keys[key]
+        if not isinstance(values, Mapping):
+            raise ValueError(f"the saved state of {name!r} is a {type(values).__name__}, expected a dict")
+        for entry, value in values.items():
+            if not isinstance(value, Tensor):
+                found = type(value).__name__
+            elif is_wrapper(value) or value.is_meta or value.layout != torch.strided:
+                found = type(value).__name__ if is_wrapper(value) else f"{value.layout} tensor on {value.device}"
+            else:
+                continue
+            raise ValueError(f"{name!r}: {shown(entry)} was saved as a {found}, expected a dense tensor with values")
+        states[param] = dict(values)
+    return states
+
+
+def _options(i: int, group: Mapping[Any, Any], required: Collection[str]) -> dict[str, Any]:
+    what = f"parameter group {i} of the saved state"
+    for name in required:
+        if name not in group:
+            raise ValueError(f"{what} has no option {name!r}")
+    options = {}
+    for name, value in group.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{what} has an option {shown(name)}, expected names as text")
+        if name not in _NOT_OPTIONS:
+            try:
+                options[name] = copy.deepcopy(value)
+            except (TypeError, RuntimeError, copy.Error) as error:
+                cause = str(error).partition("\n")[0]
+                raise ValueError(f"{what}: option {name!r} can't be copied: {cause}") from error
+    return options
+
+
+def _fit(states: States, names: Mapping[Parameter, str], buckets: list[Bucket]) -> None:
+    active = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
+    for param, name in names.items():
+        has, had = param in active, "indices" in states.get(param, {})
+        if has != had:
+            raise ValueError(
+                f"{name!r} is {'' if has else 'not '}active here, but {'' if had else 'not '}in the saved state"
+            )
+    for param, (bucket, i) in active.items():
+        name = names[param]
+        here = {"indices": bucket.positions(i), **bucket.parameter_state(i)}
+        there = {k: v for k, v in states[param].items() if k not in _BASE}
+        if there.keys() != here.keys():
+            raise ValueError(f"{name!r} was saved with {shown(list(there))}, expected {sorted(here)}")
+        same = there["indices"].dtype == here["indices"].dtype
+        if not same or not torch.equal(there["indices"].to(here["indices"].device), here["indices"]):
+            raise ValueError(
+                f"{name!r} was saved under another mask: {there['indices'].numel()} active elements there, "
+                f"{here['indices'].numel()} here, and not the same ones"
+            )
+        for key, value in there.items():
+            if value.shape != here[key].shape or value.dtype != here[key].dtype:
+                raise ValueError(
+                    f"{name!r}: {key} was saved as {value.dtype} {list(value.shape)}, "
+                    f"expected {here[key].dtype} {list(here[key].shape)}"
+                )
+        step = there["step"].item()
+        if not 0 <= step < float("inf") or step != int(step):
+            raise ValueError(f"{name!r}: step is {step}, expected a whole number >= 0")
