@@ -23,15 +23,18 @@ class TileOptions(NamedTuple):
     step: int  # tokens of one product
     num_warps: int
     num_stages: int  # steps in shared memory at a time
-    max_registers: int | None = None  # of a thread, where operands are aligned
+    max_registers: int | None = None  # of a thread, where operands are aligned; on NVIDIA GPUs
 
     def compiler_options(self, aligned: bool) -> dict[str, Any]:
-        return {
+        options: dict[str, Any] = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            "maxnreg": self.max_registers if aligned else None,
             "enable_fp_fusion": False,  # as in SLOT_OPTIONS; a product's own FMAs stay
         }
+        # Triton's AMD backend does not know this option, and refuses options that it does not know.
+        if aligned and self.max_registers is not None and torch.version.hip is None:
+            options["maxnreg"] = self.max_registers
+        return options
 
 
 # By tile size and operand size, chosen by what fits on sm_90; on an H200 within 17 % of the CUDA kernel where calls are

@@ -1,0 +1,110 @@
+"""The Triton kernels on AMD GPUs, as far as a machine without one goes: launchers pass options that Triton's AMD backend
+knows, and every kernel compiles for gfx942.
+
+Compiled in a child process without TRITON_INTERPRET, whose torch says that it is one for ROCm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import unittest.mock
+from typing import Any
+
+import pytest
+import test_triton_compile as variants
+import torch
+
+pytest.importorskip("triton.backends.amd", reason="needs a triton with its AMD backend")
+
+WAVEFRONT = 64
+SHARED_BYTES = 64 << 10  # of a workgroup on gfx942 (its local data share)
+
+
+class _Gfx942Driver:
+    """What Triton asks of a device up to the launch itself."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("hip", "gfx942", WAVEFRONT)
+
+
+def _launch_all() -> list[str]:
+    """In the child: the kernels that the launchers compiled, called up to the launch on CPU tensors."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from sparse_opt import triton_kernels as ops
+
+    driver.set_active(_Gfx942Driver())
+    launched: set[str] = set()
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        assert "amdgcn" in compiled.asm
+        assert compiled.metadata.shared <= SHARED_BYTES, kernel.__name__
+        launched.add(kernel.__name__)
+
+    n = 40
+    dense, compact, one = [torch.zeros(n)], torch.zeros(n), torch.ones(1)
+    where = torch.arange(n, dtype=torch.int32), [0], [n]
+    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+        ops.indexed_adamw_(dense, *where, compact, compact, one, one, grad=compact, stochastic_rounding=True)
+        ops.indexed_sgd_(dense, *where, compact, one, one, grad=compact, momentum=0.9)
+        ops.masked_grad_gather_(compact, dense, *where, sum_sq=one)
+        ops.indexed_swap_(dense, compact, *where)
+        ops.delta_apply_(dense, where[0], compact, [0], [n])
+        for tile_size in (64, 128):
+            for dtype in (torch.float32, torch.bfloat16):
+                for tokens in (3, 4096):  # whole, and in parts that are added up
+                    operands = [torch.zeros(tokens, tile_size, dtype=dtype)]
+                    tiles, out = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(tile_size**2)
+                    ops.tile_weight_grad_(out, operands, operands, tiles, [0], [1], tile_size=tile_size)
+    return sorted(launched)
+
+
+def _compile_delta_encode() -> list[str]:
+    """In the child: the kernels of the launcher that reads results of one kernel before it launches another."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    compiled = []
+    for name in ("delta-mark", "delta-write"):
+        module, kernel_name, wanted = variants.VARIANTS[name]
+        kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
+        constants = {
+            p.name: getattr(tl, wanted[p.name]) if isinstance(wanted[p.name], str) else wanted[p.name]
+            for p in kernel.params
+            if p.is_constexpr
+        }
+        signature = {p.name: "constexpr" if p.is_constexpr else wanted[p.name] for p in kernel.params}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        target = GPUTarget("hip", "gfx942", WAVEFRONT)
+        assert "amdgcn" in triton.compile(source, target=target, options=variants._options(name, wanted)).asm
+        compiled.append(kernel_name)
+    return compiled
+
+
+def test_every_kernel_is_launched_on_an_amd_gpu() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    finished = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert set(json.loads(finished.stdout)) == {kernel for _, kernel, _ in variants.VARIANTS.values()}
+
+
+if __name__ == "__main__":
+    torch.version.hip = "7.0"
+    json.dump(_launch_all() + _compile_delta_encode(), sys.stdout)
