@@ -1,5 +1,5 @@
-"""The Triton kernels on AMD GPUs, as far as a machine without one goes: launchers pass options that Triton's AMD backend
-knows, and every kernel compiles for gfx942.
+"""The Triton kernels on AMD GPUs, as far as a machine without one goes: launchers pass options that Triton's backend
+for AMD knows, and every kernel compiles for gfx942.
 
 Compiled in a child process without TRITON_INTERPRET, whose torch says that it is one for ROCm.
 """

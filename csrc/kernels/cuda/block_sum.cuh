@@ -4,9 +4,9 @@
 
 namespace sparse_opt::cuda {
 
-// Sum over a block of so many threads, valid in thread 0. Every thread calls it, once.
+// Sum over a block of so many threads, which thread 0 alone gets. Every thread calls it, once.
 template <int Threads, typename T>
-__device__ __forceinline__ T block_sum(T value) {
+__device__ __forceinline__ T block_sum_in_first_thread(T value) {
   __shared__ T warp_sums[Threads / 32];
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;

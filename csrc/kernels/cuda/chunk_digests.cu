@@ -50,7 +50,7 @@ __device__ __forceinline__ void dispatch_alignment(const uint8_t* data, Call cal
 // What the first `stripes` stripes of a block add to a lane's pair. `data` and `key` are those of the lane's 16 bytes
 // of the first stripe.
 template <typename Word>
-__device__ __forceinline__ xxh3::Pair block_sum(const uint8_t* data, int stripes, const uint64_t* key) {
+__device__ __forceinline__ xxh3::Pair accumulated_block(const uint8_t* data, int stripes, const uint64_t* key) {
   // Stripes whose loads are in flight together, 16 bytes of each for a lane. Of what is not aligned, less: it is rare,
   // and takes many instructions.
   constexpr int kTogether = sizeof(Word) == 16 ? 8 : 2;
@@ -84,10 +84,10 @@ __device__ __forceinline__ xxh3::Hash128 hash_long(const uint8_t* data, int64_t 
     for (int first = 0; first <= blocks; first += kGroups) {
       const int block = first + group;
       if (first + kGroups <= blocks) {  // the loads and sums of whole blocks without a condition
-        sums[block][pair] = block_sum<Word>(mine + first * xxh3::kBlock, xxh3::kBlockStripes, key);
+        sums[block][pair] = accumulated_block<Word>(mine + first * xxh3::kBlock, xxh3::kBlockStripes, key);
       } else if (block <= blocks) {
         const int stripes = block < blocks ? xxh3::kBlockStripes : shape.stripes;
-        sums[block][pair] = block_sum<Word>(mine + first * xxh3::kBlock, stripes, key);
+        sums[block][pair] = accumulated_block<Word>(mine + first * xxh3::kBlock, stripes, key);
       }
     }
   });

@@ -131,7 +131,7 @@ __device__ __forceinline__ Count block_rank(Count count, Count& total) {
 
 // The sum of `value` over the block's threads, in all of them. Called by the whole block, once.
 template <typename Value>
-__device__ __forceinline__ Value block_sum(Value value) {
+__device__ __forceinline__ Value block_sum_in_all_threads(Value value) {
   __shared__ Value warp_sums[kWarps];
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     *args.found_inf = __int_as_float(0x7f800000);
   }
   if (const void* partial_sums = table.list.companions[range.segment]; partial_sums != nullptr) {
-    const float total = block_sum<kThreads>(sum);
+    const float total = block_sum_in_first_thread<kThreads>(sum);
     const int block = static_cast<int>(blockIdx.x) - table.list.first_block[range.segment];
     if (threadIdx.x == 0) static_cast<float*>(const_cast<void*>(partial_sums))[block] = total;
   }
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_con
        block += kThreads) {
     sum += static_cast<double>(partials[block]);
   }
-  const double total = block_sum<kThreads>(sum);
+  const double total = block_sum_in_first_thread<kThreads>(sum);
   if (threadIdx.x == 0) sum_sq[table.segment_offset + blockIdx.x] = static_cast<float>(total);
 }
 

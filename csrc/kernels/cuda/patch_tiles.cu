@@ -133,7 +133,7 @@ struct PackedTile {
       big += change.magnitude > 1 ? 1 : 0;
       escaped += change.magnitude > 1 && static_cast<Word>(change.magnitude - 2) >= escape ? 1 : 0;
     }
-    const uint32_t total = block_sum(static_cast<uint32_t>(big) << 16 | static_cast<uint32_t>(escaped));
+    const uint32_t total = block_sum_in_all_threads(static_cast<uint32_t>(big) << 16 | static_cast<uint32_t>(escaped));
     const int m = static_cast<int>(total >> 16), escapes = static_cast<int>(total & 0xffffu);
     const int k = elias_fano_k(n, t);
     const int elias_fano = n * k + elias_fano_high(n, t, k);
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kThreads) count_changes_kernel(const __grid_co
   changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin,
                   static_cast<const Word*>(table.dense[range.segment]) + range.begin,
                   static_cast<int>(range.end - range.begin));
-  const int total = block_sum(__popc(changed.words[threadIdx.x]));
+  const int total = block_sum_in_all_threads(__popc(changed.words[threadIdx.x]));
   if (threadIdx.x == 0 && total != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(args.changes + range.number), total);
   }

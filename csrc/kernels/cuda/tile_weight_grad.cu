@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   if (args.found_inf != nullptr && __syncthreads_or(stored.not_finite) && threadIdx.x == 0) {
     *args.found_inf = __int_as_float(0x7f800000);
   }
-  float total = partial_sums != nullptr ? block_sum<Shape::kThreads>(stored.squares) : 0.0f;
+  float total = partial_sums != nullptr ? block_sum_in_first_thread<Shape::kThreads>(stored.squares) : 0.0f;
   if (splits > 1) total = Cluster::sum(total, splits, split);  // also where none is wanted: nobody leaves before
   if (partial_sums != nullptr && threadIdx.x == 0 && split == 0) {
     partial_sums[table.first_partial[matrix] + block - table.first_block[matrix]] = total;
