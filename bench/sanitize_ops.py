@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from sparse_opt.patch_codec import LEVELS
 from sparse_opt.state_digest import StateDigest
 from sparse_opt.tensor_state import as_bits
 
-from .cases import Case, StepCase, WrongResult, check
+from .cases import Case, StepCase, TileWeightGradCase, WrongResult, check
 from .inputs import random_case, tile_weight_grad_case
 
 # Below, at and past the widths of a vector load, a warp and a block, one of them a multiple; one tensor empty.
@@ -35,6 +35,10 @@ ALIGNED_SHAPES = ((64, 128), (136, 264))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A few elements, with empty segments and ragged ends, and all of them.
 DENSITIES = (0.03, 1.0)
+# By tile size: the blocks of a cluster, and active tiles for each multiprocessor of which tile_weight_grad.cu makes
+# clusters of so many, where each tile has CLUSTER_TOKENS.
+CLUSTERS = {64: {8: 0.15, 4: 0.38, 3: 0.55, 2: 0.8}, 128: {8: 0.08, 4: 0.2, 3: 0.57, 2: 0.475}}
+CLUSTER_TOKENS = 2101
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +66,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in wrong_patches:
         print(f"WRONG PATCH: {text}", file=sys.stderr)
     print(f"patches and digests: {len(wrong_patches)} wrong")
-    return 1 if failures or wrong_patches or not n_run else 0
+    wrong_clusters = find_wrong_clusters(device) if "cuda" in names else []
+    for text in wrong_clusters:
+        print(f"WRONG CLUSTER: {text}", file=sys.stderr)
+    return 1 if failures or wrong_patches or wrong_clusters or not n_run else 0
+
+
+def find_wrong_clusters(device: torch.device) -> list[str]:
+    """Tile products in clusters of each size: those that are wrong, or that took a cluster of another size."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        print(f"clusters: skipped, a GPU of compute capability {'.'.join(map(str, capability))} has none")
+        return []
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    wrong, n_run = [], 0
+    for dtype in DTYPES:
+        for blocks, case in cluster_cases(dtype, multiprocessors):
+            n_run += 1
+            name = f"tile{case.tile_size}, {str(dtype).removeprefix('torch.')}, {len(case.tiles)} tiles"
+            if (found := blocks_in_cluster(case, device)) != blocks:
+                wrong.append(f"{name}: {found} blocks in a cluster, expected {blocks}")
+            elif not _agrees(case, "cuda", device):
+                wrong.append(f"{name}: wrong result of {blocks} blocks in a cluster")
+    print(f"{n_run} calls of tile_weight_grad_ in clusters of 2, 3, 4 and 8 blocks: {len(wrong)} wrong")
+    return wrong
+
+
+def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[int, TileWeightGradCase]]:
+    """The blocks of a cluster, and a product that takes such clusters on a GPU of so many multiprocessors.
+
+    Each is a row of tiles that is cut off at both edges, with rows of whole 16-byte chunks in every other one.
+    """
+    for tile_size, densities in CLUSTERS.items():
+        for i, (blocks, tiles_each) in enumerate(densities.items()):
+            cut = 8 if (i + DTYPES.index(dtype)) % 2 else 3
+            shape = (tile_size - cut, round(tiles_each * multiprocessors) * tile_size - cut)
+            generator = torch.Generator().manual_seed(0)
+            yield (
+                blocks,
+                tile_weight_grad_case([shape], dtype, 1.0, generator, tokens=CLUSTER_TOKENS, tile_size=tile_size),
+            )
+
+
+def blocks_in_cluster(case: TileWeightGradCase, device: torch.device) -> int:
+    """How many blocks add up each tile of the call on backend cuda."""
+    here = case.mapped(lambda t: t.to(device))
+    operands = here.grad_outputs, here.inputs
+    parts: int = torch.ops.sparse_opt_native.tile_weight_grad_parts(
+        here.out, *operands, here.tiles, here.starts, here.ends, here.tile_size
+    )
+    return parts
 
 
 def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch.device) -> bool:

@@ -54,6 +54,10 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "tile_weight_grad_partly_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
       "int[] ends, int tile_size, bool accumulate, Tensor(b!) partial_sums, int[] first_partials, "
       "Tensor(c!)? found_inf) -> ()");
+  // Of a GPU: into how many parts tile_weight_grad_ cuts the tokens of each tile.
+  m.def(
+      "tile_weight_grad_parts(Tensor out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
+      "int[] ends, int tile_size) -> int");
   m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
   m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
   m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");

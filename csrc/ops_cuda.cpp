@@ -237,6 +237,15 @@ void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs
   cuda::tile_weight_grad(call.args, partial_sums.mutable_data_ptr<float>(), first_partials.data(), Cuda::stream());
 }
 
+// What the sanitizer's program asks, to know that its calls take clusters.
+int64_t tile_weight_grad_parts(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
+                               const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends,
+                               int64_t tile_size) {
+  const TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, false, std::nullopt);
+  const Cuda::Guard guard(tiles.device());
+  return cuda::tile_weight_grad_parts(call.args);
+}
+
 void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,
                        at::IntArrayRef ends) {
   const std::vector<void*> no_tensors(starts.size(), nullptr);
@@ -257,5 +266,6 @@ TORCH_LIBRARY_IMPL(sparse_opt_native, CUDA, m) {
   sparse_opt::implement_ops<sparse_opt::Cuda>(m);
   m.impl("gather_partly_", &sparse_opt::gather_partly_);
   m.impl("tile_weight_grad_partly_", &sparse_opt::tile_weight_grad_partly_);
+  m.impl("tile_weight_grad_parts", &sparse_opt::tile_weight_grad_parts);
   m.impl("add_partial_sums_", &sparse_opt::add_partial_sums_);
 }

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import types
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -115,6 +120,61 @@ def test_the_sanitized_tile_products_cut_their_tokens_into_parts(dtype):
             if len(case.tiles) <= most_tiles and case.grad_outputs[0].shape[0] >= 2048:
                 in_parts.add((case.tile_size, aligned))
     assert in_parts == {(64, True), (128, True), (128, False)}
+
+
+def cluster_rules() -> dict[int, list[tuple[int, float, int]]]:
+    """Of tile_weight_grad.cu, by tile size: blocks, most tiles for each multiprocessor, least tokens, first match."""
+    source = (Path(__file__).parents[2] / "csrc/kernels/cuda/tile_weight_grad.cu").read_text()
+    found = {}
+    for tile_size, rules in re.findall(r"constexpr SplitRule kRules(\d+)\[\] = \{(.*?)\};", source, re.DOTALL):
+        rows = re.findall(r"\{(\d+), ([\d.]+), (\d+)\}", rules)
+        found[int(tile_size)] = [(int(blocks), float(tiles), int(tokens)) for blocks, tiles, tokens in rows]
+    return found
+
+
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+def test_the_sanitized_clusters_are_of_every_size(multiprocessors, monkeypatch):
+    """By the rules of the CUDA kernel, on H100 PCIe and H200; on a GPU the program asks the kernel."""
+    rules, tokens, seen = cluster_rules(), sanitize_ops.CLUSTER_TOKENS, set()
+    monkeypatch.setattr(sanitize_ops, "CLUSTER_TOKENS", 1)  # the operands take time to draw, and are not multiplied
+    for dtype in sanitize_ops.DTYPES[:2]:
+        for blocks, case in sanitize_ops.cluster_cases(dtype, multiprocessors):
+            tiles = len(case.tiles) / multiprocessors
+            matching = [n for n, most, least in rules[case.tile_size] if tiles <= most and tokens >= least]
+            assert matching[0] == blocks
+            aligned = all(t.shape[1] % 8 == 0 for t in (*case.grad_outputs, *case.inputs))
+            seen.add((case.tile_size, blocks, aligned))
+    assert seen == set(itertools.product((64, 128), (2, 3, 4, 8), (False, True)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_sanitized_clusters():
+    if "cuda" not in backends.available(torch.device("cuda")):
+        pytest.skip("needs backend cuda: the extension with code for this GPU")
+    assert sanitize_ops.find_wrong_clusters(torch.device("cuda")) == []
+
+
+def test_a_cluster_of_another_size_fails_the_sanitized_set(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = types.SimpleNamespace(multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(sanitize_ops, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(sanitize_ops, "CLUSTERS", {64: {2: 0.25}, 128: {3: 0.125}})
+    monkeypatch.setattr(sanitize_ops, "_agrees", lambda case, backend, device: case.tile_size == 128)
+    monkeypatch.setattr(sanitize_ops, "blocks_in_cluster", lambda case, device: 2)
+    assert sanitize_ops.find_wrong_clusters(torch.device("cpu")) == [
+        "tile64, bfloat16, 2 tiles: wrong result of 2 blocks in a cluster",
+        "tile128, bfloat16, 1 tiles: 2 blocks in a cluster, expected 3",
+    ]
+    monkeypatch.setattr(sanitize_ops, "_agrees", lambda *_: True)
+    monkeypatch.setattr(sanitize_ops, "_patches_agree", lambda *_: True)
+    monkeypatch.setattr(sanitize_ops, "cases_of", lambda *_: [case_of("indexed_swap_")])
+    monkeypatch.setattr(backends, "available", lambda device: ("reference", "cuda"))
+    assert sanitize_ops.main(["--device", "cpu"]) == 1
+    assert "WRONG CLUSTER: tile128, bfloat16, 1 tiles: 2 blocks" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert sanitize_ops.main(["--device", "cpu"]) == 0
+    assert "clusters: skipped, a GPU of compute capability 8.0 has none" in capsys.readouterr().out
 
 
 def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):

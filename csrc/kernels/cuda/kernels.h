@@ -30,6 +30,10 @@ void sum_partials(const Segments& segments, const float* partial_sums, float* su
 void tile_weight_grad(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
                       cudaStream_t stream);
 
+// Into how many parts tile_weight_grad cuts the tokens of each tile on the current device. More than 1: the blocks of a
+// cluster.
+int tile_weight_grad_parts(const TileArguments& args);
+
 // steps[i] += 1 for i in [0, count), unless found_inf, which may be null, holds something else than 0.
 void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream);
 

@@ -304,29 +304,40 @@ int splits_of(const TileArguments& args) {
   return 1;
 }
 
+// How the kernel is launched, but for the number of tiles.
+template <typename T, int Tile, bool Aligned, int Capacity>
+struct TileLaunch {
+  using Shape = TileShape<T, Tile>;
+  static constexpr auto kKernel = tile_weight_grad_kernel<T, Tile, Aligned, Capacity>;
+  static constexpr int kMeetingBytes = TileCluster<TileSums<T, Tile>, Shape::kThreads>::kBytes;
+
+  cudaLaunchConfig_t config = {};
+  int splits;  // parts of each tile's tokens: the blocks of a cluster
+
+  TileLaunch(const TileArguments& args, cudaStream_t stream) {
+    // Without this 48 KiB are allowed. It is a note in the driver's books: nothing waits, and a capture goes on.
+    check_call(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    std::max(Shape::kSharedBytes, kMeetingBytes)),
+               "its shared memory was refused");
+    config.gridDim = dim3(1, kMostSplits);
+    config.blockDim = Shape::kThreads;
+    config.dynamicSmemBytes = std::max(Shape::kSharedBytes, kMeetingBytes);
+    config.stream = stream;
+    splits = std::min(splits_of<Tile>(args), most_splits<kKernel>(config));
+    if (splits == 1) config.dynamicSmemBytes = Shape::kSharedBytes;
+  }
+};
+
 template <typename T, int Tile, bool Aligned, int Capacity>
 void launch_tables(const TileArguments& args, float* partial_sums, const int64_t* first_partials, cudaStream_t stream) {
-  using Shape = TileShape<T, Tile>;
-  constexpr auto kernel = tile_weight_grad_kernel<T, Tile, Aligned, Capacity>;
-  constexpr int kMeetingBytes = TileCluster<TileSums<T, Tile>, Shape::kThreads>::kBytes;
-  // Without this 48 KiB are allowed. It is a note in the driver's books: nothing waits, and a capture goes on.
-  check_call(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  std::max(Shape::kSharedBytes, kMeetingBytes)),
-             "its shared memory was refused");
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(1, kMostSplits);
-  config.blockDim = Shape::kThreads;
-  config.dynamicSmemBytes = std::max(Shape::kSharedBytes, kMeetingBytes);
-  config.stream = stream;
-  const int splits = std::min(splits_of<Tile>(args), most_splits<kernel>(config));
+  using Launch = TileLaunch<T, Tile, Aligned, Capacity>;
+  auto [config, splits] = Launch(args, stream);
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {1, static_cast<unsigned>(splits), 1};
   if (splits > 1) {
     config.attrs = &cluster;
     config.numAttrs = 1;
-  } else {
-    config.dynamicSmemBytes = Shape::kSharedBytes;
   }
 
   TileTable<Capacity> table;
@@ -348,17 +359,8 @@ void launch_tables(const TileArguments& args, float* partial_sums, const int64_t
     const auto blocks = static_cast<unsigned>(table.first_block[table.count]);
     if (blocks == 0) continue;
     config.gridDim = dim3(blocks, static_cast<unsigned>(splits));
-    check_call(cudaLaunchKernelEx(&config, kernel, table, args, partial_sums), "the CUDA launch failed");
+    check_call(cudaLaunchKernelEx(&config, Launch::kKernel, table, args, partial_sums), "the CUDA launch failed");
     done += blocks;
-  }
-}
-
-template <typename T, int Tile, bool Aligned>
-void launch(const TileArguments& args, float* partial_sums, const int64_t* first_partials, cudaStream_t stream) {
-  if (args.count <= kSmallTileTable) {
-    launch_tables<T, Tile, Aligned, kSmallTileTable>(args, partial_sums, first_partials, stream);
-  } else {
-    launch_tables<T, Tile, Aligned, kLargeTileTable>(args, partial_sums, first_partials, stream);
   }
 }
 
@@ -373,16 +375,36 @@ bool aligned(const TileArguments& args) {
   return true;
 }
 
+// call.template operator()<T, Tile, Aligned, Capacity>()
+template <typename Call>
+void dispatch_tiles(const TileArguments& args, Call call) {
+  const auto with_table = [&]<typename T, int Tile, bool Aligned>() {
+    args.count <= kSmallTileTable ? call.template operator()<T, Tile, Aligned, kSmallTileTable>()
+                                  : call.template operator()<T, Tile, Aligned, kLargeTileTable>();
+  };
+  const bool is_aligned = aligned(args);
+  dispatch_dtype(args.dtype, [&]<typename T>() {
+    if (args.tile_size == 64 && is_aligned) with_table.template operator()<T, 64, true>();
+    if (args.tile_size == 64 && !is_aligned) with_table.template operator()<T, 64, false>();
+    if (args.tile_size == 128 && is_aligned) with_table.template operator()<T, 128, true>();
+    if (args.tile_size == 128 && !is_aligned) with_table.template operator()<T, 128, false>();
+  });
+}
+
 }  // namespace
+
+int tile_weight_grad_parts(const TileArguments& args) {
+  int parts = 1;
+  dispatch_tiles(args, [&]<typename T, int Tile, bool Aligned, int Capacity>() {
+    parts = TileLaunch<T, Tile, Aligned, Capacity>(args, nullptr).splits;
+  });
+  return parts;
+}
 
 void tile_weight_grad(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
                       cudaStream_t stream) {
-  const bool is_aligned = aligned(args);
-  dispatch_dtype(args.dtype, [&]<typename T>() {
-    if (args.tile_size == 64 && is_aligned) launch<T, 64, true>(args, partial_sums, first_partials, stream);
-    if (args.tile_size == 64 && !is_aligned) launch<T, 64, false>(args, partial_sums, first_partials, stream);
-    if (args.tile_size == 128 && is_aligned) launch<T, 128, true>(args, partial_sums, first_partials, stream);
-    if (args.tile_size == 128 && !is_aligned) launch<T, 128, false>(args, partial_sums, first_partials, stream);
+  dispatch_tiles(args, [&]<typename T, int Tile, bool Aligned, int Capacity>() {
+    launch_tables<T, Tile, Aligned, Capacity>(args, partial_sums, first_partials, stream);
   });
   if (args.sum_sq == nullptr) return;
   // Partial sums as a gather would have left them, one for each tile.
