@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Case:
     def floor_bytes(self) -> float:
         raise NotImplementedError
 
-    def mapped(self, function: Callable[[Tensor], Tensor], names: Sequence[str] | None = None) -> Case:
+    def mapped(self, function: Callable[[Tensor], Tensor], names: Sequence[str] | None = None) -> Self:
         """This case with ``function`` applied to the tensors of all fields, or of those named."""
         other = copy.copy(self)
         for f in fields(self):
