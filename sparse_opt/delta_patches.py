@@ -81,7 +81,7 @@ class LogMask:
     def _at(self, names: Sequence[str], device: torch.device) -> _Positions:
         key = (tuple(names), device)
         if key not in self._positions:
-            none = torch.empty(0, dtype=torch.int32)
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
             parts = [self.mask.indices.get(name, none) for name in names]
             wide = any(part.dtype == torch.int64 for part in parts)
             indices = torch.cat([part.to(torch.int64) if wide else part for part in parts])

@@ -84,7 +84,7 @@ class HostCopy:
             with torch.cuda.stream(stream):
                 for name, tensor in tensors.items():
                     if tensor.device == device:
-                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
                         self._copies[name] = copy.copy_(tensor, non_blocking=True)
                 event = torch.cuda.Event(blocking=True)  # the thread that waits for it does not spin
                 event.record(stream)

@@ -55,7 +55,7 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
     # Bands of whole unit rows bound the scratch, and no unit crosses from one into the next.
     positions, across = (indices, columns) if runs is None else (runs, columns // width)
     band = height * max(1, _BAND_ELEMENTS // (height * across))
-    inner = torch.tensor(range(band * across, rows * across, band * across), dtype=positions.dtype)
+    inner = torch.tensor(range(band * across, rows * across, band * across), dtype=positions.dtype, device="cpu")
     cuts = [0, *torch.searchsorted(positions, inner).tolist(), positions.numel()]
     for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
         if begin == end:

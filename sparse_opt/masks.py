@@ -424,7 +424,7 @@ def _checked(name: str, tensor: Tensor, shape: Sequence[int], pattern: str) -> T
             raise MaskError(f"positions of {name} take a part of {pattern} unit {broken}, wanted all or none of each")
         return positions.to(_index_dtype(numel), copy=True).contiguous()
     # Not a copy: a tensor made of an empty numpy array has a stride of 0, and keeps it.
-    return torch.empty(0, dtype=_index_dtype(numel))
+    return torch.empty(0, dtype=_index_dtype(numel), device="cpu")
 
 
 def _listed(items: Sequence[str], separator: str = ", ") -> str:

@@ -92,7 +92,9 @@ def load_pt(path: Path, where: str) -> dict[str, Tensor]:
             for record in _records(archive, path, where):
                 if record.filename.endswith("/data.pkl"):
                     archive.read(record)
-        content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # Sparse tensors are made anew, on the default device.
+        with torch.device("cpu"):
+            content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(content, Mapping):
         raise DeltaLogError(f"{where}: holds a {type(content).__name__}, wanted a dictionary of tensors by name")
     for name, value in content.items():

@@ -86,7 +86,7 @@ def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor
     if cause:
         if device.type != "cpu":
             _warn_copied(device.type, cause)
-        digests = torch.empty(sum(chunks), _DIGEST_BYTES, dtype=torch.uint8)
+        digests = torch.empty(sum(chunks), _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
         digests.view(-1).numpy()[:] = memoryview(b"".join(map(_host_chunk_digests, tensors)))
     else:
         digests = torch.ops.sparse_opt_native.chunk_digests([materialized(tensor) for tensor in tensors])
@@ -98,7 +98,8 @@ def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor
 def _on_the_way_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     with torch.cuda.device(digests.device):
         arrived = torch.cuda.Event(blocking=True)  # a thread that waits for it does not spin
-        copy = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True).copy_(digests, non_blocking=True)
+        copy = torch.empty(digests.shape, dtype=digests.dtype, device="cpu", pin_memory=True)
+        copy.copy_(digests, non_blocking=True)
         arrived.record()
     return copy, arrived
 

@@ -66,7 +66,7 @@ class Patch:
         if self.level != "fast":
             found["sizes"] = self.sizes
         if self.level == "packed":
-            found["width"] = torch.tensor([self.width], dtype=torch.uint8)
+            found["width"] = torch.tensor([self.width], dtype=torch.uint8, device="cpu")
         if self.tables is not None:
             found["tables"] = torch.frombuffer(bytearray(self.tables.to_bytes()), dtype=torch.uint8)
         return found
@@ -370,7 +370,7 @@ def _fast_sizes(heads: Tensor, numels: Sequence[int], kind: WordKind) -> Tensor:
     lengths = tile_lengths(numels, "fast")
     pairs, inverse = torch.unique(heads.to(torch.int64) << 16 | lengths, return_inverse=True)
     sizes = [fast_bytes(pair >> 16, pair & 0xFFFF, kind.size) // 4 for pair in pairs.tolist()]
-    return torch.tensor(sizes, dtype=torch.int64)[inverse].to(torch.uint16)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")[inverse].to(torch.uint16)
 
 
 def _part(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, length: int | None = None) -> Tensor:

@@ -25,7 +25,8 @@ def patch_sample(
 
 def count_changes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
     """int64 [tensors] on the CPU, the changed words of each tensor."""
-    return torch.tensor([int((a != b).sum()) for a, b in zip(_words(old), _words(new), strict=True)])
+    counts = [int((a != b).sum()) for a, b in zip(_words(old), _words(new), strict=True)]
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def patch_encode(
@@ -96,7 +97,7 @@ def patch_apply_(
     for tensor, array in zip(dense, words, strict=True):
         bits = as_bits(tensor)
         bits.copy_(torch.from_numpy(array).view(bits.dtype))
-    return torch.tensor([bad], device=dense[0].device)
+    return torch.tensor([bad], dtype=torch.int64, device=dense[0].device)
 
 
 def _words(tensors: Sequence[Tensor]) -> list[Array]:

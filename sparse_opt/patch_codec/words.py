@@ -74,9 +74,9 @@ def first_tiles(numels: Sequence[int], level: str) -> list[int]:
 
 def tile_lengths(numels: Sequence[int], level: str) -> torch.Tensor:
     """[tiles] int64, the words of each tile."""
-    tile, counts = TILE[level], torch.tensor(tile_counts(numels, level), dtype=torch.int64)
-    lengths = torch.full((int(counts.sum()),), tile, dtype=torch.int64)
+    tile, counts = TILE[level], torch.tensor(tile_counts(numels, level), dtype=torch.int64, device="cpu")
+    lengths = torch.full((int(counts.sum()),), tile, dtype=torch.int64, device="cpu")
     ends = counts.cumsum(0)[counts > 0] - 1
-    rest = torch.tensor([numel % tile or tile for numel in numels if numel], dtype=torch.int64)
-    lengths[ends] = rest
+    rest = [numel % tile or tile for numel in numels if numel]
+    lengths[ends] = torch.tensor(rest, dtype=torch.int64, device="cpu")
     return lengths
