@@ -28,10 +28,10 @@ quickstart: $(VENV)/.train ## a dense -> mask -> sparse DPO experiment on a smal
 # The suite in parts, for `make --jobs` to run side by side: these folders each, and all others in one. tests/ops takes
 # every backend that can run; Triton's run under the interpreter, in a process that has it on.
 FOLDERS := integrations trainers packaging
-BACKENDS := reference triton triton-ops without-avx512
+BACKENDS := reference triton triton-ops without-avx512 defaults
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
 
-test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default, and Triton's ops
+test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default and under other torch defaults, and Triton's ops
 
 test-others: $(VENV)/.test
 	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%)
@@ -47,6 +47,11 @@ test-triton: $(VENV)/.test
 
 test-triton-ops: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
+
+# The library names every device and dtype; what it makes on meta by mistake has no values, and fails.
+test-defaults: $(VENV)/.test
+	$(PYTEST) --quiet tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
+	  --default-dtype float64 --default-device meta
 
 test-without-avx512: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --quiet tests/ops/test_steps.py tests/ops/test_moves.py -k cpu-cpu

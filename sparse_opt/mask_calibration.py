@@ -160,7 +160,7 @@ def _gradients_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterato
 
 
 def _loss(model: nn.Module, sequence: CalibrationSequence) -> Tensor:
-    ids = torch.tensor([list(sequence.ids)], device=next(model.parameters()).device)
+    ids = torch.tensor([list(sequence.ids)], dtype=torch.int64, device=next(model.parameters()).device)
     start = max(sequence.prompt_length, 1)
     logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
     return F.cross_entropy(logits.float(), ids[0, start:])
@@ -188,7 +188,8 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
         with torch.no_grad():
             for sequence in sequences:
                 device = next(model.parameters()).device
-                model(input_ids=torch.tensor([list(sequence.ids)], device=device), use_cache=False)
+                ids = torch.tensor([list(sequence.ids)], dtype=torch.int64, device=device)
+                model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

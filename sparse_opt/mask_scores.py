@@ -139,7 +139,7 @@ class LogScores:
         plan = self._plan
         before: Tensor | None = None
         moments: _Moments | None = None
-        bits = torch.empty(0, dtype=torch.int32)
+        bits = torch.empty(0, dtype=torch.int32, device=self._device)
         for _, state in self._log.tensor_states(name, plan.steps):
             after = state.reshape(-1)
             if before is None:

@@ -273,7 +273,7 @@ def _figures(scores: UnitScores, units: Tensor, kept: int) -> TensorFigures:
 
 
 def _score(bits: int) -> float:
-    return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    return float(torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32))
 
 
 def _score_sum(bits: Tensor) -> float:

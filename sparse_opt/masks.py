@@ -276,7 +276,7 @@ class MaskSet:
 
     def bool(self, name: str) -> Tensor:
         """The mask of one parameter as a bool tensor of its shape, on the CPU."""
-        dense = torch.zeros(math.prod(self.shapes[name]), dtype=torch.bool)
+        dense = torch.zeros(math.prod(self.shapes[name]), dtype=torch.bool, device="cpu")
         dense[self[name].long()] = True
         return dense.view(self.shapes[name])
 

@@ -250,7 +250,7 @@ def best(scores: UnitScores, kept: int, threshold: int = 1) -> Tensor:
         threshold: the bits of the least of them where it is known; a wrong guess costs time only.
     """
     if kept == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     if scores.sizes is None:
         return _top(scores.bits, kept, threshold).cpu()
     known = threshold > 1 and elements(scores, scores.bits >= threshold) >= kept

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+import sparse_opt
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
@@ -21,6 +28,75 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(needs_gpu)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("torch defaults", "run under torch defaults that the library must not rely on")
+    group.addoption("--default-dtype", choices=("float64", "bfloat16", "float16"), help="torch.set_default_dtype")
+    group.addoption(
+        "--default-device",
+        choices=("meta", "cuda"),
+        help="torch.set_default_device; what the library makes on meta by mistake has no values, and fails",
+    )
+
+
+# What makes a tensor of the default dtype from numbers that do not say theirs; of the others only floats take it.
+_FLOAT_FACTORIES = {
+    getattr(torch, name) for name in ("empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn")
+} | {torch.zeros, torch.normal}
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARY = (
+    str(Path(sparse_opt.__file__).parent),
+    *(str(Path(__file__).parents[1] / folder) for folder in ("triton_kernels", "trainers")),
+)
+
+
+class UsualDefaultsOutsideOfTheLibrary(TorchFunctionMode):
+    """What tests and other packages make is float32 on the CPU, as they expect; the library's own code gets no help.
+
+    The code that makes a tensor is that of the innermost frame outside of torch.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or self._is_called_by_the_library():
+            return func(*args, **kwargs)
+        if kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("dtype") is not None:
+            return func(*args, **kwargs)
+        if func in _FLOAT_FACTORIES:
+            return func(*args, **{**kwargs, "dtype": torch.float32})
+        made = func(*args, **kwargs)
+        has_dtype = any(hasattr(arg, "dtype") for arg in args)
+        if isinstance(made, Tensor) and made.dtype == torch.get_default_dtype() and not has_dtype:
+            return func(*args, **{**kwargs, "dtype": torch.float32})
+        return made
+
+    def _is_called_by_the_library(self) -> bool:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        return frame.f_code.co_filename.startswith(_LIBRARY)
+
+
+@pytest.fixture(autouse=True)
+def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The defaults of `--default-dtype` and `--default-device`, in the library's code."""
+    dtype, device = request.config.getoption("default_dtype"), request.config.getoption("default_device")
+    if dtype is None and device is None:
+        yield
+        return
+    if dtype is not None:
+        torch.set_default_dtype(getattr(torch, dtype))
+    if device is not None:
+        torch.set_default_device(device)
+    try:
+        with UsualDefaultsOutsideOfTheLibrary():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)

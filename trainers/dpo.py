@@ -248,7 +248,7 @@ class _KnownLogprobs:
 
     def of(self, pairs: Pairs) -> Tensor:
         """The sums, first of the chosen completions, then of the rejected: [2B] fp32."""
-        columns = torch.tensor([self._of[id(pair)] for pair in pairs], dtype=torch.float32).T
+        columns = torch.tensor([self._of[id(pair)] for pair in pairs], dtype=torch.float32, device="cpu").T
         return columns.reshape(-1).to(self._device)
 
 

@@ -204,12 +204,12 @@ class TokenBatch:
 def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
     """Sequences as one batch on the CPU, as long as the longest of them."""
     length = max(len(sequence.ids) for sequence in sequences)
-    input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64)
-    completion_mask = torch.zeros(len(sequences), length, dtype=torch.bool)
+    input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.int64, device="cpu")
+    attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64, device="cpu")
+    completion_mask = torch.zeros(len(sequences), length, dtype=torch.bool, device="cpu")
     for row, sequence in enumerate(sequences):
         end = len(sequence.ids)
-        input_ids[row, :end] = torch.tensor(sequence.ids)
+        input_ids[row, :end] = torch.tensor(sequence.ids, dtype=torch.int64, device="cpu")
         attention_mask[row, :end] = 1
         completion_mask[row, max(sequence.prompt_length, 1) : end] = True
     return TokenBatch(

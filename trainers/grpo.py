@@ -255,7 +255,7 @@ def update_on_rollout(
     counts = sampled.batch.completion_mask.sum(dim=1)
     if mask_truncated_completions:
         counts = torch.where(sampled.ended, counts, 0)
-    loss_sum, ratio_error, sums = (torch.zeros(n, device=run.device) for n in (1, 1, 4))
+    loss_sum, ratio_error, sums = (torch.zeros(n, dtype=torch.float32, device=run.device) for n in (1, 1, 4))
     for _ in range(config.num_iterations):
         for first in range(0, len(sampled), rows_per_step):
             end = min(first + rows_per_step, len(sampled))

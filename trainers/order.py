@@ -32,5 +32,5 @@ class ShuffledOrder:
 def permutation(n: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(n) that depends on `seed` and `epoch` alone."""
     # An odd multiplier keeps (seed, epoch) pairs apart: neighbouring seeds do not share their epochs' permutations.
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
-    return torch.randperm(n, generator=generator).tolist()
+    generator = torch.Generator(device="cpu").manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
+    return torch.randperm(n, generator=generator, device="cpu").tolist()

@@ -88,22 +88,22 @@ def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> Toke
     No sequence's first token is trained: what stands before it is another's. Padding is one more sequence.
     """
     length = max(sum(len(sequence.ids) for sequence in row) for row in rows)
-    input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros(len(rows), length, dtype=torch.int64)
-    completion_mask = torch.zeros(len(rows), length, dtype=torch.bool)
-    position_ids = torch.zeros(len(rows), length, dtype=torch.int64)
+    input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64, device="cpu")
+    attention_mask = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
+    completion_mask = torch.zeros(len(rows), length, dtype=torch.bool, device="cpu")
+    position_ids = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
     first_trained = length
     for i, row in enumerate(rows):
         end = 0
         for sequence in row:
             start, end = end, end + len(sequence.ids)
             trained = start + max(sequence.prompt_length, 1)
-            input_ids[i, start:end] = torch.tensor(sequence.ids)
+            input_ids[i, start:end] = torch.tensor(sequence.ids, dtype=torch.int64, device="cpu")
             attention_mask[i, start:end] = 1
             completion_mask[i, trained:end] = True
-            position_ids[i, start:end] = torch.arange(end - start)
+            position_ids[i, start:end] = torch.arange(end - start, device="cpu")
             first_trained = min(first_trained, trained)
-        position_ids[i, end:] = torch.arange(length - end)
+        position_ids[i, end:] = torch.arange(length - end, device="cpu")
     return TokenBatch(
         input_ids,
         attention_mask,
@@ -132,8 +132,9 @@ def check_packing(model: Any) -> None:
     """
     name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(model.config.get_text_config().vocab_size, (2, 3, 8), generator=generator).to(device)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    words = torch.randint(vocabulary, (2, 3, 8), generator=generator, device="cpu").to(device)
     first, other, second = words.unbind(1)  # [2, 8] each; two rows, because some attention packs a single one only
     positions = torch.arange(8, device=device).repeat(2, 2)
     try:

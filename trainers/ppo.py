@@ -331,7 +331,8 @@ def sample_rollout(
         pad_id=run.pad_id,
         device=run.device,
     )
-    logprobs, values = torch.zeros(2, *batch.completion_mask[:, batch.first_trained :].shape, device=run.device)
+    shape = (2, *batch.completion_mask[:, batch.first_trained :].shape)
+    logprobs, values = torch.zeros(shape, dtype=torch.float32, device=run.device)
     rollout = Rollout(batch, logprobs, ended, sequences)
     for rows, part in rollout.minibatches(config.batch_size):
         found = logprobs_and_values(run.model, head, part.batch, config.temperature)
@@ -349,7 +350,7 @@ def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, co
     rollout = episodes.rollout
     figures: list[Tensor] = []
     for _ in range(config.num_iterations):
-        order = torch.randperm(len(rollout)).tolist()
+        order = torch.randperm(len(rollout), device="cpu").tolist()
         size = len(rollout) // config.n_minibatches
         for start in range(0, len(rollout), size):
             figures.append(_optimizer_step(run, critic, episodes, order[start : start + size], config))
@@ -357,7 +358,7 @@ def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, co
         if config.early_stop_kl is not None and moved > 1.5 * config.early_stop_kl:
             break
     return dict(zip(_FIGURES, torch.stack(figures).mean(dim=0), strict=True)) | {
-        "n_passes": torch.tensor(len(figures) / config.n_minibatches)
+        "n_passes": torch.tensor(len(figures) / config.n_minibatches, dtype=torch.float32, device="cpu")
     }
 
 
@@ -372,7 +373,7 @@ def _optimizer_step(
     """One step on these rows of the rollout, `batch_size` in a forward pass: [len(_FIGURES)]."""
     rollout = episodes.rollout
     n_tokens = sum(rollout.sequences[row].n_trained for row in minibatch)
-    figures = torch.zeros(len(_FIGURES), device=run.device)
+    figures = torch.zeros(len(_FIGURES), dtype=torch.float32, device=run.device)
     with run.time("forward_backward"):
         for start in range(0, len(minibatch), config.batch_size):
             rows = minibatch[start : start + config.batch_size]

@@ -168,7 +168,7 @@ class Rewards:
         }
         by_function = {name: _call(name, function, arguments) for name, function in self.functions.items()}
         rewards = torch.stack(list(by_function.values()), dim=1)
-        total = (rewards * torch.tensor(self.weights)).nansum(dim=1)
+        total = (rewards * torch.tensor(self.weights, dtype=torch.float32, device="cpu")).nansum(dim=1)
         return Scores(total.masked_fill(rewards.isnan().all(dim=1), math.nan), by_function)
 
     def answered(self, completions: Sequence[str]) -> list[bool]:
@@ -249,7 +249,8 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) 
     n_rows = len(arguments["completions"])
     if len(returned) != n_rows:
         raise DataError(f"reward function '{name}' returned {len(returned)} rewards for {n_rows} completions")
-    return torch.tensor([_number(name, row, value) for row, value in enumerate(returned)], dtype=torch.float32)
+    numbers = [_number(name, row, value) for row, value in enumerate(returned)]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _number(name: str, row: int, value: Any) -> float:

@@ -188,12 +188,12 @@ def teacher_reward(
         reduced[f"solution_logprob_{how}"] = reduce_span(solution_logprobs, solution_mask, how, empty=-format_penalty)
     for how in kl_reductions:
         reduced[f"explanation_kl_{how}"] = reduce_span(divergence, explanation_mask, how, empty=format_penalty)
-    solution, kl = torch.zeros(2, len(closed), device=closed.device)
+    solution, kl = torch.zeros(2, len(closed), dtype=torch.float32, device=closed.device)
     for how, coefficient in zip(solution_reductions, solution_coefficients, strict=True):
         solution = solution + coefficient * reduced[f"solution_logprob_{how}"]
     for how, coefficient in zip(kl_reductions, kl_coefficients, strict=True):
         kl = kl + coefficient * reduced[f"explanation_kl_{how}"]
-    return TeacherReward(solution, kl, torch.where(closed, 0.0, -format_penalty), reduced)
+    return TeacherReward(solution, kl, torch.where(closed, solution.new_zeros(()), -format_penalty), reduced)
 
 
 def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -> Tensor:
@@ -317,7 +317,7 @@ def judge(
         teacher,
         scored.explanation,
         scored.explanation_mask,
-        torch.tensor(closed, device=run.device),
+        torch.tensor(closed, dtype=torch.bool, device=run.device),
         solution_reductions=config.solution_reductions,
         solution_coefficients=config.solution_coefficients,
         kl_reductions=config.kl_reductions,

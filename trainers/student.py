@@ -42,7 +42,7 @@ def student_logprobs(
 ) -> StudentLogprobs:
     """Log-probabilities of the student's sequences at a temperature, `rows_per_pass` of them in a forward pass."""
     width = max(len(sequence.ids) for sequence in sequences)
-    logprobs = torch.zeros(len(sequences), width, device=device)  # a column a position
+    logprobs = torch.zeros(len(sequences), width, dtype=torch.float32, device=device)  # a column a position
     for start in range(0, len(sequences), rows_per_pass):
         part = sequences[start : start + rows_per_pass]
         batch = collate([TokenSequence(row.ids, row.explanation.start) for row in part], pad_id).to(device)
@@ -64,7 +64,9 @@ def spans(values: Tensor, first: int, starts: Sequence[int], lengths: Sequence[i
         values: [R, P], of positions `first` to first + P - 1.
         starts, lengths: of the rows' spans, in positions.
     """
-    start, length = (torch.tensor(numbers, device=values.device)[:, None] for numbers in (starts, lengths))
+    start, length = (
+        torch.tensor(numbers, dtype=torch.int64, device=values.device)[:, None] for numbers in (starts, lengths)
+    )
     columns = torch.arange(max(1, *lengths), device=values.device)
     mask = columns < length
     index = torch.where(mask, start - first + columns, 0)

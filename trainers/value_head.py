@@ -35,7 +35,7 @@ class ValueHead(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.summary = nn.Linear(hidden_size, 1)
+            self.summary = nn.Linear(hidden_size, 1, device="cpu", dtype=torch.float32)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """One value for each state."""

@@ -148,7 +148,7 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
     with torch.cuda.device_of(new[0]):
         blocks = block_table([0] * len(new), [t.numel() for t in new], ELEMENTS, device)
         if not blocks.programs:
-            counts = torch.zeros(len(new), dtype=torch.int64)
+            counts = torch.zeros(len(new), dtype=torch.int64, device="cpu")
             return torch.empty(0, dtype=index_dtype, device=device), torch.empty(0, dtype=dtype, device=device), counts
         new_table = pointer_table("new", new, device)
         constants = {"BITS": TRITON_BITS_DTYPE[new[0].element_size()], "BLOCK": ELEMENTS}

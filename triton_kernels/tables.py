@@ -103,7 +103,7 @@ class _Replayed:
         """Pin the memory of later captures, while that is allowed."""
         with self._lock:
             if self._pinned is None:
-                self._pinned = torch.empty(_CAPTURE_WORDS, dtype=torch.int64, pin_memory=True)
+                self._pinned = torch.empty(_CAPTURE_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def upload(self, host: Tensor, device: torch.device) -> Tensor:
         words = host.numel()
@@ -112,7 +112,7 @@ class _Replayed:
                 staged = self._pinned[self._used : self._used + words]
                 self._used += words
             else:
-                staged = torch.empty(words, dtype=torch.int64, pin_memory=True)
+                staged = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
         staged.copy_(host)
         table = torch.empty(words, dtype=torch.int64, device=device)
         table.copy_(staged, non_blocking=True)
@@ -158,7 +158,7 @@ def pointer_table(name: str, tensors: Sequence[Tensor], device: torch.device) ->
 
     def build() -> Tensor:
         check_list(name, tensors, device)
-        return torch.tensor(pointers, dtype=torch.int64)
+        return torch.tensor(pointers, dtype=torch.int64, device="cpu")
 
     table: Tensor = POINTER_TABLES.get((device, tensors[0].dtype, pointers), device, build)
     return table
@@ -193,7 +193,7 @@ def operand_table(
     def build() -> Tensor:
         check_list("grad_outputs", grad_outputs, device)
         check_list("inputs", inputs, device)
-        return torch.tensor(rows, dtype=torch.int64).view(-1)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1)
 
     table: Tensor = POINTER_TABLES.get((device, grad_outputs[0].dtype, inputs[0].dtype, rows), device, build)
     return table
@@ -209,14 +209,14 @@ class Blocks(NamedTuple):
 
 def _build_blocks(starts: Sequence[int], ends: Sequence[int], block: int) -> Tensor:
     """Rows and firsts of `Blocks`, one after the other."""
-    start, end = torch.tensor(starts, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
+    start, end = (torch.tensor(slots, dtype=torch.int64, device="cpu") for slots in (starts, ends))
     first_cut = start // block
     blocks = torch.where(end > start, (end + block - 1) // block - first_cut, 0)
-    firsts = torch.zeros(len(starts) + 1, dtype=torch.int64)
+    firsts = torch.zeros(len(starts) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(blocks, 0, out=firsts[1:])
     count = int(firsts[-1])
-    tensor = torch.repeat_interleave(torch.arange(len(starts)), blocks)
-    cut = (torch.arange(count) - firsts[tensor] + first_cut[tensor]) * block
+    tensor = torch.repeat_interleave(torch.arange(len(starts), device="cpu"), blocks)
+    cut = (torch.arange(count, device="cpu") - firsts[tensor] + first_cut[tensor]) * block
     first = torch.maximum(cut, start[tensor])
     last = torch.minimum(cut + block, end[tensor])
     rows = torch.stack([first, (tensor << 32) | (last - first)], dim=1)

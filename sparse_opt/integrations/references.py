@@ -117,8 +117,9 @@ class SparseGRPOTrainer(SparseTrainer):
                 f"({args.gradient_accumulation_steps} a step), or resume from such a one"
             )
         if args.shuffle_dataset and not streamed:
+            generator = self._train_sampler.generator
             for _ in range(epochs):
-                torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
+                torch.randperm(self._train_sampler.num_samples, generator=generator, device=generator.device)
 
 
 def _refuse_other_references(args: Any, options: SparseArguments) -> None:

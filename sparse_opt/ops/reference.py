@@ -77,7 +77,7 @@ def _lerp(m: Tensor, g: Tensor, weight: float) -> Tensor:
 
     Starting from `m` whatever the weight would lose a small gradient in g - m: with weight 1 the result would not be g.
     """
-    weight = torch.tensor(weight, dtype=torch.float32).item()
+    weight = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
     return m + (g - m) * weight if weight < 0.5 else g - (g - m) * (1.0 - weight)
 
 
@@ -263,7 +263,7 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
     index_dtype = torch.int64 if any(t.numel() > 2**31 - 1 for t in new) else torch.int32
     positions = [(as_bits(a) != as_bits(b)).nonzero().view(-1) for a, b in zip(old, new, strict=True)]
     values = [as_bits(b)[p].view(b.dtype) for b, p in zip(new, positions, strict=True)]
-    counts = torch.tensor([p.numel() for p in positions], dtype=torch.int64)
+    counts = torch.tensor([p.numel() for p in positions], dtype=torch.int64, device="cpu")
     return torch.cat(positions).to(index_dtype), torch.cat(values), counts
 
 

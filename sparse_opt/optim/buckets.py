@@ -217,9 +217,9 @@ def build_bucket(
         native=backends.bind(
             op, params, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend
         ),
-        lr=torch.zeros(1, device=device),
-        steps=torch.zeros(len(params), device=device),
-        sum_sq=torch.zeros(len(params), device=device),
+        lr=torch.zeros(1, dtype=torch.float32, device=device),
+        steps=torch.zeros(len(params), dtype=torch.float32, device=device),
+        sum_sq=torch.zeros(len(params), dtype=torch.float32, device=device),
     )
 
 

@@ -71,7 +71,7 @@ def tile_rows(bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right
     """
     assert bucket.tiles is not None
     start, end = bucket.starts[i], bucket.ends[i]
-    values = torch.zeros(end - start, device=bucket.device)
+    values = torch.zeros(end - start, dtype=torch.float32, device=bucket.device)
     right = right.contiguous()
     for first_row, left in parts:
         tiles = bucket.tiles.of_rows(i, first_row, first_row + left.shape[1])
@@ -141,5 +141,5 @@ def gather_all_(bucket: Bucket) -> None:
 
 def to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor on the device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -26,8 +26,8 @@ class Carrier:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.param = Parameter(torch.zeros(1, device=device))
-        self.factor = torch.ones(1, device=device)
+        self.param = Parameter(torch.zeros(1, dtype=torch.float32, device=device))
+        self.factor = torch.ones(1, dtype=torch.float32, device=device)
 
     @property
     def shown(self) -> bool:

@@ -39,7 +39,7 @@ class Route:
         self._accumulator = None
         if self.native is None and weight.requires_grad:  # which ops can't ask for: autograd does not see into them
             self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
-        self.number = torch.tensor([next(_numbers)])
+        self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
         self._intake, self._bucket, self._i = weakref.ref(intake), weakref.ref(bucket), i
         _routes[int(self.number)] = self
 

@@ -91,7 +91,7 @@ class ContinuousBatchingEngine:
         require_room(self.model, prompts, sampling)
         config = generation_config(sampling, self.pad_id, self.eos_ids)
         device = self.model.device
-        seed = int(torch.randint(2**31, ()))
+        seed = int(torch.randint(2**31, (), device="cpu"))
         # The thread that generates seeds torch's random states, of all devices.
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),

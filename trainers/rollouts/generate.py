@@ -51,8 +51,9 @@ class GenerateEngine:
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         width = max(map(len, prompts))
-        input_ids = torch.tensor([[self.pad_id] * (width - len(ids)) + list(ids) for ids in prompts])
-        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        padded = [[self.pad_id] * (width - len(ids)) + list(ids) for ids in prompts]
+        attended = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        input_ids, attention_mask = (torch.tensor(t, dtype=torch.int64, device="cpu") for t in (padded, attended))
         device = self.model.device
         generated = self.model.generate(
             input_ids=input_ids.to(device),

@@ -171,7 +171,8 @@ def rollout(
     batch, ended, sequences = sample(
         engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device
     )
-    logprobs = torch.zeros(len(sequences), batch.input_ids.shape[1] - batch.first_trained, device=device)
+    shape = (len(sequences), batch.input_ids.shape[1] - batch.first_trained)
+    logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
     size = rows_per_pass or len(sequences)
     for start in range(0, len(sequences), size):
         rows = slice(start, start + size)
@@ -213,7 +214,8 @@ def sample(
         TokenSequence([*prompt, *completion], len(prompt))
         for prompt, completion in zip(repeated, completions, strict=True)
     ]
-    ended = torch.tensor([completion[-1] in engine.eos_ids for completion in completions], device=device)
+    is_ended = [completion[-1] in engine.eos_ids for completion in completions]
+    ended = torch.tensor(is_ended, dtype=torch.bool, device=device)
     return collate(sequences, pad_id).to(device), ended, sequences
 
 

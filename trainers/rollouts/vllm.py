@@ -116,7 +116,7 @@ class VLLMEngine:
             )
         require_room(self.model, prompts, sampling)
         rows = [list(prompt) for prompt in prompts for _ in range(n)]
-        seeds = torch.randint(2**31, (len(rows),)).tolist()
+        seeds = torch.randint(2**31, (len(rows),), device="cpu").tolist()
         with _random_states_kept(self.model.device):
             if self._sleeps:
                 torch.cuda.empty_cache()  # what torch holds in reserve is not there for vLLM to wake up in

@@ -1,0 +1,267 @@
+"""Nothing relies on torch's default device and dtype, which many scripts set: the same bits under each of them.
+
+On a machine without a GPU the default device is meta: a tensor that is made there by mistake has no values, and the
+work fails.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD, mask_algebra, mask_compare
+from sparse_opt.mask_calibration import weight_scores
+from sparse_opt.mask_selection import find_mask
+
+SETTINGS = {
+    "float64": ("float64", None),
+    "bfloat16": ("bfloat16", None),
+    "float16": ("float16", None),
+    "meta": (None, "meta"),
+    "float64-meta": ("float64", "meta"),
+}
+
+
+@contextmanager
+def defaults(dtype: str | None, device: str | None) -> Iterator[None]:
+    """float32 and the CPU unless named otherwise, whatever the suite runs under."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype or "float32"))
+    try:
+        with torch.device(device or "cpu"):  # what torch.set_default_device enters for the whole process
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.fixture(params=["chosen", "reference"])
+def backend(request: pytest.FixtureRequest) -> str | None:
+    """The backend that is taken where none is named, and the one in plain torch."""
+    return None if request.param == "chosen" else request.param
+
+
+Results = dict[str, Tensor]
+
+
+def assert_same_under(setting: tuple[str | None, str | None], work: Callable[[], Results]) -> None:
+    """`work` has the same bits under these defaults. What it makes itself names its device and dtype."""
+    with defaults(None, None):
+        expected = work()
+    with defaults(*setting):
+        found = work()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].device == tensor.device, name
+        assert torch.equal(found[name], tensor), name
+    assert len(expected) > 1
+
+
+def randn(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
+
+
+def make_model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(*s, device=device, dtype=dtype) for s in ((128, 64), (64, 64), (64, 3))))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(randn(tuple(p.shape), device, dtype, i) / 8)
+    return model
+
+
+def backward(model: nn.Module, seed: int, device: torch.device, scaler: torch.amp.GradScaler | None = None) -> None:
+    dtype = next(model.parameters()).dtype
+    loss = model(randn((5, 128), device, dtype, seed)).float().square().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Results:
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for key, values in optimizer.state_dict()["state"].items():
+        found |= {f"{key} {name}": value.clone() for name, value in values.items()}
+    return found
+
+
+def training(device: torch.device, backend: str | None, pattern: str, dtype: torch.dtype, **options) -> Results:
+    """Steps, clipping, base weights, a state saved and loaded, another mask."""
+    model = make_model(device, dtype)
+    mask = MaskSet.random(model, density=0.4, pattern=pattern, seed=1)
+    optimizer = SparseAdamW(model, mask, lr=1e-2, backend=backend, **options)
+    found = {}
+    for seed in range(3):
+        backward(model, seed, device)
+        backward(model, seed + 10, device)
+        optimizer.step()
+        optimizer.zero_grad()
+    model[1].weight.float().square().sum().backward()  # the others have no gradient
+    found["norm"] = optimizer.clip_grad_norm_(0.5).clone()
+    optimizer.step()
+    found["nothing"] = optimizer.clip_grad_norm_(0.5).clone()
+    with optimizer.base_weights():
+        found |= {f"base {name}": p.detach().clone() for name, p in model.named_parameters()}
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True, map_location=device)
+    found |= state_of(model, optimizer)
+    optimizer.close()
+
+    again = make_model(device, dtype)
+    again.load_state_dict(saved["model"])
+    resumed = SparseAdamW(again, mask, lr=0.5, backend=backend, **options)
+    resumed.load_state_dict(saved["optimizer"])
+    backward(again, 5, device)
+    resumed.step()
+    resumed.set_mask(MaskSet.random(again, density=0.3, pattern=pattern, seed=2))
+    backward(again, 6, device)
+    resumed.step()
+    with resumed.base_weights():
+        found |= {f"base after {name}": p.detach().clone() for name, p in again.named_parameters()}
+    return found | {f"after {name}": value for name, value in state_of(again, resumed).items()}
+
+
+OPTIONS = {
+    "compact": {"max_grad_norm": 1.0},
+    "dense": {"grads": "dense", "max_grad_norm": 1.0},
+    "stochastic": {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "grad_dtype": torch.bfloat16},
+    "master": {"master_weights": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("pattern", "dtype"), [("element", torch.float32), ("run16", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training(setting, pattern, dtype, options, backend):
+    device = torch.device("cpu")
+    assert_same_under(SETTINGS[setting], lambda: training(device, backend, pattern, dtype, **OPTIONS[options]))
+
+
+def scaled(device: torch.device, backend: str | None, unscale: bool) -> Results:
+    """Under a GradScaler, with momentum, and an overflow in the middle."""
+    model = make_model(device)
+    mask = MaskSet.random(model, density=0.4)
+    optimizer = SparseSGD(model, mask, lr=1e-2, momentum=0.9, amp_scaling=True, backend=backend)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+    norms = {}
+    for seed in range(4):
+        if seed == 2:
+            with torch.no_grad():
+                model[0].bias.mul_(float("inf"))
+        backward(model, seed, device, scaler)
+        if unscale:
+            scaler.unscale_(optimizer)
+            norms[f"norm {seed}"] = torch.nan_to_num(optimizer.clip_grad_norm_(0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {name: torch.nan_to_num(value) for name, value in state_of(model, optimizer).items()} | norms
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_grad_scaler(setting, unscale, backend):
+    assert_same_under(SETTINGS[setting], lambda: scaled(torch.device("cpu"), backend, unscale))
+
+
+def tiles(device: torch.device, backend: str | None, checkpointed: bool) -> Results:
+    model = make_model(device)
+    mask = MaskSet.random({n: p for n, p in model.named_parameters() if n != "2.weight"}, density=0.5, pattern="tile64")
+    optimizer = SparseAdamW(model, mask, tile_backward=True, max_grad_norm=1.0, backend=backend)
+    assert optimizer.tiled_parameters
+    for seed in range(2):
+        if checkpointed:
+            x = randn((5, 128), device, torch.float32, seed).requires_grad_()
+            y = checkpoint(model, x, use_reentrant=False)
+            y.square().mean().backward()
+        else:
+            backward(model, seed, device)
+        optimizer.step()
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tile_backward(setting, checkpointed, backend):
+    assert_same_under(SETTINGS[setting], lambda: tiles(torch.device("cpu"), backend, checkpointed))
+
+
+def masks(folder: Path, device: torch.device) -> Results:
+    """Made, combined, compared, saved and loaded. Positions are on the CPU wherever the model is."""
+    model = make_model(device)
+    dense = {n: randn(tuple(p.shape), device, torch.float32, 9) > 0.5 for n, p in model.named_parameters()}
+    made = {
+        "element": MaskSet.random(model, density=0.3, seed=1),
+        "other": MaskSet.random(model, density=0.3, seed=2),
+        "run16": MaskSet.random(model, density=0.3, pattern="run16"),
+        "tile64": MaskSet.random(model, density=0.5, pattern="tile64"),
+        "bool": MaskSet.from_bool(dense),
+        "empty": MaskSet.from_bool(
+            {n: torch.zeros(p.shape, dtype=torch.bool, device=device) for n, p in dense.items()}
+        ),
+    }
+    made["checked"] = MaskSet(made["run16"].indices, made["run16"].shapes, pattern="run16")
+    made["union"] = mask_algebra.union([made["element"], made["other"]])
+    made["intersect"] = mask_algebra.intersect([made["element"], made["other"]])
+    made["invert"] = mask_algebra.invert(made["tile64"])
+    made["resolved"] = made["element"].resolve(model)
+    for name in ("element", "tile64", "empty"):
+        path = made[name].save(folder / f"{name}.safetensors")
+        made[f"{name} loaded"] = MaskSet.load(path, model)
+        made[f"{name} loaded bool"] = MaskSet.load(made[name].save_bool(folder / f"{name}.pt"), model)
+    found = {f"{name} {n}": tensor for name, mask in made.items() for n, tensor in mask.indices.items()}
+    found |= {f"dense {n}": made["element"].bool(n) for n in made["element"].names}
+    assert all(tensor.device.type == "cpu" for tensor in found.values())
+    numbers = [made["element"].jaccard(made["other"]), made["element"].density_of(model), made["bool"].sparsity]
+    compared = mask_compare.compare({"a": made["element"], "b": made["other"]})
+    numbers += [compared[0].total.jaccard, compared[0].total.jaccard_chance]
+    found["numbers"] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    digests = "".join(mask.digest for mask in made.values()).encode()
+    found["digests"] = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_masks(setting, tmp_path):
+    assert_same_under(SETTINGS[setting], lambda: masks(tmp_path, torch.device("cpu")))
+
+
+def selection(device: torch.device, pattern: str, pool: str) -> Results:
+    weights = {n: p.detach() for n, p in make_model(device).named_parameters()}
+    found = find_mask(weight_scores(weights), sparsity=50.0, min_tensor_keep=0.0, pool=pool, pattern=pattern)
+    return {f"{n} {pattern}": tensor for n, tensor in found.mask.indices.items()}
+
+
+@pytest.mark.parametrize("pool", ["global", "tensor"])
+@pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_selection(setting, pattern, pool):
+    assert_same_under(SETTINGS[setting], lambda: selection(torch.device("cpu"), pattern, pool))
+
+
+GPU_SETTINGS = {"cuda": (None, "cuda"), "float64-cuda": ("float64", "cuda")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_device", ["cuda", "cpu"])
+@pytest.mark.parametrize("work", ["training", "scaled", "tiles", "masks", "selection"])
+@pytest.mark.parametrize("setting", GPU_SETTINGS)
+def test_default_device_cuda(setting, work, model_device, backend, tmp_path):
+    """The model on the GPU, as in most scripts that set it; and on the CPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device(model_device, 0) if model_device == "cuda" else torch.device("cpu")
+    works: dict[str, Callable[[], Results]] = {
+        "training": lambda: training(device, backend, "element", torch.float32, max_grad_norm=1.0),
+        "scaled": lambda: scaled(device, backend, True),
+        "tiles": lambda: tiles(device, backend, False),
+        "masks": lambda: masks(tmp_path, device),
+        "selection": lambda: selection(device, "run16", "global"),
+    }
+    assert_same_under(GPU_SETTINGS[setting], works[work])
