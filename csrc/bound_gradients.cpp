@@ -168,8 +168,9 @@ bool BoundParams::receive(size_t i) {
   at::Tensor taken;  // outlives the lock: a gradient may have a graph, of which any code may be part
   const std::lock_guard lock(mutex_);
   at::Tensor& grad = params_[i].mutable_grad();
+  if (!receiving_) return false;
   if (!grad.defined() && came_by_tiles_.at(i) != 0) return true;
-  if (!receiving_ || !grad.defined() || grad.layout() != at::kStrided) return false;
+  if (!grad.defined() || grad.layout() != at::kStrided) return false;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   taken = std::exchange(grad, at::Tensor());
   check_gradient(static_cast<int64_t>(i), taken);

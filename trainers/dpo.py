@@ -227,8 +227,8 @@ def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprob
     reference = run.reference()
 
     def ask(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
-        with reference.model() as model:
-            return [completion_logprobs(model, batch) for batch in batches]
+        with torch.no_grad(), reference.weights():
+            return [completion_logprobs(reference.model, batch) for batch in batches]
 
     return ask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,15 @@ from .options import ReferenceOptions, TrainingOptions
 from .rollouts import Rollout
 
 
-class Reference:
-    """`with reference.model() as model:` gives the module whose weights are the reference's inside."""
+class Reference(NamedTuple):
+    """A module, and its weights as they have to be used: `with torch.no_grad(), reference.weights():`.
 
-    def __init__(self, model: nn.Module, weights: Callable[[], AbstractContextManager[Any]]):
-        self._model = model
-        self._weights = weights
+    No context manager of its own is around them: one that is interrupted while it leaves `base_weights()` would not
+    restore the policy.
+    """
 
-    @contextmanager
-    def model(self) -> Iterator[nn.Module]:
-        """Without gradient, and with the reference's weights until the end of the block."""
-        with torch.no_grad(), self._weights():
-            yield self._model
+    model: nn.Module
+    weights: Callable[[], AbstractContextManager[Any]]  # inside, the module's weights are the reference's
 
 
 def make_reference(
@@ -76,7 +73,7 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 def rollout_logprobs(reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int) -> Tensor:
     """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere."""
     logprobs = torch.zeros_like(sampled.logprobs)
-    with reference.model() as model:
+    with torch.no_grad(), reference.weights():
         for rows, part in sampled.minibatches(rows_per_pass):
-            sampled.cut(logprobs, rows).copy_(token_logprobs(model, part.batch, temperature))
+            sampled.cut(logprobs, rows).copy_(token_logprobs(reference.model, part.batch, temperature))
     return logprobs

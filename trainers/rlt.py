@@ -300,9 +300,9 @@ def judge(
         example.student_sequence(completion[:length])
         for example, completion, length in zip(examples, sampled.completions, lengths, strict=True)
     ]
-    with student.model() as model:
+    with torch.no_grad(), student.weights():
         scored = student_logprobs(
-            model,
+            student.model,
             sequences,
             pad_id=run.pad_id,
             temperature=config.student_temperature or config.temperature,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,20 +112,15 @@ class SparseTrainer(_Trainer):
             backend=options.backend,
         )
 
-    @contextmanager
-    def base_weights(self) -> Iterator[None]:
+    def base_weights(self) -> AbstractContextManager[None]:
         """The model holds W0 inside, the weights that the run started from, and its own again outside, bit for bit.
 
-        Before training it holds them anyway.
+        Before training it holds them anyway. See `SparseAdamW.base_weights`, also for how to use it.
 
         Raises:
             RuntimeError: `SparseArguments(keep_base_weights=False)`.
         """
-        if self.sparse_optimizer is None:
-            yield
-        else:
-            with self.sparse_optimizer.base_weights():
-                yield
+        return nullcontext() if self.sparse_optimizer is None else self.sparse_optimizer.base_weights()
 
     # Clipping. The Trainer looks for gradients in the parameters, where compact ones are not, and dense ones are those
     # of inactive elements too.

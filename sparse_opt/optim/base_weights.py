@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.nn import Parameter
 
 from .. import backends
 from .buckets import Bucket, compact
+from .intake import GradientIntake, arrived_inside
 from .segments import Segments, index_dtype, laid_out, longest_run, takes_two_bytes
+from .signals import UninterruptedContext
 
 # While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
 # may not run backward outside, nor the other way round. Outside again the bits and so the version are the old ones.
@@ -99,23 +102,79 @@ def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> 
     )
 
 
-@contextmanager
-def swapped(bases: list[BaseWeights]) -> Iterator[None]:
-    """The model is W0 inside and itself again outside, bit for bit, also after an exception."""
-    tracked = tuple(p for base in bases for p in base.params if not p.is_inference())
-    versions = tuple(p._version for p in tracked)
-    done: list[BaseWeights] = []
-    try:
+class InBaseWeights(UninterruptedContext):
+    """The model is W0 inside and itself again outside, bit for bit, also after an exception or a signal.
+
+    Inside, the parameters whose elements change places are constants (`requires_grad` is False), so that a graph made
+    there holds no edge to them that could be followed outside. Autograd would drop the gradients of a graph that was
+    made outside and runs backward inside: every such parameter has a hook that refuses them, the collector's or one of
+    this class.
+
+    Args:
+        prepare: gives the weights to swap; raises where that is not allowed.
+        named: the optimizer's parameters, for messages.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[], list[BaseWeights]],
+        intake: GradientIntake,
+        named: Callable[[], Iterable[tuple[str, Parameter]]],
+    ) -> None:
+        super().__init__()
+        self._prepare, self._intake, self._named = prepare, intake, named
+        self._undo = ExitStack()
+
+    def enter(self) -> None:
+        """See `UninterruptedContext`."""
+        bases = self._prepare()
+        undo = self._undo.callback
+        self._intake.enter_base()
+        undo(self._intake.leave_base)
+        params = tuple(p for base in bases for p in base.params if not p.is_inference())
+        undo(torch.clear_autocast_cache)
+        undo(_set_versions, params, tuple(p._version for p in params))
+        trained = [p for p in params if p.requires_grad]
+        undo(_set_requires_grad, trained, True)
+        _set_requires_grad(trained, False)
+        refuse, refusing = self._refuse, [_hooks_on(p) for p in trained if not self._intake.has_hook_on(p)]
+        undo(_remove_hooks, refusing, refuse)
+        for hooks in refusing:
+            hooks[refuse] = refuse
         with torch.no_grad():
             for base in bases:
                 base.swap_()
-                done.append(base)
-        torch._C._autograd._unsafe_set_version_counter(tracked, (next(_ELSEWHERE),) * len(tracked))
+                undo(base.swap_)
+        _set_versions(params, (next(_ELSEWHERE),) * len(params))
         torch.clear_autocast_cache()  # it holds casts of the weights that were in before
-        yield
-    finally:
+
+    def leave(self) -> None:
+        """See `UninterruptedContext`. What can't be undone does not keep the rest from being undone."""
         with torch.no_grad():
-            for base in reversed(done):
-                base.swap_()
-        torch._C._autograd._unsafe_set_version_counter(tracked, versions)
-        torch.clear_autocast_cache()
+            self._undo.close()
+
+    def _refuse(self, param: Tensor) -> None:
+        name = next((name for name, p in self._named() if p is param), "a parameter")
+        raise RuntimeError(arrived_inside(name))
+
+
+def _set_versions(params: tuple[Parameter, ...], versions: tuple[int, ...]) -> None:
+    torch._C._autograd._unsafe_set_version_counter(params, versions)
+
+
+def _set_requires_grad(params: Iterable[Parameter], requires_grad: bool) -> None:
+    for param in params:
+        param.requires_grad = requires_grad
+
+
+def _hooks_on(param: Parameter) -> dict[Any, Callable[[Tensor], None]]:
+    """Where `register_post_accumulate_grad_hook` puts hooks, which refuses parameters that require no gradient."""
+    hooks: dict[Any, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks
+    if hooks is None:
+        hooks = param._post_accumulate_grad_hooks = OrderedDict()
+    return hooks
+
+
+def _remove_hooks(hooks_on: Iterable[dict[Any, Callable[[Tensor], None]]], key: object) -> None:
+    for hooks in hooks_on:
+        hooks.pop(key, None)

@@ -45,6 +45,11 @@ class Carrier:
             group["params"][:] = [p for p in group["params"] if p is not self.param]
 
 
+def arrived_inside(name: str) -> str:
+    """Why a gradient is refused inside `base_weights()`."""
+    return f"a gradient of {name!r} arrived inside base_weights(), where W0 is not trained"
+
+
 class GradientIntake:
     """Keeps the active elements of every gradient that arrives, from one step to the next.
 
@@ -67,6 +72,7 @@ class GradientIntake:
         self._clip_coef: Tensor | None = None
         self._inside_base = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: set[int] = set()  # ids: a tensor's own hash is Python code
         self._routed: list[tuple[nn.Module, Route]] = []
         # A layer with a forward of its own refers to itself: without this its memory would wait for the collector.
         weakref.finalize(self, tile_linears.restore, self._routed).atexit = False
@@ -87,11 +93,22 @@ class GradientIntake:
         """Whether the model has its base weights, which are not trained."""
         return self._inside_base
 
-    @inside_base.setter
-    def inside_base(self, inside: bool) -> None:
+    def enter_base(self) -> None:
+        """Refuse every gradient until `leave_base`. One thread at a time can do so."""
         with self._lock:
-            self._inside_base = inside
+            if self._inside_base:
+                raise RuntimeError("base_weights: the model holds its base weights; leave base_weights() first")
+            self._inside_base = True
             self._notify_native()
+
+    def leave_base(self) -> None:
+        with self._lock:
+            self._inside_base = False
+            self._notify_native()
+
+    def has_hook_on(self, param: Tensor) -> bool:
+        """Whether `receive` is called where autograd has a gradient of the parameter."""
+        return id(param) in self._hooked
 
     # Hooks
 
@@ -114,6 +131,7 @@ class GradientIntake:
                 for i, param in enumerate(bucket.params):
                     hook = self._hook(weakref.ref(bucket), i)
                     self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    self._hooked.add(id(param))
                     if bucket.native is not None:  # does the work of `hook` wherever it only gathers
                         bucket.native.hook(i, param._post_accumulate_grad_hooks)
                 if bucket.tiles is not None and model is not None:
@@ -129,6 +147,7 @@ class GradientIntake:
                 handle.remove()
             tile_linears.restore(self._routed)
             self._handles = []
+            self._hooked = set()
             self._notify_native()
 
     def _hook(self, bucket: weakref.ref[Bucket], i: int) -> Callable[[Tensor], None]:
@@ -168,7 +187,7 @@ class GradientIntake:
         """A dense gradient has been made: keep its active elements and free it."""
         grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
         with self._lock:
-            if grad is None and bucket.came_by_tiles(i):
+            if grad is None and bucket.came_by_tiles(i) and not self._inside_base:  # there none comes by tiles
                 return
             self._refuse(bucket, i)
             if grad is None:
@@ -206,9 +225,7 @@ class GradientIntake:
 
     def _refuse(self, bucket: Bucket, i: int) -> None:
         if self._inside_base:
-            raise RuntimeError(
-                f"a gradient of {bucket.names[i]!r} arrived inside base_weights(), where W0 is not trained"
-            )
+            raise RuntimeError(arrived_inside(bucket.names[i]))
         if self._clip_coef is not None:
             raise RuntimeError(
                 f"a gradient of {bucket.names[i]!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"

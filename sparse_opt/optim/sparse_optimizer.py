@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -432,22 +432,29 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # Base weights
 
-    @contextmanager
-    def base_weights(self) -> Iterator[None]:
-        """The model is W0, the weights it had when this optimizer was built, inside; itself again outside.
-
-        Bit for bit, also after an exception. A graph made inside can't run backward outside, nor one made outside
-        inside: autograd raises. One made outside, before, runs backward after it as if nothing had happened.
-        """
+    def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
         self._refuse("base_weights")
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
-        self._intake.inside_base = True
-        try:
-            with base_weights.swapped(self._bases):
-                yield
-        finally:
-            self._intake.inside_base = False
+        return self._bases
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        """The model is W0, the weights it had when this optimizer was built, inside; itself again outside.
+
+        Bit for bit, also after an exception, whenever it is raised: a signal (Ctrl-C) that arrives on the way in or out
+        is handled when all weights are in their places. Use it in a `with` statement of its own, since
+        `contextlib.ExitStack` and `contextlib.contextmanager` can be interrupted while they enter or leave it. A signal
+        handler that is called inside finds W0 in the model.
+
+        Inside, the parameters whose elements change are constants (`requires_grad=False`), so that no gradient of W0
+        reaches the optimizer, and a backward pass through a graph that was made outside raises. A graph made outside,
+        before, runs backward after it as if nothing had happened.
+
+        Raises:
+            RuntimeError: on entry, if the model holds its base weights, the optimizer is closed, or it was built with
+                keep_base_weights=False.
+        """
+        return base_weights.InBaseWeights(self._bases_to_swap, self._intake, self._named)
 
     def _refuse(self, what: str) -> None:
         if self._closed:

@@ -113,6 +113,7 @@ def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
     deliver(params["a"], 1.0)
     optimizer.step()
     entered, leave = threading.Event(), threading.Event()
+    before = params["a"].sum()
 
     def stay_inside():
         with optimizer.base_weights():
@@ -142,7 +143,7 @@ def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
     assert entered.wait(10)
     try:
         with pytest.raises(RuntimeError, match="arrived inside base_weights"):
-            deliver(params["a"], 1.0)
+            before.backward()
     finally:
         leave.set()
         others[0].result(timeout=10)

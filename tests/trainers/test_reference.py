@@ -42,10 +42,8 @@ def test_the_reference_is_the_start_and_the_policy_comes_back(dpo_options, mask_
     with torch.no_grad():
         trained = completion_logprobs(model, BATCH)
     assert not torch.equal(trained, start)
-    with reference.model() as module:
-        assert not torch.is_grad_enabled()
-        assert torch.equal(completion_logprobs(module, BATCH), start)
-    assert torch.is_grad_enabled()
+    with torch.no_grad(), reference.weights():
+        assert torch.equal(completion_logprobs(reference.model, BATCH), start)
     with torch.no_grad():
         assert torch.equal(completion_logprobs(model, BATCH), trained)
 
@@ -62,8 +60,8 @@ def test_another_model_as_the_reference(dpo_options, mask_file, model, tokenizer
     _, reference, _ = trained_a_little(config)
     with torch.no_grad():
         wanted = completion_logprobs(model, BATCH)
-    with reference.model() as module:
-        assert torch.equal(completion_logprobs(module, BATCH), wanted)
+    with torch.no_grad(), reference.weights():
+        assert torch.equal(completion_logprobs(reference.model, BATCH), wanted)
 
 
 def test_a_reference_that_is_missing_is_named(dpo_options, tmp_path):
@@ -82,10 +80,10 @@ def test_offloading_keeps_the_values_on_a_gpu(dpo_options):
         start = completion_logprobs(model, BATCH.to(cuda))
     reference = make_reference(config, model, make_optimizer(config, model), cuda, offload=True)
     for _ in range(2):
-        with reference.model() as module:
-            assert {parameter.device.type for parameter in module.parameters()} == {"cuda"}
-            assert torch.equal(completion_logprobs(module, BATCH.to(cuda)), start)
-        assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+        with torch.no_grad(), reference.weights():
+            assert {parameter.device.type for parameter in reference.model.parameters()} == {"cuda"}
+            assert torch.equal(completion_logprobs(reference.model, BATCH.to(cuda)), start)
+        assert {parameter.device.type for parameter in reference.model.parameters()} == {"cpu"}
 
 
 def test_on_device_comes_back_after_an_exception():
