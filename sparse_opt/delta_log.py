@@ -185,9 +185,9 @@ class DeltaLog(DeltaReader):
             model_or_state: defaults to what `create` or `open` was given. Must have the logged tensors.
 
         Raises:
-            DeltaLogError: step not greater than the last, another model, a second writer, a damaged log; or a step
-                handed over before could not be written, of which nobody was told yet: this one is not logged then, and
-                the next one is a keyframe.
+            DeltaLogError: step not greater than the last, another model, a second writer, a damaged log, a process
+                forked from the one that writes; or a step handed over before could not be written, of which nobody was
+                told yet: this one is not logged then, and the next one is a keyframe.
         """
         state = self._model if model_or_state is None else model_or_state
         if state is None:
@@ -197,6 +197,7 @@ class DeltaLog(DeltaReader):
         if self._writing is None:
             self._writing = self._resumed()
         writing = self._writing
+        writing.writer.require_here(f"{self.directory}: step {step}")
         fresh = self._report(writing) or writing.coder.fresh
         if fresh:
             writing.last_step = writing.writer.last_step
@@ -230,6 +231,7 @@ class DeltaLog(DeltaReader):
             DeltaLogError: a step could not be written, of which nobody was told yet.
         """
         if self._writing is not None:
+            self._writing.writer.require_here(str(self.directory))
             self._writing.writer.drain()
             self._report(self._writing)
 
@@ -243,9 +245,9 @@ class DeltaLog(DeltaReader):
         Raises:
             DeltaLogError: a or b is not logged, a is not before b; a second writer, a damaged log or a failed write.
         """
+        self.flush()
         lock = WriterLock.take(self.directory) if self._writing is None else self._writing.lock
         try:
-            self.flush()
             info = StepInfo.of(delta_squash.squash(self._log_files, a, b, on_step, lock))
             if self._writing is not None:
                 self._writing.coder.since_keyframe = since_keyframe(self._log_files.steps())
@@ -272,13 +274,16 @@ class DeltaLog(DeltaReader):
     def close(self) -> None:
         """Wait for what was appended, and let go of the directory for another writer; reading goes on working.
 
+        In a process forked from the one that writes, only this object is closed: files and lock are the other's.
+
         Raises:
             DeltaLogError: as `flush`; the directory is let go of all the same.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.end()
-            self._report(writing)
+            if writing.writer.is_here:
+                self._report(writing)
 
     def __enter__(self) -> DeltaLog:
         return self
@@ -298,7 +303,7 @@ class DeltaLog(DeltaReader):
         return f"DeltaLog({str(self.directory)!r}, {len(steps)} steps{f', last {steps[-1]}' if steps else ''})"
 
     def _drain(self) -> None:
-        if self._writing is not None:
+        if self._writing is not None and self._writing.writer.is_here:
             self._writing.writer.drain()
 
     def _begun(self, lock: WriterLock, coder: StepCoder, last: StepHeader) -> _Writing:

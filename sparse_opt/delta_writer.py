@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -146,12 +147,16 @@ class Append:
         """Wait until the step is on disk, and say how it was logged.
 
         Raises:
-            DeltaLogError: it could not be written, or was dropped with an earlier step that could not.
+            DeltaLogError: it could not be written, or was dropped with an earlier step that could not; or it is not
+                on disk yet, and this is a process forked from the one that writes it.
         """
+        if not self._future.done():
+            self._writer.require_here(f"step {self.step}")
         try:
             return self._future.result()
         except DeltaLogError:
-            self._writer.reported()
+            if self._writer.is_here:
+                self._writer.reported()
             raise
 
 
@@ -165,6 +170,7 @@ class StepWriter:
 
     def __init__(self, base: StepHeader, last: StepHeader, lock: WriterLock) -> None:
         self._base, self._last, self._lock_file = base, last, lock
+        self._process = os.getpid()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="delta-log")
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._lock = threading.Lock()
@@ -178,6 +184,19 @@ class StepWriter:
     def last_step(self) -> int:
         """The last step on disk."""
         return self._last.file.step
+
+    @property
+    def is_here(self) -> bool:
+        """False in a process that was forked after this was made: it does not have the thread that writes."""
+        return os.getpid() == self._process
+
+    def require_here(self, where: str) -> None:
+        """Raise DeltaLogError, which begins with `where`, in a forked process."""
+        if not self.is_here:
+            raise DeltaLogError(
+                f"{where}: the log was opened for writing in process {self._process}, this is process {os.getpid()}, "
+                "forked from it: only the first one can write"
+            )
 
     def reserve(self) -> None:
         """Wait until a further step may be handed over. `submit` or `cancel` follows."""
@@ -213,8 +232,9 @@ class StepWriter:
         return found
 
     def close(self) -> None:
-        """Write what was handed over, and end the thread."""
-        self._executor.shutdown()
+        """Write what was handed over, and end the thread; in a forked process, do nothing."""
+        if self.is_here:
+            self._executor.shutdown()
 
     def _run(self, job: StepJob) -> StepInfo:
         try:
