@@ -450,6 +450,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         reaches the optimizer, and a backward pass through a graph that was made outside raises. A graph made outside,
         before, runs backward after it as if nothing had happened.
 
+        Not checked is reentrant checkpointing (`torch.utils.checkpoint` with use_reentrant=True), which makes the graph
+        of a layer again in the backward pass, with the weights as they are then: run its backward pass where its
+        forward pass ran, inside or outside.
+
         Raises:
             RuntimeError: on entry, if the model holds its base weights, the optimizer is closed, or it was built with
                 keep_base_weights=False.
