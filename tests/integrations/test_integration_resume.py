@@ -11,6 +11,7 @@ from sparse_opt import DeltaLog
 from sparse_opt.errors import ConfigError, DeltaLogError
 from sparse_opt.integrations import SparseArguments
 from sparse_opt.optim import SparseAdamW
+from sparse_opt.optim.signals import UninterruptedContext
 
 STEPS = 8
 
@@ -64,6 +65,8 @@ def test_stopped_and_resumed_at_any_step_is_the_same_run(lab, weights, curve, ca
         assert [(r["loss"], r["grad_norm"]) for r in ours] == [(r["loss"], r["grad_norm"]) for r in theirs]
         with resumed.base_weights():
             assert same_bits(weights(resumed.model), weights(lab.model(dtype)))
+        # The optimizer's own: a context manager around it could be interrupted where this one can't.
+        assert isinstance(resumed.base_weights(), UninterruptedContext)
 
 
 def test_grpo_resumes_only_where_completions_begin(lab, weights):

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparse_opt.errors import DataError
+from sparse_opt.optim.signals import UninterruptedContext
 from sparse_opt.trainers.dpo import DPOConfig
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.logprobs import completion_logprobs
@@ -46,6 +47,8 @@ def test_the_reference_is_the_start_and_the_policy_comes_back(dpo_options, mask_
         assert torch.equal(completion_logprobs(reference.model, BATCH), start)
     with torch.no_grad():
         assert torch.equal(completion_logprobs(model, BATCH), trained)
+    # A context manager of the trainers' around it could be interrupted where this one can't.
+    assert isinstance(reference.weights(), UninterruptedContext) == (mode == "sparse")
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
