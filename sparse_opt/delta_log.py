@@ -22,7 +22,7 @@ from .delta_lock import WriterLock, require_no_log
 from .delta_lock import claim as claim
 from .delta_reader import DeltaReader
 from .delta_reader import StateDelta as StateDelta
-from .delta_state import StateReader, read_state
+from .delta_state import StateReader, is_text, read_state
 from .delta_verify import Problem as Problem
 from .delta_writer import Append, StepInfo, StepWriter
 from .errors import DeltaLogError
@@ -53,9 +53,9 @@ class DeltaLog(DeltaReader):
     DeltaLogError that names file and step; a state is only ever returned after its digest was found right. Leftovers of
     a killed writer (`.tmp`) are ignored. A missing last file cannot be noticed: the log then ends one step earlier.
 
-    The state is the model's `state_dict()`: parameters and persistent buffers, of any dtype of 1, 2, 4 or 8 bytes, kept
-    bit for bit. Tied tensors are stored once, under their first name. Sharded ones (DTensor, FSDP, DeepSpeed ZeRO-3)
-    are refused: gather a full state dict and log that.
+    The state is the model's `state_dict()`: parameters and persistent buffers, kept bit for bit, of every dtype that
+    safetensors files hold (`tensor_file.DTYPES`). Tied tensors are stored once, under their first name. Sharded ones
+    (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that.
 
     A step is a patch, unless the patch would be larger than the state: then, and where `keyframe_every` asks for it, it
     is a keyframe.
@@ -127,6 +127,9 @@ class DeltaLog(DeltaReader):
         """
         log = cls(Path(directory), model_or_state, on_error, backend)
         settings = LogSettings(level, against, keyframe_every)
+        for text in (text for pair in (metadata or {}).items() for text in pair):
+            if isinstance(text, str) and not is_text(text):
+                raise DeltaLogError(f"{log.directory}: metadata has {text!r}, which cannot be written as UTF-8")
         layout, tensors = read_state(model_or_state)
         if base is not None:
             other, tensors = read_state(base)

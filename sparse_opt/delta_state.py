@@ -9,11 +9,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from .atomic_files import one_line
 from .errors import DeltaLogError
-from .tensor_state import BITS_DTYPE, canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
+from .tensor_file import DTYPES, can_store
+from .tensor_state import canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
 
 _SHOWN_MISMATCHES = 3
+_RESERVED_NAME = "__metadata__"
+_DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
 _MOST_DIMENSIONS = 64
 
 
@@ -107,7 +112,7 @@ class StateLayout:
         content = json.loads(text)
         tensors = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in content["tensors"])
         for spec in tensors:
-            if not isinstance(getattr(torch, spec.dtype, None), torch.dtype) or spec.element_size not in BITS_DTYPE:
+            if getattr(torch, spec.dtype, None) not in DTYPES.values():
                 raise ValueError(f"{spec.name} has the dtype {spec.dtype!r}")
             # So few dimensions, each below 2**63, that their product stays a small number.
             sizes = len(spec.shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 2**63 for n in spec.shape)
@@ -156,8 +161,8 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
     The tensors share storage with the model and are not copied.
 
     Raises:
-        DeltaLogError: an entry is no plain strided tensor of 1, 2, 4 or 8 byte elements that lies in memory; the model
-            is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
+        DeltaLogError: an entry is no plain strided tensor in memory, has a dtype or a name that safetensors files
+            cannot hold; or the model is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
     """
     tensors, aliases = _read_tensors(model_or_state)
     buffers: frozenset[str] = frozenset()
@@ -180,6 +185,7 @@ def _read_tensors(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[dic
     else:
         state = dict(model_or_state)
     for name, tensor in state.items():
+        _require_name(name)
         _require_plain(name, tensor)
     firsts = canonical_names(state)
     tensors = {name: tensor.detach() for name, tensor in state.items() if firsts[name] == name}
@@ -201,20 +207,47 @@ def _require_whole(module: nn.Module) -> None:
                 )
 
 
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise DeltaLogError(f"state entry {name!r} is named by a {type(name).__name__}, expected a string")
+    if name == _RESERVED_NAME:
+        raise DeltaLogError(f"state entry {name} has a name that is reserved by the file format")
+    if not is_text(name):
+        raise DeltaLogError(f"state entry {name!r} is no name that can be written as UTF-8")
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be written as UTF-8: one with a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _require_plain(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, wanted a tensor")
-    if is_wrapper(tensor):
+    if is_lazy(tensor):
+        raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, expected an initialized tensor")
+    if is_wrapper(tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise DeltaLogError(
             f"state entry {name} is {type(tensor).__name__}, wanted a plain tensor: gather sharded ones first"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    if tensor.is_nested:
+        raise DeltaLogError(f"state entry {name} is nested, expected a tensor of one shape")
+    if tensor.layout != torch.strided or tensor.is_meta:
         raise DeltaLogError(
             f"state entry {name} is {tensor.layout} on {tensor.device}, wanted a strided tensor in memory"
         )
-    if tensor.element_size() not in BITS_DTYPE:
-        raise DeltaLogError(f"state entry {name} is {tensor.dtype}, wanted elements of 1, 2, 4 or 8 bytes")
-    stored = tensor.untyped_storage().nbytes()
+    if not can_store(tensor.dtype):
+        raise DeltaLogError(
+            f"state entry {name} is {tensor.dtype}, expected a dtype that safetensors files hold: {_DTYPE_NAMES}"
+        )
+    try:
+        stored = tensor.untyped_storage().nbytes()
+    except RuntimeError as error:
+        raise DeltaLogError(f"state entry {name} has no memory of its own: {one_line(error)}") from error
     if stored < _reach(tensor):
         raise DeltaLogError(
             f"state entry {name} is {dtype_name(tensor)} {list(tensor.shape)} and reaches to {_reach(tensor)} bytes in "

@@ -360,9 +360,11 @@ class PtDeltaLog:
 
 
 def _kind(tensor: Tensor) -> str:
-    if tensor.is_floating_point():
+    """`other` of dtypes that torch cannot add."""
+    if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return "float"
-    return "other" if tensor.is_complex() or tensor.dtype == torch.bool else "integer"
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return "integer" if tensor.dtype in integers else "other"
 
 
 def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:

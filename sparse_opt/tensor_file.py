@@ -9,6 +9,7 @@ https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors package limits it
 _MAX_DIMENSIONS = 64
-_DTYPES = {
+# Dtypes by the names of the format. It has none for torch's complex32 and bits8 to bits16, nor, as here, for types of
+# less than a byte.
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -43,6 +47,18 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+
+
+@functools.cache
+def can_store(dtype: torch.dtype) -> bool:
+    """Whether files hold tensors of a dtype: it is one of `DTYPES`, and the installed safetensors package writes it."""
+    if dtype not in DTYPES.values():
+        return False
+    try:
+        save({"tensor": torch.empty(0, dtype=dtype, device="cpu")})
+    except KeyError:  # older packages know fewer dtypes
+        return False
+    return True
 
 
 class DamagedFile(ValueError):
@@ -152,9 +168,9 @@ def _entry(name: str, fields: Any, start: int) -> _Entry:
         raise DamagedFile(f"{name} has a shape that no tensor has")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise DamagedFile(f"{name} has data_offsets that are not two numbers of bytes")
-    dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise DamagedFile(f"{name} has the dtype {fields['dtype']!r}, expected one of {', '.join(_DTYPES)}")
+        raise DamagedFile(f"{name} has the dtype {fields['dtype']!r}, expected one of {', '.join(DTYPES)}")
     entry = _Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
     if entry.end - entry.begin != entry.numel * dtype.itemsize:
         raise DamagedFile(f"{name} has {entry.end - entry.begin} bytes, expected {fields['dtype']} {shape}")

@@ -1,0 +1,203 @@
+"""Tensors of every dtype, and odd names: each is logged bit for bit, or refused by name before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparse_opt import DeltaLog
+from sparse_opt.errors import DeltaLogError
+from sparse_opt.log_conversion import convert
+from sparse_opt.log_export import export_pt, export_state, export_values
+from sparse_opt.pt_delta_log import PtDeltaLog
+
+Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+LOGGED = (
+    "bool uint8 int8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 int16 float16 "
+    "bfloat16 uint32 int32 float32 uint64 int64 float64 complex64"
+).split()
+DTYPES = sorted({str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)})
+NOT_LOGGED = [name for name in DTYPES if name not in LOGGED]
+
+
+def any_bits(dtype: torch.dtype, seed: int, shape: tuple[int, ...] = (40, 60)) -> Tensor:
+    """Any bits that the dtype can have."""
+    source = torch.Generator(device="cpu").manual_seed(seed)
+    numel = torch.Size(shape).numel()
+    end = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, end, (numel * dtype.itemsize,), dtype=torch.uint8, generator=source)
+    return raw.view(dtype).view(shape)
+
+
+def same_bytes(found: Tensor, expected: Tensor) -> bool:
+    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and torch.equal(
+        found.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("level", ["packed", "tight"])
+@pytest.mark.parametrize("name", LOGGED)
+def test_logged_dtypes(tmp_path: Path, device: torch.device, name: str, level: str) -> None:
+    dtype = getattr(torch, name)
+    # A matrix, the same transposed, a scalar and an empty one.
+    first = {"m": any_bits(dtype, 0), "s": any_bits(dtype, 1, ()), "e": any_bits(dtype, 2, (0, 3))}
+    first["t"] = any_bits(dtype, 3).t()
+    kept = [first, {key: tensor.clone() for key, tensor in first.items()}, {**first, "m": any_bits(dtype, 4)}]
+    kept[1]["m"].view(-1).view(torch.uint8)[: 9 * dtype.itemsize] = any_bits(dtype, 5, (9,)).view(torch.uint8)
+    live = [{key: tensor.to(device) for key, tensor in state.items()} for state in kept]
+    with DeltaLog.create(tmp_path / "log", live[0], level=level) as log:
+        for step in (1, 2):
+            log.append(step, live[step])
+        for step, state in enumerate(kept):
+            loaded = log.load(step)
+            assert all(same_bytes(loaded[key], tensor) for key, tensor in state.items())
+            assert log.step_of(live[step]) == step
+        for key in first:
+            for step, tensor in log.tensor_states(key, [0, 1, 2]):
+                assert same_bytes(tensor, kept[step][key])
+        assert log.verify() == []
+    export_state(log, 1, tmp_path / "state.safetensors")
+    exported = load_file(tmp_path / "state.safetensors")
+    assert all(same_bytes(exported[key], tensor) for key, tensor in kept[1].items())
+    export_values(log, 0, 1, tmp_path / "values.safetensors")
+    values = load_file(tmp_path / "values.safetensors")
+    rebuilt = kept[0]["m"].clone().view(-1)
+    size = dtype.itemsize
+    new = values["m.values"].view(torch.uint8).split(size)
+    for place, value in zip(values["m.indices"].tolist(), new, strict=True):
+        rebuilt.view(torch.uint8)[size * place : size * (place + 1)] = value
+    assert same_bytes(rebuilt.view(40, 60), kept[1]["m"])
+    convert(log, tmp_path / "again", level="fast")
+    assert DeltaLog.open(tmp_path / "again").digest(2) == log.digest(2)
+
+
+@pytest.mark.parametrize("name", [name for name in LOGGED if getattr(torch, name).is_floating_point])
+def test_dtypes_in_pt_files(tmp_path: Path, name: str) -> None:
+    """Written as fp32; of float64, whose values that does not hold, nothing is."""
+    dtype = getattr(torch, name)
+    numbers = 2.0 ** torch.arange(-6, 8, device="cpu", dtype=torch.float32)
+    states = [{"w": numbers.to(dtype)}, {"w": numbers.flip(0).to(dtype)}]
+    with DeltaLog.create(tmp_path / "log", states[0]) as log:
+        log.append(1, states[1])
+    if name == "float64":
+        with pytest.raises(DeltaLogError, match="w is float64, which files of fp32 differences do not hold"):
+            export_pt(log, [1], tmp_path / "pt")
+        assert not (tmp_path / "pt").exists()
+        return
+    assert export_pt(log, [1], tmp_path / "pt") == {1: 0}
+    pt = PtDeltaLog(tmp_path / "pt")
+    for step in (0, 1):
+        assert same_bytes(pt.load(step)["w"].to(dtype), states[step]["w"])
+
+
+@pytest.mark.parametrize(
+    "name", "complex32 bits8 bits16 float4_e2m1fn_x2 float8_e4m3fn float8_e8m0fnu uint16 bool complex64".split()
+)
+def test_pt_files_of_other_dtypes_are_refused(tmp_path: Path, name: str) -> None:
+    """torch cannot add differences of these."""
+    torch.save({"fine": torch.zeros(3), "odd": of_dtype(name)}, tmp_path / "base_state.pt")
+    torch.save({"fine": torch.zeros(3)}, tmp_path / "deltas_step_1.pt")
+    with pytest.raises(DeltaLogError, match=r"base_state\.pt: step 0: odd is .*: it has no difference"):
+        PtDeltaLog(tmp_path)
+
+
+def of_dtype(name: str) -> Tensor:
+    return torch.empty(4000, dtype=torch.uint8).view(getattr(torch, name))
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.zeros(4000)
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(4000), 0.1, 0, torch.qint8)
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def zeros() -> Tensor:
+    return torch.zeros(3)
+
+
+ODD: dict[str, tuple[Any, Callable[[], Tensor], str]] = {
+    **{name: ("odd", lambda name=name: of_dtype(name), f"odd is torch.{name}") for name in NOT_LOGGED},
+    "quantized": ("odd", quantized, "odd is torch.qint8"),
+    "nested": ("odd", nested, "odd is nested"),
+    "fake": ("odd", fake, "odd is FakeTensor, wanted a plain tensor"),
+    "lazy": ("odd", nn.UninitializedParameter, "odd is UninitializedParameter"),
+    "mkldnn": ("odd", lambda: torch.zeros(4000).to_mkldnn(), "odd is torch._mkldnn on cpu"),
+    "surrogate": ("w\ud800", zeros, r"'w\\ud800' is no name that can be written as UTF-8"),
+    "metadata": ("__metadata__", zeros, "__metadata__ .* reserved by the file format"),
+    "number": (5, zeros, "5 is named by a int, expected a string"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # some of these are on their way into torch, or out of it
+@pytest.mark.parametrize(("name", "make", "message"), ODD.values(), ids=ODD)
+def test_what_is_refused_is_named_before_anything_is_written(
+    tmp_path: Path, same_bits: Compare, name: Any, make: Callable[[], Tensor], message: str
+) -> None:
+    odd = make()
+    good = {"a": torch.zeros(4000), "odd": torch.ones(4000)}
+    with pytest.raises(DeltaLogError, match=f"state entry {message}") as caught:
+        DeltaLog.create(tmp_path / "none", {"a": torch.zeros(3), name: odd})
+    assert "\n" not in str(caught.value)
+    str(caught.value).encode()  # can be printed
+    assert not (tmp_path / "none").exists()
+    with DeltaLog.create(tmp_path / "log", good) as log:
+        before = sorted(path.name for path in log.directory.iterdir())
+        with pytest.raises(DeltaLogError, match=f"log: step 1: state entry {message}"):
+            log.append(1, {**good, name: odd})
+        log.flush()
+        assert sorted(path.name for path in log.directory.iterdir()) == before
+        good["a"][:9] += 1
+        assert log.append(1).wait().kind == "patch"
+        same_bits(log.load(1), good)
+        assert log.verify() == []
+
+
+def test_a_tied_name_is_checked_too(tmp_path: Path) -> None:
+    weight = torch.zeros(3)
+    with pytest.raises(DeltaLogError, match=r"state entry 'w\\ud800' is no name"):
+        DeltaLog.create(tmp_path / "log", {"w": weight, "w\ud800": weight})
+
+
+def test_an_uninitialized_module(tmp_path: Path) -> None:
+    with pytest.raises(DeltaLogError, match="state entry weight is UninitializedParameter"):
+        DeltaLog.create(tmp_path / "log", nn.LazyLinear(3))
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("name", ["", "a b", 'a"b', "a\\b", "ü.漢.😀", "a\0b", ".indices", "counts", "a" * 10_000])
+def test_odd_names_that_are_logged(tmp_path: Path, same_bits: Compare, name: str) -> None:
+    state = {name: torch.zeros(4000), f"{name}.indices": torch.zeros(40)}
+    kept = {key: tensor.clone() for key, tensor in state.items()}
+    with DeltaLog.create(tmp_path / "log", state) as log:
+        for tensor in state.values():
+            tensor[:9] += 1
+        assert log.append(1).wait().kind == "patch"
+    log = DeltaLog.open(tmp_path / "log")
+    same_bits(log.load(0), kept)
+    same_bits(log.load(1), state)
+    assert [step for step, _ in log.tensor_states(name, log.steps)] == [0, 1]
+    assert log.verify() == []
+    export_state(log, 1, tmp_path / "state.safetensors")
+    same_bits(load_file(tmp_path / "state.safetensors"), state)
+    assert export_values(log, 0, 1, tmp_path / "values.safetensors") == 18
+
+
+@pytest.mark.parametrize("metadata", [{"model": "\ud800"}, {"\ud800": "m"}])
+def test_metadata_that_cannot_be_written(tmp_path: Path, metadata: dict[str, str]) -> None:
+    with pytest.raises(DeltaLogError, match=r"metadata .*'\\ud800'.* cannot be written as UTF-8"):
+        DeltaLog.create(tmp_path / "log", {"w": torch.zeros(3)}, metadata=metadata)
+    assert not (tmp_path / "log").exists()
