@@ -54,22 +54,28 @@ _LIBRARY = (
 class UsualDefaultsOutsideOfTheLibrary(TorchFunctionMode):
     """What tests and other packages make is float32 on the CPU, as they expect; the library's own code gets no help.
 
-    The code that makes a tensor is that of the innermost frame outside of torch.
+    The code that makes a tensor is that of the innermost frame outside of torch. What others set as the default dtype,
+    as transformers does while it loads a model, stays.
     """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.dtype = dtype  # the default that the tests do not expect
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _device_constructors() or self._is_called_by_the_library():
+        # A compiler can't look at frames; it compiles the library's code for the most part.
+        if func not in _device_constructors() or torch.compiler.is_compiling() or self._is_called_by_the_library():
             return func(*args, **kwargs)
         if kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
-        if kwargs.get("dtype") is not None:
+        if kwargs.get("dtype") is not None or torch.get_default_dtype() != self.dtype:
             return func(*args, **kwargs)
         if func in _FLOAT_FACTORIES:
             return func(*args, **{**kwargs, "dtype": torch.float32})
         made = func(*args, **kwargs)
         has_dtype = any(hasattr(arg, "dtype") for arg in args)
-        if isinstance(made, Tensor) and made.dtype == torch.get_default_dtype() and not has_dtype:
+        if isinstance(made, Tensor) and made.dtype == self.dtype and not has_dtype:
             return func(*args, **{**kwargs, "dtype": torch.float32})
         return made
 
@@ -83,16 +89,17 @@ class UsualDefaultsOutsideOfTheLibrary(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     """The defaults of `--default-dtype` and `--default-device`, in the library's code."""
-    dtype, device = request.config.getoption("default_dtype"), request.config.getoption("default_device")
-    if dtype is None and device is None:
+    name, device = request.config.getoption("default_dtype"), request.config.getoption("default_device")
+    if name is None and device is None:
         yield
         return
+    dtype = None if name is None else getattr(torch, name)
     if dtype is not None:
-        torch.set_default_dtype(getattr(torch, dtype))
+        torch.set_default_dtype(dtype)
     if device is not None:
         torch.set_default_device(device)
     try:
-        with UsualDefaultsOutsideOfTheLibrary():
+        with UsualDefaultsOutsideOfTheLibrary(dtype):
             yield
     finally:
         torch.set_default_dtype(torch.float32)

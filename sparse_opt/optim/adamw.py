@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -116,11 +115,9 @@ class SparseAdamW(SparseOptimizer):
     def _check_options(self, group: dict[str, Any], where: str = "") -> None:
         super()._check_options(group, where)
         betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        pair = betas if isinstance(betas, (tuple, list)) and len(betas) == 2 else ()
+        if not pair or not all(options.is_number(beta, 0.0, 1.0) for beta in pair):
             raise ValueError(f"{where}betas are {options.shown(betas)}, expected two numbers, 0 <= beta < 1")
-        for beta in betas:
-            if not isinstance(beta, numbers.Real) or not 0.0 <= beta < 1.0:
-                raise ValueError(f"{where}betas are {options.shown(betas)}, expected two numbers, 0 <= beta < 1")
         options.require_number(where, "eps", group["eps"])
         options.require_number(where, "weight_decay", group["weight_decay"])
 

@@ -12,9 +12,15 @@ from torch import Tensor
 SEED_LIMIT = 2**62  # leaves room for what a bucket adds
 
 
+def is_number(value: Any, minimum: float, below: float) -> bool:
+    """Whether `value` is a number, one of numpy's included, minimum <= value < below."""
+    compared: Any = value  # numbers.Real is not typed as ordered
+    return isinstance(value, numbers.Real) and bool(minimum <= compared < below)
+
+
 def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = math.inf) -> None:
     """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` begins the message."""
-    if isinstance(value, numbers.Real) and minimum <= value < below:
+    if is_number(value, minimum, below):
         return
     bound = "" if minimum == -math.inf else f" >= {minimum:g}"
     bound += "" if below == math.inf else f" and < {below:g}"
@@ -35,7 +41,7 @@ def require_lr(where: str, lr: Any) -> None:
 
 def require_seed(where: str, seed: Any) -> None:
     """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**62."""
-    if not isinstance(seed, numbers.Integral) or not 0 <= seed < SEED_LIMIT:
+    if not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < SEED_LIMIT:
         raise ValueError(f"{where}seed is {shown(seed)}, expected an integer, 0 <= seed < 2**62")
 
 
