@@ -50,6 +50,7 @@ from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.mask_finding import select_names
 from sparse_opt.mask_patterns import PATTERNS
 from sparse_opt.trainers.adapters import require_shira_rank, shira_rank
+from sparse_opt.trainers.config import SEEDS
 from sparse_opt.trainers.pretrained import load_config_from
 
 from .baseline_inputs import (
@@ -95,7 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_words(sys.argv[1:] if argv is None else argv)
     args.output = args.output or Path(f"bench/results/baseline_{args.algorithm}.json")
-    device = torch.device("cpu" if args.small else args.device)
+    try:
+        device = torch.device("cpu" if args.small else args.device)
+    except RuntimeError:
+        parser.error(f"--device is {args.device!r}, wanted cpu, cuda or cuda:N")
     if problem := _problem(args, device):
         parser.error(problem)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
@@ -192,8 +196,8 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
     if unknown or len(set(args.modes)) < len(args.modes):
         return f"--modes {','.join(args.modes)}: wanted some of {', '.join(MODES)}, each once"
     for name in ("n_steps", "batch_size", "lora_rank", "shira_rank", "max_new_tokens", "subset_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            return f"--{name} is {getattr(args, name)}, wanted at least 1"
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 2**31:
+            return f"--{name} is {getattr(args, name)}, wanted at least 1 and less than {2**31}"
     if not 0 <= args.n_warmup < args.n_steps:
         return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
     if args.n_generations < 2:
@@ -201,6 +205,12 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
     shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
     if args.sequence_length < shortest:
         return f"--sequence_length is {args.sequence_length}, wanted at least {shortest}"
+    if not 0 <= args.learning_rate <= torch.finfo(torch.float32).max:
+        return f"--learning_rate is {args.learning_rate}, wanted at least 0 and no more than fp32 can hold"
+    if args.seed not in SEEDS:
+        return f"--seed is {args.seed}, wanted {SEEDS.start} to {SEEDS.stop - 1}"
+    if device.type not in ("cpu", "cuda"):
+        return f"--device is {device}, wanted cpu, cuda or cuda:N"
     if not 0 < args.density <= 1:
         return f"--density is {args.density}, wanted more than 0 and at most 1"
     own_model = args.model_name is not None or args.checkpoint is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
-_COUNT = r"([1-9]\d*)"
+_COUNT = r"([1-9][0-9]{0,17})"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Schedule:
             ConfigError: an item of another form, a step below 1, or nothing that names a step.
         """
         every, ranges, last, until = [], [], False, None
+        where = f"step schedule '{_shortened(text)}'"
         for item in (part.strip() for part in text.split(",")):
             if item == "last":
                 last = True
@@ -48,15 +49,15 @@ class Schedule:
             elif match := re.fullmatch(f"{_COUNT}(?:-{_COUNT}(?::{_COUNT})?)?", item):
                 first, end, stride = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
                 if end < first:
-                    raise ConfigError(f"step schedule '{text}': the range '{item}' runs backwards")
+                    raise ConfigError(f"{where}: the range '{item}' runs backwards")
                 ranges.append((first, end, stride))
             else:
                 raise ConfigError(
-                    f"step schedule '{text}': cannot read '{item}'; wanted a step, first-last, first-last:stride, "
+                    f"{where}: cannot read '{_shortened(item)}'; wanted a step, first-last, first-last:stride, "
                     "every:k, last or until:n"
                 )
         if not (every or ranges or last):
-            raise ConfigError(f"step schedule '{text}': names no step; wanted a step, first-last, every:k or last")
+            raise ConfigError(f"{where}: names no step; wanted a step, first-last, every:k or last")
         return cls(tuple(every), tuple(ranges), last, until)
 
     def due(self, step: int, n_steps: int | None = None) -> bool:
@@ -69,6 +70,15 @@ class Schedule:
             first <= step <= end and (step - first) % stride == 0 for first, end, stride in self.ranges
         )
 
+    def names_step(self, n_steps: int) -> bool:
+        """Whether a run of n_steps has a step to be logged; takes no longer for long runs than for short ones."""
+        end = n_steps if self.until is None else min(n_steps, self.until)
+        return self.last or any(k <= end for k in self.every) or any(first <= end for first, _, _ in self.ranges)
+
     def steps(self, n_steps: int) -> tuple[int, ...]:
         """The steps of a run of n_steps, ascending; what is named beyond its end is left out."""
         return tuple(step for step in range(1, n_steps + 1) if self.due(step, n_steps))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

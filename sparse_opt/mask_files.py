@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from .atomic_files import one_line, write_safetensors, written_aside
 from .errors import MaskError
@@ -113,11 +114,16 @@ def read(path: Path) -> IndexMasks | BoolMasks:
     """Read a mask file by its suffix. Raises MaskError naming the file."""
     if not path.is_file():
         raise MaskError(f"{path}: no such mask file")
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    if path.suffix in _PT_SUFFIXES:
-        return _read_pt(path)
-    raise MaskError(f"{path}: mask files end in .safetensors, {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
+    if path.suffix not in (".safetensors", *_PT_SUFFIXES):
+        raise MaskError(f"{path}: mask files end in .safetensors, {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
+    found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+    names = found.indices if isinstance(found, IndexMasks) else found.masks
+    for text in (*names, *found.metadata, *found.metadata.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # no file can be written with such a name
+            raise MaskError(f"{path}: {text[:80]!r} is no text: {error.reason}") from error
+    return found
 
 
 def _read_safetensors(path: Path) -> IndexMasks:
@@ -151,20 +157,28 @@ def _read_safetensors(path: Path) -> IndexMasks:
 def _parsed_shapes(path: Path, text: str) -> dict[str, tuple[int, ...]]:
     try:
         shapes = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise MaskError(f"{path}: its shapes are not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of too many digits
+        raise MaskError(f"{path}: its shapes are not JSON: {one_line(error)}") from error
     lists = isinstance(shapes, dict) and all(isinstance(shape, list) for shape in shapes.values())
-    if not lists or not all(type(size) is int for shape in shapes.values() for size in shape):
-        raise MaskError(f"{path}: its shapes are not name -> list of integers")
+    if not lists or not all(type(size) is int and size >= 0 for shape in shapes.values() for size in shape):
+        raise MaskError(f"{path}: its shapes are not name -> list of sizes")
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _read_pt(path: Path) -> BoolMasks:
     _require_sound_zip(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {one_line(error)}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors and pickles that are refused here
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    # A pickle of other bytes can fail in any of these ways.
+    except (
+        OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        # torch's advice, to trust the file, comes before the cause.
+        cause = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or one_line(error)
+        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {cause}") from error
     if not isinstance(content, dict):
         raise MaskError(f"{path}: holds a {type(content).__name__}, wanted a dictionary of bool tensors")
     beside: dict[Any, Any] = {}
@@ -180,15 +194,41 @@ def _read_pt(path: Path) -> BoolMasks:
     odd = [name for name in masks if not isinstance(name, str)]
     if odd or not masks:
         raise MaskError(f"{path}: holds {f'the key {odd[0]!r}' if odd else 'no masks'}, wanted parameter names")
+    for name, mask in masks.items():
+        if isinstance(mask, Tensor):
+            _require_stored(path, name, mask)
     metadata = {str(key): str(value) for key, value in beside.items() if isinstance(value, (str, int, float))}
     return BoolMasks(masks, {key: value for key, value in metadata.items() if key not in _RESERVED})
 
 
+def _require_stored(path: Path, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of which the file does not hold every element, before anything as large as its shape is made."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise MaskError(f"{path}: {name} is a {type(tensor).__name__}, expected a plain tensor")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        what = "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise MaskError(f"{path}: {name} is {what}, expected a dense tensor with values")
+    needed, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if needed > stored:
+        raise MaskError(
+            f"{path}: {name} is {list(tensor.shape)} with strides {list(tensor.stride())} over {stored} stored bytes, "
+            f"expected {needed}: a tensor that repeats its elements"
+        )
+
+
 def _require_sound_zip(path: Path) -> None:
-    """Compare the checksums of a torch.save archive, which torch.load leaves unread."""
+    """Compare the checksums of a torch.save archive, which torch.load leaves unread.
+
+    torch.save compresses nothing, and what is compressed can be any size larger than the file.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
+            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise MaskError(f"{path}: {packed[0]!r} is compressed, expected an archive as torch.save writes it")
             broken = archive.testzip()
+    except MaskError:
+        raise
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise MaskError(f"{path}: not a readable archive as torch.save writes it: {one_line(error)}") from error
     if broken is not None:

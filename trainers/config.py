@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -28,6 +30,11 @@ import yaml
 from sparse_opt.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
+
+SEEDS = range(-(2**63), 2**64)  # that torch.manual_seed takes
+_LARGEST_COUNT = 2**31 - 1
+_LARGEST_FLOAT = 3.4028234663852886e38  # torch.finfo(torch.float32).max
+_LOWEST_TEMPERATURE = 1e-6
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -75,6 +82,32 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
     if missing:
         raise ConfigError(f"required options are missing: {', '.join(missing)}")
     return config_class(**values)
+
+
+def require_number_ranges(config: Any) -> None:
+    """Raise ConfigError where a number of a dataclass is not finite, or not one to compute with.
+
+    Floats fit fp32; counts are below 2**31, which leaves room for their products; a `seed` is one that torch takes; a
+    temperature, if not 0, is not so low that logits divided by it overflow.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not abs(number) <= _LARGEST_FLOAT:
+                raise ConfigError(f"option '{field.name}' is {number}: wanted a number that fp32 can hold")
+            if field.name.endswith("temperature") and isinstance(number, float) and 0 < number < _LOWEST_TEMPERATURE:
+                raise ConfigError(f"option '{field.name}' is {number}: wanted at least {_LOWEST_TEMPERATURE}")
+            if isinstance(number, int) and field.name != "seed":
+                require_count(f"option '{field.name}'", number)
+    seed = getattr(config, "seed", 0)
+    if seed not in SEEDS:
+        raise ConfigError(f"option 'seed' is {seed}: wanted {SEEDS.start} to {SEEDS.stop - 1}")
+
+
+def require_count(what: str, number: int) -> None:
+    """Raise ConfigError where a number is too large to count with."""
+    if abs(number) > _LARGEST_COUNT:
+        raise ConfigError(f"{what} is {number}: wanted at most {_LARGEST_COUNT}")
 
 
 def to_yaml(config: Any) -> str:
@@ -146,17 +179,23 @@ def _read_words(fields: _Fields, argv: Sequence[str]) -> tuple[list[Path], list[
 
 
 def _read_yaml(file: Path) -> list[tuple[str, Any, str]]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read config file {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file} is not valid YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(file, "config file")
     if content is None:
         return []
     if not isinstance(content, dict):
         raise ConfigError(f"config file {file} holds a {type(content).__name__}; wanted 'key: value' lines")
     return [(str(key), value, str(file)) for key, value in content.items()]
+
+
+def read_yaml(file: Path, what: str) -> Any:
+    """What a YAML file holds. Raises ConfigError, which names `what` and the file, where it is not readable YAML."""
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {file}: {error.strerror or error}") from error
+    # PyYAML lets through what int() and date() say of a value, and nests a call for each level of the file.
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{what} {file} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
@@ -177,7 +216,14 @@ def _convert(raw: Any, annotation: Any, name: str, source: str) -> Any:
         return _cast(raw, wanted)
     except ValueError as error:
         choice = str(error) or f"wanted {_type_name(annotation)}"
-        raise ConfigError(f"option '{name}' (from {source}) is {raw!r}: {choice}") from error
+        raise ConfigError(f"option '{name}' (from {source}) is {_shown(raw)}: {choice}") from error
+
+
+def _shown(raw: Any) -> str:
+    """A value for a message: short also where it is long, or a YAML file's aliases make it exponentially long."""
+    shortener = reprlib.Repr()
+    shortener.maxstring, shortener.maxother, shortener.maxlevel = 200, 200, 2
+    return shortener.repr(raw)
 
 
 def _cast(raw: Any, wanted: Any) -> Any:
@@ -223,7 +269,10 @@ def _cast_float(raw: Any) -> float:
     # YAML reads 5e-5 (no dot) as a string, so strings are numbers here too.
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError
-    return _parsed(float, raw)
+    number: float = _parsed(float, raw)
+    if not math.isfinite(number):
+        raise ValueError("wanted a finite number")
+    return number
 
 
 def _cast_str(raw: Any) -> str:
@@ -235,15 +284,19 @@ def _cast_str(raw: Any) -> str:
 
 
 def _cast_path(raw: Any) -> Path:
-    if not isinstance(raw, str) or not raw:
+    if not isinstance(raw, str) or not raw or "\0" in raw:
         raise ValueError
+    try:
+        raw.encode()
+    except UnicodeEncodeError:  # safetensors takes no other paths
+        raise ValueError("wanted a path in UTF-8") from None
     return Path(raw).expanduser()
 
 
 def _parsed(cast: Callable[[Any], Any], raw: Any) -> Any:
     try:
         return cast(raw)
-    except ValueError:
+    except (ValueError, OverflowError):  # float() of an integer that is too large
         raise ValueError from None
 
 

@@ -14,15 +14,17 @@ Rules, TRL's wherever it has one, so that losses can be compared:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sparse_opt.atomic_files import one_line
 from sparse_opt.errors import DataError
 
-from .data import Example, Text, chosen_rows, demonstration_reader, load_records, preference_reader
+from .data import Example, Text, chosen_rows, demonstration_reader, load_records, preference_reader, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +104,7 @@ def load_examples(
     kept = []
     for row in rows:
         try:
-            example = read(records[row])
+            example = read(read_record(records, row))
             if any(_is_empty(completion) for completion in example.completions):
                 report.n_dropped_empty += 1
                 continue
@@ -139,15 +141,39 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[T
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
-    from jinja2 import TemplateError
-
-    try:
+    with applying_chat_template():
         encoded = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
         )
-    except TemplateError as error:
-        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
     return list(encoded["input_ids"])
+
+
+@contextmanager
+def applying_chat_template() -> Iterator[None]:
+    """Inside, an error of a tokenizer's chat template becomes a DataError: a template is a program of its own."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
+
+
+def require_known_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
+    """Raise DataError where a sequence has a token that the model has no embedding for.
+
+    On a GPU such a token ends the process without a word of which it was.
+    """
+    known = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= known:
+        return
+    for ids in sequences:
+        if ids and max(ids) >= known:
+            token = max(ids)
+            raise DataError(
+                f"the data has token {token} ({tokenizer.decode([token])!r}), and the model has embeddings for {known} "
+                f"of the tokenizer's {len(tokenizer)} tokens"
+            )
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

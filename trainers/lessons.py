@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sparse_opt.errors import ConfigError, DataError
 
 from .config import option
-from .data import load_records
+from .data import load_records, read_record
 from .order import permutation
 
 QUESTION_COLUMNS = ("question", "problem", "prompt")
@@ -60,7 +60,12 @@ class Templates:
     )
 
     def check_templates(self) -> None:
-        """Raise ConfigError where a template lacks a field or has one that is not its own."""
+        """Raise ConfigError where a template is no text, lacks a field, or has one that is not its own."""
+        for field_ in fields(Templates):
+            try:
+                getattr(self, field_.name).encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"option '{field_.name}' cannot be written as UTF-8: {error.reason}") from error
         for names, wanted, others in (
             (("teacher_system", "teacher_user", "teacher_start"), ("question", "solution"), ("explanation",)),
             (("student_system", "student_user"), ("question",), ("explanation", "solution")),
@@ -111,7 +116,7 @@ def load_lessons(
     lessons = []
     for row in rows:
         try:
-            lessons.append(read(records[row]))
+            lessons.append(read(read_record(records, row)))
         except DataError as error:
             raise DataError(f"dataset {dataset}, row {row}: {error}") from error
     return lessons

@@ -38,7 +38,7 @@ from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
 
 from .checkpoints import Checkpoints, Stateful
-from .encoding import TokenBatch, TokenSequence, collate
+from .encoding import TokenBatch, TokenSequence, collate, require_known_tokens
 from .models import compile_layers, load_policy, load_tokenizer, resolve_device
 from .optimizers import adapt, make_optimizer, make_scheduler
 from .options import TrainingOptions, model_slug
@@ -121,7 +121,11 @@ class TrainingRun:
         self.eos_id: int | None = self.tokenizer.eos_token_id
         self.pad_id: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         self._load_data(data_loader(data, config) if isinstance(data, str) else data)
-        self.model: Any = adapt(config, load_policy(config, self.device))
+        policy = load_policy(config, self.device)
+        examples = [*self.data, *(self.eval_data or [])]
+        sequences = (part for example in examples for part in (example if isinstance(example, list) else [example]))
+        require_known_tokens(policy, self.tokenizer, ([*part.ids, self.pad_id] for part in sequences))
+        self.model: Any = adapt(config, policy)
         if config.compile:
             compile_layers(self.model)
         self.optimizer = make_optimizer(config, self.model)

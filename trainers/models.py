@@ -24,15 +24,23 @@ _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is cuda where there is one, else cpu."""
+    """`auto` is cuda where there is one, else cpu.
+
+    Raises:
+        ConfigError: not a device of these kinds, or one that is not here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"option 'device' is '{name}': wanted auto, cpu, cuda or cuda:N") from error
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"option 'device' is {name!r}: wanted auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):  # meta has no values, and on others nothing here has been tried
+        raise ConfigError(f"option 'device' is '{name}': wanted auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"option 'device' is '{name}': there are {torch.cuda.device_count()} CUDA devices here")
     return device
 
 

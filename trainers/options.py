@@ -10,7 +10,7 @@ from typing import Literal
 from sparse_opt.delta_schedule import Schedule
 from sparse_opt.errors import ConfigError
 
-from .config import option
+from .config import option, require_count, require_number_ranges
 
 # Folders in the folder of a run, as these loops and transformers' Trainer name them.
 _OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")
@@ -99,6 +99,7 @@ class TrainingOptions:
     delta_log_level: Literal["fast", "packed", "tight"] = option("packed", "how small patches of the log are coded")
 
     def __post_init__(self) -> None:
+        require_number_ranges(self)
         require_at_least(
             self,
             1,
@@ -112,6 +113,10 @@ class TrainingOptions:
         require_at_least(self, 0, "learning_rate weight_decay adam_epsilon warmup_steps resume_step")
         if self.resume_step is not None and not self.resume:
             raise ConfigError(f"option 'resume_step' is {self.resume_step}: it is used with --resume only")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted at least 0, less than 1")
+        require_count("batch_size x gradient_accumulation_steps", self.batch_size * self.gradient_accumulation_steps)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"option 'max_grad_norm' is {self.max_grad_norm}: wanted more than 0, or none")
         if self.mode == "sparse" and self.mask is None:
@@ -120,7 +125,7 @@ class TrainingOptions:
             raise ConfigError(f"a mask ({self.mask}) is used in mode sparse only: add --mode sparse")
         if self.mode == "lora" and self.mlp_only:
             raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")
-        if not Schedule.parse(self.delta_log_steps).steps(self.n_steps):
+        if not Schedule.parse(self.delta_log_steps).names_step(self.n_steps):
             raise ConfigError(
                 f"option 'delta_log_steps' is '{self.delta_log_steps}': selects no step of 1 to n_steps {self.n_steps}"
             )
@@ -167,6 +172,7 @@ class RolloutOptions(ReferenceOptions):
         for name in ("top_p", "vllm_gpu_memory_utilization"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted more than 0, at most 1")
+        require_count("batch_size x gradient_accumulation_steps x n_minibatches", self.completions_per_step)
         if self.completions_per_step % self.n_generations:
             raise ConfigError(
                 f"batch_size {self.batch_size} x gradient_accumulation_steps {self.gradient_accumulation_steps} x "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -22,7 +23,7 @@ from sparse_opt.delta_lock import LOCK_NAME
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.new_folders import new_folder
 
-from .config import to_yaml
+from .config import read_yaml, to_yaml
 from .run_lock import LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
@@ -101,9 +102,9 @@ def require_same_options(output_dir: Path, config: Any, free_to_change: Collecti
     """
     file = output_dir / OPTIONS_FILE
     try:
-        begun_with = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"option 'resume': cannot read {file}: {one_line(error)}") from error
+        begun_with = read_yaml(file, "options file")
+    except ConfigError as error:
+        raise ConfigError(f"option 'resume': {error}") from error
     if not isinstance(begun_with, dict) or not begun_with:
         what = "is empty" if not begun_with else f"holds a {type(begun_with).__name__}"
         raise ConfigError(f"option 'resume': {file} {what}, expected the options of a run")
@@ -141,8 +142,19 @@ class RowFile:
         return file
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row of finite numbers, strings, lists and None. Raises SparseOptError if it cannot be written."""
-        line = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+        """Append one row of finite numbers, strings, lists and None.
+
+        Raises:
+            SparseOptError: a number is not finite, or the row cannot be written.
+        """
+        try:
+            line = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+        except ValueError as error:
+            wrong = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+            raise SparseOptError(
+                f"{self.path}: step {row['step']}: {wrong[0] if wrong else 'a value'} is not finite; lower "
+                "--learning_rate, or train in fp32"
+            ) from error
         with writing(self.path):
             if self._file is None:
                 # Unbuffered: a line that could not be written is not tried again when the file is closed.

@@ -37,7 +37,9 @@ def reading(what: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise DataError(f"cannot load {what}: {one_line(error)}") from error
-    except (TypeError, LookupError, AttributeError, ArithmeticError, EOFError, pickle.UnpicklingError) as error:
+    except (
+        TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         # Messages such as KeyError's "'metadata'" say nothing on their own.
         raise DataError(f"cannot load {what}: {type(error).__name__}: {one_line(error)}") from error
     finally:

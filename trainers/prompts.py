@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_opt.errors import DataError
 
-from .data import Message, Text, chosen_rows, load_records, prompt_reader
+from .data import Message, Text, chosen_rows, load_records, prompt_reader, read_record
 from .encoding import chat_ids, joined_text, text_ids
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def load_prompts(
     report = PromptReport(n_rows=len(rows))
     kept = []
     for row in rows:
-        columns = records[row]
         try:
+            columns = read_record(records, row)
             prompt = read(columns)
             if not joined_text(prompt).strip():
                 report.n_dropped_empty += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparse_opt.errors import DataError
 
-from .data import chosen_rows, load_records
+from .data import chosen_rows, load_records, read_record
 from .prompts import PromptExample
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def load_queries(
     report = QueryReport(n_rows=len(rows))
     examples = []
     for row in rows:
-        columns = records[row]
+        try:
+            columns = read_record(records, row)
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
         text = columns[TEXT_COLUMN]
         if not isinstance(text, str):
             raise DataError(f"dataset {dataset}, row {row}: text is {text!r}, wanted a string")

@@ -27,6 +27,7 @@ import importlib
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.atomic_files import one_line
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from . import math_rewards
 from .data import Text
@@ -153,8 +155,8 @@ class Rewards:
             columns: each of R values; `PromptExample.columns` of the prompts, by name.
 
         Raises:
-            DataError: a function lacks an argument, returns another number of rewards than R, or returns what is no
-                finite number and not None; it names the function, and the row.
+            DataError: a function lacks an argument, raises an error, returns another number of rewards than R, or
+                returns what is no finite number and not None; it names the function, and the row.
         """
         said: list[Text] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -184,7 +186,7 @@ def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -
     A module is looked for where Python looks, and then in the current folder.
 
     Raises:
-        ConfigError: no name, a name twice, an unknown one, a module that cannot be imported or lacks the function, a
+        ConfigError: no name, a name twice, an unknown one, a module that fails to import or lacks the function, a
             coroutine, another number of weights than of names, a weight that is not finite, or a missing package.
     """
     if not names:
@@ -232,6 +234,8 @@ def _import(module_name: str, name: str) -> Any:
         return importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"reward function '{name}': cannot import {module_name}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything
+        raise ConfigError(f"reward function '{name}': cannot import {module_name}: {_described(error)}") from error
     finally:
         sys.path.remove(folder)
 
@@ -240,17 +244,29 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) 
     """The function's rewards: [R] fp32, NaN for None."""
     try:
         inspect.signature(function).bind(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # a builtin may have no signature
         raise DataError(
             f"reward function '{name}': {error}; it is called with {', '.join(arguments)} (a function that does not "
             "want all of them takes **kwargs)"
         ) from error
-    returned = list(function(**arguments))
+    try:
+        returned = list(function(**arguments))
+    except (SparseOptError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # the function is the user's, and may raise anything
+        raise DataError(f"reward function '{name}' failed: {_described(error)}") from error
     n_rows = len(arguments["completions"])
     if len(returned) != n_rows:
         raise DataError(f"reward function '{name}' returned {len(returned)} rewards for {n_rows} completions")
     numbers = [_number(name, row, value) for row, value in enumerate(returned)]
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def _described(error: BaseException) -> str:
+    """An error of a user's code in one line, with the place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {one_line(error)}{where}"
 
 
 def _number(name: str, row: int, value: Any) -> float:

@@ -25,7 +25,8 @@ from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.state_digest import StateDigest
 from sparse_opt.tensor_state import compact_json
 
-from .config import option
+from .config import option, require_count, require_number_ranges
+from .encoding import require_known_tokens
 from .loop import seed_everything
 from .models import load_policy, load_tokenizer, resolve_device
 from .options import TrainingOptions, model_slug, require_at_least
@@ -84,6 +85,8 @@ class SamplingOptions:
     resume: bool = option(False, "go on with the run in output_dir; from the beginning where there is none yet")
 
     def __post_init__(self) -> None:
+        require_number_ranges(self)
+        require_count("prompts_per_batch x n_generations", self.prompts_per_batch * self.n_generations)
         require_at_least(self, 1, "subset_size n_generations max_prompt_length max_completion_length prompts_per_batch")
         require_at_least(self, 0, "temperature top_k")
         for name in ("top_p", "vllm_gpu_memory_utilization"):
@@ -227,6 +230,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
         seed=options.seed,
     )
     model = load_policy(loading, device).eval()
+    require_known_tokens(model, tokenizer, (example.ids for example in prompts))
     inputs = {"prompts": _prompts_digest(prompts), "weights": _weights_digest(model)}
     engine = make_engine(
         options.rollout_engine,

@@ -19,12 +19,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from sparse_opt.atomic_files import written_aside
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
-from .config import option, parse_config
+from .config import option, parse_config, read_yaml
+from .encoding import applying_chat_template
 from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
 from .outputs import writing
 from .pretrained import load_tokenizer_from
@@ -192,12 +191,8 @@ def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson:
         return system + user
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
-    from jinja2 import TemplateError
-
-    try:
+    with applying_chat_template():
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
 
 
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -239,10 +234,7 @@ def read_templates(file: Path) -> Templates:
     Raises:
         ConfigError: it cannot be read, one is no text, or one lacks a field.
     """
-    try:
-        options = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"option 'templates': cannot read {file}: {' '.join(str(error).split())}") from error
+    options = read_yaml(file, "templates file")
     if not isinstance(options, dict):
         raise ConfigError(f"option 'templates': {file} has no options")
     found = {field.name: options[field.name] for field in fields(Templates) if field.name in options}

@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError, SparseOptError
+from .output import is_out_of_memory
 
 COMMANDS = {
     "quickstart": "dense DPO, a mask from it, sparse DPO under the mask: the whole path on a tiny model, in minutes",
@@ -90,6 +91,10 @@ def _exit_code(words: list[str]) -> int:
         if package not in _INSTALL:
             raise
         return _fail(f"error: this needs the package {package}, which is not installed: {_INSTALL[package]}", 1)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _fail(f"error: out of memory: {error or type(error).__name__}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 

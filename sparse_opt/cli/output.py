@@ -36,6 +36,14 @@ def _justified(cells: Sequence[str], widths: Sequence[int], words: int) -> list[
     return [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in pairs]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory has run out: a GPU's, or the host's as Python, numpy or torch's CPU allocator say it."""
+    import torch
+
+    gpu_or_python = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return gpu_or_python or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def format_bytes(size: int) -> str:
     """1536 -> '1.5 KiB'."""
     value = float(size)

@@ -44,11 +44,15 @@ examples:
 
 def run(argv: Sequence[str]) -> int:
     """Run the experiment, check it, and print its table or JSON."""
+    from sparse_opt.trainers.config import SEEDS
+
     args = _parser().parse_words(argv)
     # Twelve questions hold two out; there are 4005 pairs of numbers to ask about.
     for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
         if not least <= getattr(args, name) <= most:
             raise ConfigError(f"option '{name}' is {getattr(args, name)}: wanted {least} to {most}")
+    if args.seed not in SEEDS:
+        raise ConfigError(f"option 'seed' is {args.seed}: wanted {SEEDS.start} to {SEEDS.stop - 1}")
     results = experiment(args)
     if args.json:
         print_json(results)

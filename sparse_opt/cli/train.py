@@ -6,8 +6,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..atomic_files import one_line
 from ..errors import ConfigError, SparseOptError
-from .output import format_bytes, print_json
+from .output import format_bytes, is_out_of_memory, print_json
 from .parser import CommandParser, add_json_flag
 
 # Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>; of rft, the name of its stages' table.
@@ -102,12 +103,12 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
     hide_progress_bars()
     try:
         return work(config)
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         raise SparseOptError(
             f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, add --gradient_checkpointing, or train --mode sparse "
-            f"or lora: {' '.join(str(error).split())}"
+            f"or lora: {one_line(error)}"
         ) from error
 
 
@@ -122,13 +123,6 @@ def _stages_parser(prog: str, stages: Mapping[str, tuple[type, Any]]) -> Command
     for stage, (config_class, _) in stages.items():
         subparsers.add_parser(stage, help=(config_class.__doc__ or "").partition("\n")[0])
     return parser
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """A GPU's, or the host's as torch's CPU allocator says it."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _text(summary: dict[str, Any]) -> str:

@@ -200,8 +200,9 @@ def test_errors_inside_a_function_are_its_own():
     def broken(completions, **kwargs):
         raise TypeError("mine")
 
-    with pytest.raises(TypeError, match="^mine$"):
+    with pytest.raises(DataError, match=r"'broken' failed: TypeError: mine \(test_rewards.py:\d+\)$") as raised:
         score(Rewards({"broken": broken}, (1.0,)), ["x"])
+    assert isinstance(raised.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize(

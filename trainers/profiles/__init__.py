@@ -21,9 +21,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sparse_opt.errors import ConfigError
+
+from ..config import read_yaml
 
 NAMES = ("conservative", "balanced", "aggressive")
 STAGES = ("datagen", "train", "test")
@@ -81,12 +81,7 @@ def load_profile(name: str) -> Profile:
         nearest = get_close_matches(name, NAMES, n=1)
         hint = f"; the nearest is '{nearest[0]}'" if nearest else ""
         raise ConfigError(f"option 'profile' is '{name}': wanted {', '.join(NAMES)} or a .yaml file{hint}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read profile {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"profile {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path, "profile")
     _check_keys(content, _PROFILE_KEYS, tuple(_PROFILE_KEYS), f"profile {path}")
     settings = tuple(_setting(str(key), entry, path) for key, entry in content["settings"].items())
     known = {setting.key for setting in settings}

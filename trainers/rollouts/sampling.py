@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from ..encoding import TokenBatch, TokenSequence, collate
 from ..logprobs import token_logprobs
@@ -236,10 +236,17 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
     Raises:
         ConfigError: there is none.
+        DataError: the generation settings name what is no token id.
     """
     found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found += [] if own is None else [own] if isinstance(own, int) else [int(token) for token in own]
+    tokens = [] if own is None else own if isinstance(own, list | tuple) else [own]
+    for token in tokens:
+        if type(token) is not int or token < 0:
+            raise DataError(
+                f"eos_token_id of the generation settings of {type(model).__name__} is {own!r}: wanted token ids"
+            )
+    found += tokens
     if not found:
         raise ConfigError(
             f"neither the tokenizer nor the generation settings of {type(model).__name__} name an EOS token, "
