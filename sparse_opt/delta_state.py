@@ -228,12 +228,8 @@ def is_text(text: str) -> bool:
 def _require_plain(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, wanted a tensor")
-    if is_lazy(tensor):
-        raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, expected an initialized tensor")
-    if is_wrapper(tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise DeltaLogError(
-            f"state entry {name} is {type(tensor).__name__}, wanted a plain tensor: gather sharded ones first"
-        )
+    if type(tensor) is not Tensor:
+        _require_plain_type(name, tensor)
     if tensor.is_nested:
         raise DeltaLogError(f"state entry {name} is nested, expected a tensor of one shape")
     if tensor.layout != torch.strided or tensor.is_meta:
@@ -255,6 +251,14 @@ def _require_plain(name: str, tensor: object) -> None:
         )
 
 
+def _require_plain_type(name: str, tensor: Tensor) -> None:
+    kind = type(tensor)
+    if is_lazy(tensor):
+        raise DeltaLogError(f"state entry {name} is {kind.__name__}, expected an initialized tensor")
+    if is_wrapper(tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise DeltaLogError(f"state entry {name} is {kind.__name__}, wanted a plain tensor: gather sharded ones first")
+
+
 def _reach(tensor: Tensor) -> int:
     """Bytes of its storage up to the last one of the tensor."""
     if tensor.numel() == 0:
@@ -263,4 +267,4 @@ def _reach(tensor: Tensor) -> int:
         elements = tensor.numel()
     else:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + elements) * tensor.element_size()
+    return (int(tensor.storage_offset()) + elements) * tensor.element_size()

@@ -113,7 +113,7 @@ class TensorFile:
     def _elements(self, entry: _Entry, begin: int, end: int) -> Tensor:
         size = entry.dtype.itemsize
         data = torch.empty((end - begin) * size, dtype=torch.uint8, device="cpu")
-        _read_into(self._descriptor, memoryview(data.numpy()), entry.begin + begin * size)
+        _read_into(self._descriptor, data.numpy().data, entry.begin + begin * size)
         return data.view(entry.dtype)
 
 
