@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.new_folders import new_folder
 
-from .config import option, parse_config
+from .config import option, parse_config, require_number_ranges
 from .outputs import check_new_folder, save_checkpoint, writing
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ TAGS = (
 )
 # 32 is the smallest head that all of vLLM's attention kernels take.
 _HEAD_DIM = 32
+_LARGEST_OPERAND = 999  # all questions are listed: a million of them
 
 
 @dataclass(kw_only=True)
@@ -78,6 +79,9 @@ class ArithmeticConfig:
     seed: int = option(0, "seed of questions, answers and weights")
 
     def __post_init__(self) -> None:
+        require_number_ranges(self)
+        if self.max_operand > _LARGEST_OPERAND:
+            raise ConfigError(f"option 'max_operand' is {self.max_operand}: wanted at most {_LARGEST_OPERAND}")
         for name in ("max_operand", "n_train", "n_test", "n_demonstrations", "n_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted at least 1")

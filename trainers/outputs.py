@@ -188,7 +188,7 @@ def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: line {number} is not JSON: {one_line(error)}") from error
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
+        if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
             raise DataError(f"{path}: line {number} is not an object with a step")
         if row["step"] <= last_step:
             rows.append(row)
@@ -198,7 +198,12 @@ def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
 def require_metrics(output_dir: Path, last_step: int) -> None:
     """Raise DataError where the metrics of a run are not one row for each step up to `last_step`, in order."""
     path = output_dir / METRICS_FILE
-    found = [row["step"] for row in read_rows(path, last_step)] if path.exists() else []
+    rows = read_rows(path, last_step) if path.exists() else []
+    for row in rows:
+        odd = [name for name, value in row.items() if not (value is None or isinstance(value, int | float))]
+        if odd or not isinstance(row.get("step_time_s"), float):
+            raise DataError(f"{path}: step {row['step']}: {odd[0] if odd else 'step_time_s'} is no number")
+    found = [row["step"] for row in rows]
     for step in range(1, last_step + 1):
         if step > len(found) or found[step - 1] != step:
             raise DataError(f"{path}: has no row of step {step}, and the checkpoint is of step {last_step}")

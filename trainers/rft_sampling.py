@@ -332,7 +332,7 @@ def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, 
     if resuming:
         require_same_options(folder, options, _MAY_DIFFER)
         # It is missing where the run was killed right after it had begun: then there is no part either.
-        found = _read_json(file) if file.exists() else inputs
+        found = _read_json(file) if file.exists() or _has_parts(folder) else inputs
         for name, digest in inputs.items():
             if found.get(name) != digest:
                 raise ConfigError(
@@ -349,12 +349,11 @@ def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, 
                 aside.write_text(json.dumps(inputs, indent=1) + "\n", encoding="utf-8")
         yield
     finally:
-        parts = folder / PARTS_FOLDER
-        if not resuming and not (parts.is_dir() and any(parts.iterdir())):
+        if not resuming and not _has_parts(folder):
             for path in (folder / OPTIONS_FILE, file):
                 path.unlink(missing_ok=True)
-            if parts.is_dir():
-                parts.rmdir()
+            if (folder / PARTS_FOLDER).is_dir():
+                (folder / PARTS_FOLDER).rmdir()
 
 
 def _prompts_digest(prompts: Sequence[PromptExample]) -> str:
@@ -368,6 +367,11 @@ def _weights_digest(model: nn.Module) -> str:
     tensors = model.state_dict()
     digests = StateDigest.start(list(tensors.values())).result()
     return xxhash.xxh3_128_hexdigest(json.dumps(list(zip(tensors, digests, strict=True))).encode())
+
+
+def _has_parts(folder: Path) -> bool:
+    parts = folder / PARTS_FOLDER
+    return parts.is_dir() and any(parts.iterdir())
 
 
 def _part_file(folder: Path, part: int) -> Path:

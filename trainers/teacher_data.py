@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from sparse_opt.atomic_files import written_aside
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
-from .config import option, parse_config, read_yaml
+from .config import option, parse_config, read_yaml, require_number_ranges
 from .encoding import applying_chat_template
 from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
 from .outputs import writing
@@ -226,6 +226,9 @@ class TeacherDataConfig:
     tokenizer: str = option(help="hub name or local folder of the model that will be the teacher")
     templates: Path | None = option(None, "YAML file of an rlt run, whose templates are taken; none is the defaults")
     output: Path = option(help="new .jsonl file")
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
 
 
 def read_templates(file: Path) -> Templates:

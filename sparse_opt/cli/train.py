@@ -137,7 +137,12 @@ def _text(summary: dict[str, Any]) -> str:
     lines = [f"{summary['algorithm']} {summary['mode']}: {summary['n_steps']} steps, {', '.join(changed)}"]
     if summary["last_evaluation"] is not None:
         before, after = summary["first_evaluation"], summary["last_evaluation"]
-        names = [name for name in after if name not in ("step", "eval_time_s") and after[name] is not None]
+        names = [
+            name
+            for name in after
+            if name not in ("step", "eval_time_s")
+            and all(isinstance(row.get(name), int | float) for row in (before, after))
+        ]
         lines.append(
             "evaluation "
             + ", ".join(f"{name.removeprefix('eval_')} {before[name]:.4f} -> {after[name]:.4f}" for name in names)

@@ -155,6 +155,8 @@ def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
         ({"n_layers": 0}, "'n_layers' is 0: wanted at least 1"),
         ({"hidden_size": 48}, "'hidden_size' is 48: wanted a multiple of 32"),
         ({"p_right": 1.5}, "'p_right' is 1.5: wanted 0 to 1"),
+        ({"max_operand": 10**9}, "'max_operand' is 1000000000: wanted at most 999"),
+        ({"seed": 10**23}, "'seed' is 100000000000000000000000: wanted -9223372036854775808 to 18446744073709551615"),
         ({"operations": ["+", "*"]}, r"'operations' is '\+,\*': wanted"),
     ],
 )

@@ -233,6 +233,13 @@ def test_a_run_that_was_killed_as_it_began_is_resumed(options, tmp_path, monkeyp
     datagen(options(resume=True))
 
 
+def test_inputs_that_are_gone_are_named(options, tmp_path, monkeypatch):
+    kill_in_block(monkeypatch, options(), 1)
+    (tmp_path / "data/inputs.json").unlink()
+    with pytest.raises(DataError, match="inputs.json: cannot be read: No such file"):
+        datagen(options(resume=True))
+
+
 def test_a_run_that_fails_before_its_first_part_leaves_nothing(options, tmp_path, monkeypatch):
     kill_in_block(monkeypatch, options(), 0)
     assert not (tmp_path / "data").exists()
