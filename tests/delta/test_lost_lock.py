@@ -23,7 +23,7 @@ LOST = r"{}: step {}: .*writer\.lock was (deleted|replaced) while this process h
 
 
 def state(value: float) -> dict[str, Tensor]:
-    return {"w": (torch.arange(4000) < 9) * float(value)}
+    return {"w": (torch.arange(4000) < 9).float() * value}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -90,7 +90,7 @@ def test_a_file_of_the_step_is_never_overwritten_or_hidden(
     (directory / "writer.lock").unlink()
     second = DeltaLog.open(directory)
     # Of random numbers the patch is larger than the state.
-    few = {"w": torch.arange(4000) // 3990 * 7.0}
+    few = {"w": (torch.arange(4000) // 3990).float() * 7}
     states = {"patch": few, "keyframe": {"w": torch.randn(4000)}}
     acknowledged = states[theirs]
     assert second.append(1, acknowledged).wait().kind == theirs
