@@ -28,6 +28,7 @@ from .loop import TrainingRun
 from .margins import MarginsLog
 from .options import ReferenceOptions
 from .progress import Progress
+from .reference import Reference
 from .samples import sample_completions
 
 LossType = Literal["sigmoid", "robust", "hinge", "ipo"]
@@ -268,10 +269,10 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     groups += _chunks(run.eval_data or [], config.batch_size)
 
     # Before the first step the policy is the reference, in every mode.
-    reference = nullcontext(run.model) if config.ref_name is None else run.reference().model()
-    with torch.no_grad(), reference as model, Progress("dpo reference", len(groups)) as progress:
+    reference = Reference(run.model, nullcontext) if config.ref_name is None else run.reference()
+    with torch.no_grad(), reference.weights(), Progress("dpo reference", len(groups)) as progress:
         for n, pairs in enumerate(groups, 1):
-            known.add(pairs, completion_logprobs(model, run.collate(pairs)))
+            known.add(pairs, completion_logprobs(reference.model, run.collate(pairs)))
             progress.advance(n, {})
     return known
 

@@ -5,6 +5,8 @@ A killed run leaves the file, and nothing locked.
 
 from __future__ import annotations
 
+import errno
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -13,12 +15,14 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.file_lock import FileLock
 
 LOCK_FILE = "run.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
     """A folder taken for writing while `with` lasts; it is made where it is missing.
 
-    At the end the lock file is removed, and with it the folder if taking it made it and nothing else is in it.
+    At the end the lock file is removed, and with it the folder if taking it made it and nothing else is in it. On a
+    file system without locks, as some of clusters are, the folder is only made, with a UserWarning.
 
     Raises:
         ConfigError: another run has the folder, or it cannot be written.
@@ -35,14 +39,23 @@ class RunLock:
         except BlockingIOError as error:
             raise ConfigError(f"option 'output_dir': another run is writing to {self.folder}") from error
         except OSError as error:
+            if error.errno in _NO_LOCKS:
+                warnings.warn(
+                    f"the file system of {self.folder} has no locks ({one_line(error)}): nothing keeps another run "
+                    "from writing there too",
+                    stacklevel=2,
+                )
+                path.unlink(missing_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                return self
             raise ConfigError(f"option 'output_dir': {self.folder} cannot be written: {one_line(error)}") from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._lock is not None
-        self._lock.undo(remove_file=True)
+        if self._lock is not None:
+            self._lock.undo(remove_file=True)
 
 
 def require_unlocked(folder: Path) -> None:

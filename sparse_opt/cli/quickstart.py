@@ -44,9 +44,9 @@ examples:
 
 def run(argv: Sequence[str]) -> int:
     """Run the experiment, check it, and print its table or JSON."""
-    from sparse_opt.trainers.config import SEEDS
-
     args = _parser().parse_words(argv)
+    from sparse_opt.trainers.config import SEEDS  # after the help, which loads as little as it can
+
     # Twelve questions hold two out; there are 4005 pairs of numbers to ask about.
     for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
         if not least <= getattr(args, name) <= most:

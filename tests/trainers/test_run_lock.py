@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from stopping import assert_same_run, stop
@@ -121,6 +124,20 @@ def test_a_folder_that_cannot_be_locked(tmp_path):
         RunLock(tmp_path / "file" / "run"),
     ):
         pass
+
+
+def test_a_file_system_without_locks(monkeypatch, config):
+    flock = fcntl.flock
+
+    def refuse(descriptor, operation):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == LOCK_FILE:
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(descriptor, operation)  # of the data's cache
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match=r"file system of .*run has no locks \(No locks available\)"):
+        dpo.train(config)
+    assert not (config.output_dir / LOCK_FILE).exists()
 
 
 def test_a_forked_process_neither_keeps_nor_removes_the_lock(tmp_path):
