@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..atomic_files import one_line
 from ..errors import ConfigError, SparseOptError
 from .output import format_bytes, is_out_of_memory, print_json
 from .parser import CommandParser, add_json_flag
@@ -108,7 +107,7 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
             raise
         raise SparseOptError(
             f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, add --gradient_checkpointing, or train --mode sparse "
-            f"or lora: {one_line(error)}"
+            f"or lora: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error
 
 
