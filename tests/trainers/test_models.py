@@ -21,7 +21,7 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.adapters import add_lora, add_shira, shira_rank
 from sparse_opt.trainers.encoding import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import load_policy, make_masks_skippable, skip_padding_masks
+from sparse_opt.trainers.models import load_policy, make_masks_skippable, resolve_device, skip_padding_masks
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)
@@ -241,6 +241,21 @@ def test_the_rank_of_sparse_adapters_is_the_closest(density):
         counts[r] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert min(counts, key=lambda r: abs(counts[r] - density * numel)) == rank
     assert len(counts) > 1
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu", "tpu:x", "cuda:x", ""])
+def test_devices_that_cannot_train(name):
+    with pytest.raises(ConfigError, match="wanted auto, cpu, cuda or cuda:N$"):
+        resolve_device(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=f"needs a CUDA GPU, and torch {torch.__version__} sees none")
+def test_a_gpu_that_is_not_there():
+    count = torch.cuda.device_count()
+    assert resolve_device(f"cuda:{count - 1}") == torch.device("cuda", count - 1)
+    with pytest.raises(ConfigError, match=f"'cuda:{count}': there are {count} CUDA devices here$"):
+        resolve_device(f"cuda:{count}")
 
 
 def test_sparse_adapters_that_cannot_be():
