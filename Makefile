@@ -40,7 +40,7 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test
 	$(PYTEST) tests/$*
 
 test-reference: $(VENV)/.test
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/test_logprobs_tiles.py
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py
 
 test-triton: $(VENV)/.test
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "not test_runs or many_steps"
@@ -96,7 +96,7 @@ gpu-check: ## build for the GPU at hand against PYTHON's torch, run the GPU test
 	rm -rf build/gpu
 	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-native}" SPARSE_OPT_REQUIRE_NATIVE=1 \
 	  $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
-	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.gpu_check $(GPU_CHECK_OPTIONS)
+	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.kernels.gpu_check $(GPU_CHECK_OPTIONS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks sparse_opt/_C*.so

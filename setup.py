@@ -103,7 +103,7 @@ def native_extension(torch, missing, archs, notes):
     sources = [path for path in Path("csrc").rglob("*.cpp") if not path.stem.endswith("_cuda")]
     make = cpp_extension.CppExtension
     if not missing:
-        sources += [*Path("csrc").glob("*_cuda.cpp"), *Path("csrc").rglob("*.cu")]
+        sources += [*Path("csrc").rglob("*_cuda.cpp"), *Path("csrc").rglob("*.cu")]
         make = cpp_extension.CUDAExtension
         os.environ["TORCH_CUDA_ARCH_LIST"] = archs
     build_info = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from .environment import environment
-from .shapes import SUITE_NUMEL
+from .common.environment import environment
+from .common.shapes import SUITE_NUMEL
 
 DEFAULT_ROUNDS = 100
 

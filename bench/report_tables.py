@@ -15,8 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import baseline_report, delta_report, dram_bytes, floors, kernels, spread, targets, trl_memory
-from .report import markdown_table
+from .common import spread
+from .common.report import markdown_table
+from .delta import report as delta_report
+from .kernels import dram_bytes, floors, targets
+from .kernels import table as kernels
+from .training import trl_memory
+from .training.baseline import report as baseline_report
 
 DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
 DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), Path("docs/delta_logs.md"))
@@ -135,7 +140,7 @@ def dram_table(results: Path) -> str:
     """Bytes as counted beside those of the floors; without a run, how to make one."""
     path = results / "dram_bytes.json"
     if not path.is_file():
-        return "Not counted yet: `python -m sparse_opt.bench.dram_bytes` on a GPU whose counters can be read."
+        return "Not counted yet: `python -m sparse_opt.bench.kernels.dram_bytes` on a GPU whose counters can be read."
     report = _load(path)
     table = markdown_table(dram_bytes.HEADERS, [dram_bytes.cells(row) for row in report["rows"]], n_words=2)
     return f"{machine_line(report['environment'])}.\n\n{table}"

@@ -19,12 +19,20 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sparse_opt import backends
 
-from . import floors
-from .cases import Case, check
-from .inputs import random_active, random_case, random_tensors
-from .optimizers import Gradients, check_first_step, index_itemsize, mask_of, parameters, sparse_adamw, step_again
-from .shapes import LLAMA_64M, SUITE_NUMEL, scaled
-from .timing import n_buffer_sets, samples
+from .common.shapes import LLAMA_64M, SUITE_NUMEL, scaled
+from .common.timing import n_buffer_sets, samples
+from .kernels import floors
+from .kernels.cases import Case, check
+from .kernels.inputs import random_active, random_case, random_tensors
+from .kernels.optimizers import (
+    Gradients,
+    check_first_step,
+    index_itemsize,
+    mask_of,
+    parameters,
+    sparse_adamw,
+    step_again,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DENSITIES = [0.025, 0.1]

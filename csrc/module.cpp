@@ -17,9 +17,9 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "bound_params.h"
-#include "gradient_hook.h"
-#include "tile_linear.h"
+#include "optim/bound_params.h"
+#include "optim/gradient_hook.h"
+#include "optim/tile_linear.h"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -84,16 +84,16 @@ struct Cuda {
       const Sample sample(call);
       const int64_t found = last.load(std::memory_order_relaxed), guess = found + found / 8 + 16384;
       // A guess that is too high asks for memory in vain: not for much.
-      args.is_guess = found > 0 && guess <= numel / 8;
-      if (args.is_guess) encode(guess);
-      if (!args.is_guess || sample.estimate() > args.room) {
-        args.is_guess = false;
+      args.speculative = found > 0 && guess <= numel / 8;
+      if (args.speculative) encode(guess);
+      if (!args.speculative || sample.estimate() > args.room) {
+        args.speculative = false;
         encode(sample.likely_most());
       }
     }
     const int64_t total = read_counts(call, counts.mutable_data_ptr<int64_t>());
     if (total > args.room) {
-      args.is_guess = false;
+      args.speculative = false;
       std::fill(args.bounds, args.bounds + args.count, kNothing);
       cuda::delta_prepare(args, stream());
       encode(total);

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops
-    from .delta_log import DeltaLog
+    from .delta import DeltaLog
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
     from .masks import MaskSet
@@ -31,7 +31,7 @@ __all__ = [
 
 _HOMES = {
     "BackendUnavailable": "errors",
-    "DeltaLog": "delta_log",
+    "DeltaLog": "delta",
     "MaskSet": "masks",
     "SparseAdamW": "optim",
     "SparseSGD": "optim",

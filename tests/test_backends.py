@@ -8,7 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sparse_opt import BackendUnavailable, backends, l2_fetch, ops, patch_codec, state_digest
+from sparse_opt import BackendUnavailable, backends, l2_fetch, ops
+from sparse_opt.delta import codec as patch_codec
+from sparse_opt.delta import digest as state_digest
 
 GPUS = {
     "V100": (7, 0),

@@ -34,11 +34,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from sparse_opt.config import option, parse_config, require_number_ranges
 from sparse_opt.errors import ConfigError, SparseOptError
-from sparse_opt.new_folders import new_folder
+from sparse_opt.files import new_folder
 
-from .config import option, parse_config, require_number_ranges
-from .outputs import check_new_folder, save_checkpoint, writing
+from .run.outputs import check_new_folder, save_checkpoint, writing
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -270,7 +270,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder that the command line asks for; 2 where the call was wrong, 1 where a write failed."""
-    from sparse_opt.cli.progress import hide_progress_bars
+    from .run.progress import hide_progress_bars
 
     hide_progress_bars()
     try:

@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .config import option
-from .encoding import TokenBatch, TokenSequence
-from .logprobs import completion_logprobs
-from .loop import TrainingRun
-from .margins import MarginsLog
+from .data.encoding import TokenBatch, TokenSequence
 from .options import ReferenceOptions
-from .progress import Progress
-from .reference import Reference
-from .samples import sample_completions
+from .policy.logprobs import completion_logprobs
+from .policy.reference import Reference
+from .run.margins import MarginsLog
+from .run.progress import Progress
+from .run.samples import sample_completions
+from .run.training_run import TrainingRun
 
 LossType = Literal["sigmoid", "robust", "hinge", "ipo"]
 Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each

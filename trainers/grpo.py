@@ -18,17 +18,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparse_opt.config import option
 from sparse_opt.errors import ConfigError, DataError
 
-from .config import option
-from .encoding import TokenSequence
-from .logprobs import token_logprobs
-from .loop import TrainingRun
+from .data.encoding import TokenSequence
+from .data.prompts import PromptExample
 from .options import RolloutOptions, require_at_least
-from .prompts import PromptExample
-from .reference import rollout_logprobs
-from .rewards import Rewards, Scores, load_rewards
+from .policy.logprobs import token_logprobs
+from .policy.reference import rollout_logprobs
+from .rewards.functions import Rewards, Scores, load_rewards
 from .rollouts import Engine, Rollout, Sampling, configured_engine, rollout, sample
+from .run.training_run import TrainingRun
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
 Scale = Literal["group", "batch", "none"]

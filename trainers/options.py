@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparse_opt.delta_schedule import Schedule
+from sparse_opt.config import option, require_count, require_number_ranges
+from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError
-
-from .config import option, require_count, require_number_ranges
 
 # Folders in the folder of a run, as these loops and transformers' Trainer name them.
 _OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")

@@ -19,23 +19,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_opt.config import option
 from sparse_opt.errors import ConfigError, DataError
 
-from .config import option
-from .data import load_records
-from .loop import TrainingRun
-from .models import resolve_device
+from .data.loaders import LoadData, data_loader
+from .data.prompts import PromptExample
+from .data.query_prompts import is_text_data, load_queries
+from .data.records import load_records
 from .options import RolloutOptions, require_at_least
-from .prompts import PromptExample
-from .query_prompts import is_text_data, load_queries
-from .reference import rollout_logprobs
-from .reward_model import RewardModel
-from .rewards import Rewards, load_rewards
+from .policy.models import resolve_device
+from .policy.reference import rollout_logprobs
+from .policy.update_statistics import FILE as STATISTICS_FILE
+from .policy.update_statistics import UpdateStatistics
+from .policy.value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
+from .rewards.classifier import RewardModel
+from .rewards.functions import Rewards, load_rewards
 from .rollouts import Engine, Rollout, Sampling, configured_engine, sample
-from .run_data import LoadData, data_loader
-from .update_statistics import FILE as STATISTICS_FILE
-from .update_statistics import UpdateStatistics
-from .value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
+from .run.training_run import TrainingRun
 
 # Added to the variance in `whiten`; TRL's.
 _VARIANCE_FLOOR = 1e-8

@@ -27,19 +27,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .config import option
+from .data.lessons import Templates
+from .data.loaders import LoadData
+from .data.teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
 from .grpo import LossType, completion_metrics, group_advantages, update_on_rollout
-from .lessons import Templates
-from .loop import TrainingRun
-from .models import resolve_device
 from .options import RolloutOptions, require_at_least
-from .reference import Reference, rollout_logprobs
+from .policy.models import resolve_device
+from .policy.reference import Reference, rollout_logprobs
+from .rewards.student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
 from .rollouts import Engine, Rollout, Sampling, configured_engine, rollout
-from .run_data import LoadData
-from .student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
-from .teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
+from .run.training_run import TrainingRun
 
 Reduction = Literal["mean", "sum", "min", "max"]
 

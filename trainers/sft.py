@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import option
-from .encoding import TokenBatch, TokenSequence
-from .logprobs import completion_logprobs
-from .loop import TrainingRun
+from sparse_opt.config import option
+
+from .data.encoding import TokenBatch, TokenSequence
+from .data.loaders import data_loader
+from .data.packing import check_packing, collate_packed, packing_loader
 from .options import TrainingOptions
-from .packing import check_packing, collate_packed, packing_loader
-from .run_data import data_loader
-from .samples import sample_completions
+from .policy.logprobs import completion_logprobs
+from .run.samples import sample_completions
+from .run.training_run import TrainingRun
 
 
 @dataclass(kw_only=True)

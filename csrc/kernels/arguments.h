@@ -130,10 +130,10 @@ struct DeltaArguments {
   const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
   int element_size = 0;                  // 1, 2, 4 or 8
   bool wide_indices = false;
-  int64_t room = 0;         // changes that indices and values have room for
-  bool is_guess = false;    // whether room was made before a GPU's sample was known
-  void* indices = nullptr;  // [room] int32, or int64 if wide_indices
-  void* values = nullptr;   // [room]
+  int64_t room = 0;          // changes that indices and values have room for
+  bool speculative = false;  // whether room was made before a GPU's sample was known
+  void* indices = nullptr;   // [room] int32, or int64 if wide_indices
+  void* values = nullptr;    // [room]
 
   // What a CPU keeps: one bit for each element, element k of a block at bit k % 8 of byte k / 8. Elements past a
   // tensor's end are unchanged.

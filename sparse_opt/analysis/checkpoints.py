@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..atomic_files import one_line
-from ..delta_state import StateLayout, TensorSpec
+from ..delta.state import StateLayout, TensorSpec
 from ..errors import DataError
-from ..tensor_state import tensor_digest
+from ..files import one_line
+from ..tensors import tensor_digest
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..delta.state import StateLog
 from ..errors import DataError
-from ..state_log import StateLog
 from .states import (
     DEVICE_CPU,
     Progress,
@@ -72,7 +72,7 @@ def measure_coverage(
     Args:
         steps: logged ones; all after the base by default. The last of them is the final one.
         taus: thresholds, at least 0.
-        include, exclude, mlp_only: which of the floating-point parameters (`mask_finding.select_names`).
+        include, exclude, mlp_only: which of the floating-point parameters (`masks.parameters.select_names`).
         device: where elements are compared.
         progress: wraps the names of the tensors.
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ..components import PART_LABELS, PARTS, Part, component_of
-from ..result_files import new_figure
+from ..masks.parameters import PART_LABELS, PARTS, Part, component_of
 from .coverage import Coverage
+from .figures import new_figure
 from .ranks import RankStats
 from .shapes import WeightShape
 from .sparsity import ChangeCounts, StepChanges, sum_changes

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..components import component_of
+from ..delta.state import StateLog
 from ..errors import DataError
-from ..state_log import StateLog
-from ..tensor_state import canonical_names
+from ..masks.parameters import component_of
+from ..tensors import canonical_names
 from .spectrum import LOWRANK_K, Method, Spectrum, singular_values
 from .states import (
     DEVICE_CPU,
@@ -155,7 +155,7 @@ def measure_ranks(
     """`get_layer_rank_stats` of a logged step, the last one by default, against the base; one matrix at a time.
 
     Args:
-        include, exclude, mlp_only: which of the floating-point parameters (`mask_finding.select_names`).
+        include, exclude, mlp_only: which of the floating-point parameters (`masks.parameters.select_names`).
         progress: wraps the names of the matrices.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..components import component_of
+from ..masks.parameters import component_of
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..components import PART_LABELS, component_of, in_layer_order, layer_label
+from ..delta.state import StateLog
 from ..errors import DataError
-from ..state_log import StateLog
-from ..tensor_state import as_bits
+from ..masks.parameters import PART_LABELS, component_of, in_layer_order, layer_label
+from ..tensors import as_bits
 from .states import (
     DEVICE_CPU,
     Progress,
@@ -146,7 +146,7 @@ def measure_sparsity(
     Args:
         steps: logged ones; all after the base by default.
         tolerances: see `count_changes`.
-        include, exclude, mlp_only: which of the floating-point parameters (`mask_finding.select_names`).
+        include, exclude, mlp_only: which of the floating-point parameters (`masks.parameters.select_names`).
         device: where elements are compared.
         progress: wraps the names of the tensors.
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..delta.state import StateLog, floating_parameters
 from ..errors import DataError
-from ..mask_finding import floating_parameters, select_names
-from ..state_log import StateLog
-from ..tensor_state import as_bits
+from ..masks.parameters import select_names
+from ..tensors import as_bits
 
 # Wraps the names that an analysis walks over: `lambda names: tqdm(names)`.
 Progress = Callable[[Sequence[str]], Iterable[str]]
@@ -28,7 +28,7 @@ def no_progress(names: Sequence[str]) -> Iterable[str]:
 def chosen_names(
     log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
 ) -> list[str]:
-    """The floating-point parameters of a log that a choice leaves (`mask_finding.select_names`), in the model's order.
+    """The floating-point parameters of a log that `masks.parameters.select_names` chooses, in the model's order.
 
     Raises:
         DataError: none is left.

@@ -7,16 +7,37 @@ from collections.abc import Sequence
 
 from .parser import CommandParser
 
-# Module of sparse_opt.bench -> what its main(argv) measures.
+# Name -> module of sparse_opt.bench, and what its main(argv) measures.
 BENCHMARKS = {
-    "baseline": "a step of DPO or GRPO end to end, dense, sparse, LoRA and SHiRA: time by section, and peak memory",
-    "cpu_step": "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)",
-    "delta": "patches: bytes for each changed weight, and speed, beside other ways to keep what changed",
-    "delta_logging": "a training loop that logs every step, beside one that does not: time a step, and memory",
-    "gpu_check": "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
-    "kernels": "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",
-    "learning": "what the loops learn on generated arithmetic: dense, LoRA, sparse, by learning rate and mask pattern",
-    "profiles": "RFT's profiles beside plain training: time, memory, accuracy, and each optimisation on and off",
+    "baseline": (
+        "training.baseline.main",
+        "a step of DPO or GRPO end to end, dense, sparse, LoRA and SHiRA: time by section, and peak memory",
+    ),
+    "cpu_step": ("kernels.cpu_step", "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)"),
+    "delta": (
+        "delta.bench",
+        "patches: bytes for each changed weight, and speed, beside other ways to keep what changed",
+    ),
+    "delta_logging": (
+        "training.delta_logging",
+        "a training loop that logs every step, beside one that does not: time a step, and memory",
+    ),
+    "gpu_check": (
+        "kernels.gpu_check",
+        "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
+    ),
+    "kernels": (
+        "kernels.table",
+        "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",
+    ),
+    "learning": (
+        "training.learning.main",
+        "what the loops learn on generated arithmetic: dense, LoRA, sparse, by learning rate and mask pattern",
+    ),
+    "profiles": (
+        "training.profiles.main",
+        "RFT's profiles beside plain training: time, memory, accuracy, and each optimisation on and off",
+    ),
 }
 
 _EPILOG = """examples:
@@ -29,7 +50,7 @@ _EPILOG = """examples:
 def run(argv: Sequence[str]) -> int:
     """Hand the words after the benchmark's name to it, and its exit code back."""
     width = max(map(len, BENCHMARKS))
-    names = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items())
+    names = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in BENCHMARKS.items())
     parser = CommandParser(
         prog="sparse-opt bench",
         usage="sparse-opt bench NAME [its own arguments]",
@@ -38,7 +59,8 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, type=_module_name, help="one of the above")
     args = parser.parse_words(argv[:1])
-    return importlib.import_module(f"sparse_opt.bench.{args.name}").main(list(argv[1:]))
+    module, _ = BENCHMARKS[args.name]
+    return importlib.import_module(f"sparse_opt.bench.{module}").main(list(argv[1:]))
 
 
 def _module_name(word: str) -> str:

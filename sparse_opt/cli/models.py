@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..tensor_state import canonical_names, named_parameters_of
+from ..tensors import canonical_names, named_parameters_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ def parameter_shapes(name: str) -> dict[str, tuple[int, ...]]:
     """
     from transformers import AutoModelForCausalLM
 
-    from sparse_opt.trainers.pretrained import load_config_from, reading
+    from sparse_opt.trainers.policy.pretrained import load_config_from, reading
 
     config = load_config_from(name)
     with torch.device("meta"), reading(f"a causal language model from {name}"):
@@ -38,7 +38,7 @@ def load_model(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """
     from transformers import AutoModelForCausalLM
 
-    from sparse_opt.trainers.pretrained import load_pretrained, load_tokenizer_from
+    from sparse_opt.trainers.policy.pretrained import load_pretrained, load_tokenizer_from
 
     model = load_pretrained(AutoModelForCausalLM, name, "a causal language model", dtype=dtype)
     return model, load_tokenizer_from(name)

@@ -80,9 +80,9 @@ def run(argv: Sequence[str]) -> int:
 
 def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
     """The summary of one run, whose options are `words`."""
-    from sparse_opt.trainers.config import parse_config
+    from sparse_opt.trainers.run.progress import hide_progress_bars
 
-    from .progress import hide_progress_bars
+    from ..config import parse_config
 
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
     prog = f"sparse-opt train {algorithm}"

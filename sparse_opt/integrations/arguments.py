@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..delta_schedule import Schedule
+from ..delta.codec import LEVELS
+from ..delta.schedule import Schedule
 from ..errors import ConfigError
-from ..masks import MaskSet
-from ..patch_codec import LEVELS
+from ..masks.mask_set import MaskSet
 
 Mask = MaskSet | str | PathLike[str] | Mapping[str, Tensor]
 
@@ -33,7 +33,7 @@ class SparseArguments:
         delta_log_dir: where to keep a `DeltaLog` of the weights; None keeps none. A folder without a log gets one whose
             step 0 is W0, also when a run is resumed; a resumed run appends to the log that is there.
             Patches are coded over the mask's elements.
-        delta_log_steps: the optimizer steps to log (`delta_schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
+        delta_log_steps: the optimizer steps to log (`delta.schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
         delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
             `DeltaLog.create`.
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from transformers import TrainerCallback
 
-from ..delta_files import list_steps
-from ..delta_log import DeltaLog
-from ..delta_schedule import Schedule
-from ..errors import ConfigError, DeltaLogError
-from ..masks import MaskSet
+from ..delta.files import list_steps
+from ..delta.log import DeltaLog
+from ..delta.schedule import Schedule
+from ..errors import DeltaLogError
+from ..masks.mask_set import MaskSet
 
 if TYPE_CHECKING:
-    from .trainer import SparseTrainer
+    pass
 
 
 class DeltaLogCallback(TrainerCallback):
@@ -131,62 +131,3 @@ class DeltaLogCallback(TrainerCallback):
             raise DeltaLogError(
                 f"{log.directory}: step {step} is not {what}: choose another delta_log_dir, which begins with W0 too"
             )
-
-
-class SparseDeltaLogCallback(DeltaLogCallback):
-    """The log of `SparseArguments`. Its step 0 is W0, whether the run begins or is resumed."""
-
-    def __init__(self, trainer: SparseTrainer) -> None:
-        options = trainer.sparse_arguments
-        if options.delta_log_dir is None:
-            raise ConfigError("no delta_log_dir to log to")
-        super().__init__(
-            options.delta_log_dir,
-            options.delta_log_steps,
-            level=options.delta_log_level,
-            keyframe_every=options.delta_log_keyframe_every,
-            mask=trainer.sparse_mask,
-            on_error=options.delta_log_on_error,
-            metadata={"method": type(trainer).__name__},
-        )
-        self._trainer = trainer
-
-    def _base_weights(self) -> AbstractContextManager[None]:
-        return self._trainer.base_weights()
-
-    def _require_base(self, step: int) -> None:
-        """The base weights are at hand, also when the run is resumed."""
-
-    def _check_base(self, model: nn.Module) -> None:
-        self._require_same(0, model, "the weights that this run started from")
-
-
-class SparseCallback(TrainerCallback):
-    """Drops the gradients of a training loop that was left early, and keeps the delta log of `SparseArguments`."""
-
-    def __init__(self, trainer: SparseTrainer) -> None:
-        self._trainer = trainer
-        wanted = trainer.sparse_arguments.delta_log_dir is not None
-        self._log = SparseDeltaLogCallback(trainer) if wanted else None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        assert trainer.sparse_optimizer is not None
-        trainer.sparse_optimizer.zero_grad()  # the Trainer clears the model's `.grad`, where compact ones are not
-        if state.global_step > 0:
-            trainer._resume(state, kwargs["train_dataloader"])
-        if self._log is not None:
-            self._log.on_train_begin(args, state, control, **{**kwargs, "model": trainer.model})
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log.on_step_end(args, state, control, **{**kwargs, "model": self._trainer.model})
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log.on_epoch_end(args, state, control, **{**kwargs, "model": self._trainer.model})
-
-    def close(self) -> None:
-        """Let go of the delta log, for others to append to."""
-        if self._log is not None:
-            self._log.close()

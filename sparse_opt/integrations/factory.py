@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
+from importlib import metadata
 from typing import Any
-
-from .versions import require
 
 # What stands in front of a class hides these of its own.
 _HIDDEN = ("create_optimizer", "_clip_grad_norm", "_get_grad_norm")
@@ -71,3 +70,26 @@ def sparse_trainer(trainer_class: type) -> Any:
 
 def _shown(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}" if isinstance(thing, type) else repr(thing)
+
+
+# transformers: the first with Trainer._clip_grad_norm and Trainer._get_grad_norm, by its source.
+# TRL: the first with the fused LM head, through which DPO and GRPO call their reference.
+FIRST = {"transformers": "5.3.0", "trl": "1.16.0"}
+
+
+def require(package: str) -> None:
+    """Raises ImportError, in one line, where `package` is missing or older than `FIRST` says."""
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"sparse_opt.integrations wants {package} >= {FIRST[package]}, which is not installed: "
+            "pip install 'sparse-opt[integrations]'"
+        ) from None
+    from packaging.version import Version  # transformers depends on it
+
+    if Version(found) < Version(FIRST[package]):
+        raise ImportError(
+            f"sparse_opt.integrations wants {package} >= {FIRST[package]}, found {found}: "
+            f"pip install '{package}>={FIRST[package]}'"
+        )

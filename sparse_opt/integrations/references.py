@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .arguments import SparseArguments
-from .calls import named, set_named
+from .checks import named, set_named
 from .trainer import SparseTrainer
 
 if TYPE_CHECKING:

@@ -14,16 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..tensors import as_bits
 from .narrow import widened
 from .rounding import random_words, stochastic_round
-
-# Any dtype of these sizes can be moved or compared by its bits.
-BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: Tensor) -> Tensor:
-    """The same storage as integers of the same size, flattened."""
-    return tensor.view(-1).view(BITS_DTYPE[tensor.element_size()])
 
 
 def _segments(

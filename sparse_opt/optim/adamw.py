@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..masks import MaskSet
+from ..masks.mask_set import MaskSet
 from . import options
 from .buckets import Bucket
 from .sparse_optimizer import Params, SparseOptimizer

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from .. import backends
 from .buckets import Bucket, compact
-from .intake import GradientIntake, arrived_inside
-from .segments import Segments, index_dtype, laid_out, longest_run, takes_two_bytes
+from .collector import GradientCollector, arrived_inside
+from .segments import Segments, fits_uint16, index_dtype, longest_run, pack_indices
 from .signals import UninterruptedContext
 
 # While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
@@ -79,7 +79,7 @@ def rebuild(
         base = flat[union.long()]
         base[torch.searchsorted(union, held_positions)] = held_values
         run_length = longest_run(union, longest)
-        narrow = takes_two_bytes(param, union, run_length)
+        narrow = fits_uint16(param, union, run_length)
         key = (bucket, param.device, param.dtype, union.dtype, run_length, narrow)
         split.setdefault(key, []).append((param, union[::run_length], base))
     bases = []
@@ -88,7 +88,7 @@ def rebuild(
         ends = list(itertools.accumulate(part.numel() for part in values))
         starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
         ops = backends.functions(device, backend)
-        where = laid_out(indices, starts, ends, narrow)
+        where = pack_indices(indices, starts, ends, narrow)
         if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
             where = bucket.indices, bucket.index_bases  # one copy for both
         bases.append(BaseWeights(params, *where, starts, ends, run_length, torch.cat(values), ops))
@@ -118,26 +118,26 @@ class InBaseWeights(UninterruptedContext):
     def __init__(
         self,
         prepare: Callable[[], list[BaseWeights]],
-        intake: GradientIntake,
+        collector: GradientCollector,
         named: Callable[[], Iterable[tuple[str, Parameter]]],
     ) -> None:
         super().__init__()
-        self._prepare, self._intake, self._named = prepare, intake, named
+        self._prepare, self._collector, self._named = prepare, collector, named
         self._undo = ExitStack()
 
     def enter(self) -> None:
         """See `UninterruptedContext`."""
         bases = self._prepare()
         undo = self._undo.callback
-        self._intake.enter_base()
-        undo(self._intake.leave_base)
+        self._collector.enter_base()
+        undo(self._collector.leave_base)
         params = tuple(p for base in bases for p in base.params if not p.is_inference())
         undo(torch.clear_autocast_cache)
         undo(_set_versions, params, tuple(p._version for p in params))
         trained = [p for p in params if p.requires_grad]
         undo(_set_requires_grad, trained, True)
         _set_requires_grad(trained, False)
-        refuse, refusing = self._refuse, [_hooks_on(p) for p in trained if not self._intake.has_hook_on(p)]
+        refuse, refusing = self._refuse, [_hooks_on(p) for p in trained if not self._collector.has_hook_on(p)]
         undo(_remove_hooks, refusing, refuse)
         for hooks in refusing:
             hooks[refuse] = refuse

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends
+from ..masks.mask_set import MaskSet, require_own_memory
 from ..ops.checks import FLOAT_DTYPES
-from .segments import Segments, index_dtype, laid_out, run_length_of, takes_two_bytes
+from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
 
 
 @dataclass(eq=False)
@@ -170,11 +171,11 @@ def bucket_keys(
     """
     for group in groups:
         split: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], tuple[list[str], list[Parameter]]] = {}
-        # A gradient carrier may stand behind the parameters; it has no name.
+        # A gradient scaler_proxy may stand behind the parameters; it has no name.
         for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
                 run_length = run_length_of(param.shape, pattern)
-                narrow = takes_two_bytes(param, active[param], run_length)
+                narrow = fits_uint16(param, active[param], run_length)
                 key = (param.device, param.dtype, index_dtype(param), run_length, narrow)
                 names, params = split.setdefault(key, ([], []))
                 names.append(name)
@@ -201,7 +202,7 @@ def build_bucket(
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     starts = [end - count for end, count in zip(ends, counts, strict=True)]
     parts = [active[p][::run_length].to(index_dtype(p)) for p in params]
-    indices, index_bases = laid_out(parts, starts, ends, narrow)
+    indices, index_bases = pack_indices(parts, starts, ends, narrow)
     indices, index_bases = indices.to(device), None if index_bases is None else index_bases.to(device)
     return Bucket(
         params=params,
@@ -227,3 +228,51 @@ def compact(bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
     """[nnz] the parameters' own values at the active elements, in `dtype` or theirs."""
     parts = [p.detach().view(-1)[bucket.positions(i).long()] for i, p in enumerate(bucket.params)]
     return torch.cat(parts).to(dtype or bucket.params[0].dtype)
+
+
+def active_parameters(
+    named: dict[str, Parameter], mask: MaskSet, frozen: Collection[Parameter], model: nn.Module | None
+) -> tuple[MaskSet, dict[Parameter, Tensor]]:
+    """The mask under the parameters' names, and the indices of each parameter with active elements.
+
+    Args:
+        frozen: parameters that need no gradient only because the optimizer has frozen them.
+        model: the module they are of, if it is known; it may have other parameters.
+
+    Raises:
+        MaskError: the mask belongs to another model, or a parameter with active elements shares memory with another.
+        ValueError: it has no active element, or one in a parameter that can't be trained.
+    """
+    mask = mask.resolve(named)
+    active = {named[name]: mask[name] for name in mask.names if mask[name].numel()}
+    if not active:
+        raise ValueError(f"the mask has no active element in any of the {len(named)} parameters given")
+    if model is not None:
+        of_model = dict(model.named_parameters())
+        ids = {id(p) for p in active}
+        require_own_memory(of_model, [name for name, p in of_model.items() if id(p) in ids])
+    ours = {id(p) for p in frozen}
+    for name, param in named.items():
+        if param not in active:
+            continue
+        if not param.requires_grad and id(param) not in ours:
+            raise ValueError(
+                f"the mask has {active[param].numel()} active elements in {name!r}, which does not require grad"
+            )
+        if not param.is_contiguous():
+            raise ValueError(f"{name!r} has strides {param.stride()}, wanted a contiguous parameter")
+        if param.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name!r} is {param.dtype}, wanted bfloat16, float16 or float32")
+    return mask, active
+
+
+def build_buckets(
+    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str, op: str, backend: str | None
+) -> list[Bucket]:
+    """The buckets of all groups, in the groups' order, without state and gradients. `pattern` is the mask's."""
+    return [
+        build_bucket(
+            group, names, params, active, run_length=run_length, narrow=narrow, ordinal=ordinal, op=op, backend=backend
+        )
+        for ordinal, (group, names, params, run_length, narrow) in enumerate(bucket_keys(groups, active, pattern))
+    ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..tensor_state import is_wrapper
+from ..tensors import is_wrapper
 from .buckets import Bucket
 from .options import shown
 from .segments import index_dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..mask_patterns import PATTERNS, matrix_shape
+from ..masks.patterns import PATTERNS, matrix_shape
 from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
 
 # The longest first. Longer runs would save little: with 64 the indices take a 16th of a byte per active element.
@@ -59,12 +59,12 @@ class Segments:
         return expanded(runs, self.run_length)
 
 
-def takes_two_bytes(param: Tensor, positions: Tensor, run_length: int) -> bool:
+def fits_uint16(param: Tensor, positions: Tensor, run_length: int) -> bool:
     """Whether the indices of sorted `positions` in the flattened parameter are narrowed."""
     return run_length == 1 and index_dtype(param) == torch.int32 and can_narrow(positions)
 
 
-def laid_out(
+def pack_indices(
     parts: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], narrow: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(indices, index_bases) of segments whose indices are `parts`, laid end to end."""

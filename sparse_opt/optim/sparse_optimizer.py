@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..masks import MaskSet
+from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES
 from . import base_weights, gradients, options, state_io, stepping, tile_linears
-from .binding import active_parameters, build_buckets
-from .buckets import Bucket, compact
-from .intake import GradientIntake
+from .buckets import Bucket, active_parameters, build_buckets, compact
+from .collector import GradientCollector
 from .saved_state import SavedState
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
@@ -87,7 +86,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._groups_fixed = True
         self._check_groups()
-        self._intake = GradientIntake(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
+        self._collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
         self.mask, active = active_parameters(dict(self._named()), mask, self._frozen, self._root())
         buckets = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
@@ -130,7 +129,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._publish_state()
         if self.grads == "compact":
             self.zero_grad()
-        self._intake.adopt(buckets, self._root())
+        self._collector.adopt(buckets, self._root())
 
     def _root(self) -> nn.Module | None:
         return None if self._model is None else self._model()
@@ -180,7 +179,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         State stays, and so does `base_weights`.
         """
-        self._intake.detach()
+        self._collector.detach()
         self._unfreeze()
 
     @torch.no_grad()
@@ -191,14 +190,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.refresh_master_weights()
         active = {p for bucket in self._buckets for p in bucket.params}
         self._freeze(p for _, p in self._named() if p not in active)
-        self._intake.attach(self._root())
+        self._collector.attach(self._root())
 
     def close(self) -> None:
         """Give the model back: remove the hooks, give layers their forward back, and unfreeze what was frozen.
 
         The optimizer can't step after it.
         """
-        if self._intake.inside_base:
+        if self._collector.inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
         self.detach()
         self._closed = True
@@ -226,7 +225,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients wait for a step, or the model holds its base weights.
         """
         self._refuse("set_mask")
-        if self._intake.waits():
+        if self._collector.waits():
             raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
         mask, active = active_parameters(dict(self._named()), mask, self._frozen, self._root())
         buckets = self._build(active, mask.pattern)
@@ -245,7 +244,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         for bucket in self._buckets if self.grads == "compact" else ():
             for i, p in enumerate(bucket.params):
-                if p is param and bucket.grad is not None and self._intake.received(bucket)[i]:
+                if p is param and bucket.grad is not None and self._collector.received(bucket)[i]:
                     bucket.finish_gradients()
                     return bucket.grad[bucket.segment(i)]
         return None
@@ -256,7 +255,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         After `step` there are no compact gradients left to drop, so that a trainer may as well call `model.zero_grad()`
         alone, which sees none of them.
         """
-        self._intake.forget()
+        self._collector.forget()
         super().zero_grad(set_to_none or self.grads == "compact")
 
     def _check_gradients(self) -> None:
@@ -283,20 +282,20 @@ class SparseOptimizer(torch.optim.Optimizer):
                 gradients.gather_all_(bucket)
             elif bucket.native is not None:
                 bucket.native.sum_squares_(bucket.sum_sq)  # finishes gradients first
-            received = self._intake.received(bucket)
+            received = self._collector.received(bucket)
             if self.grads == "compact" and not all(received):  # the others' sums are of an earlier step
                 received_mask = gradients.to_device(received, torch.bool, bucket.device)
                 bucket.sum_sq.copy_(torch.where(received_mask, bucket.sum_sq, 0.0))
             sums.append(bucket.sum_sq.sum().to(home))
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-        norm = self._intake.unscaled(total.sqrt())
+        norm = self._collector.unscaled(total.sqrt())
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """(norm, the coefficient that clips the gradients to max_norm; None if there is no gradient)."""
         norm = self._norm()
-        if not any(any(self._intake.received(bucket)) for bucket in self._buckets):
+        if not any(any(self._collector.received(bucket)) for bucket in self._buckets):
             return norm, None
         return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
@@ -318,7 +317,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
-        self._intake.clip_coef = clip_coef
+        self._collector.clip_coef = clip_coef
         self.grad_norm = norm
         return norm
 
@@ -374,7 +373,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
-        norm, clip_coef = self.grad_norm, self._intake.clip_coef
+        norm, clip_coef = self.grad_norm, self._collector.clip_coef
         if self.max_grad_norm is not None and clip_coef is None:
             norm, clip_coef = self._clipping(self.max_grad_norm)
         elif self.grads == "compact":
@@ -388,13 +387,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             if step is not None:
                 step.apply(self._update)
         self.grad_norm = norm
-        self._intake.mark_stepped()
+        self._collector.mark_stepped()
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """(grad_scale, found_inf) as a GradScaler has set them on this optimizer, if one has."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and self.grads == "compact" and not self._intake.carriers:
+        if found_inf is not None and self.grads == "compact" and not self._collector.scaler_proxies:
             raise RuntimeError(
                 "a GradScaler can't see compact gradients; build the optimizer with amp_scaling=True or grads='dense'"
             )
@@ -414,7 +413,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             "seed": bucket.group["seed"] + bucket.ordinal,
             **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
         }
-        return stepping.prepare(bucket, self._op, self._intake.received(bucket) if gathered else None, arguments)
+        return stepping.prepare(bucket, self._op, self._collector.received(bucket) if gathered else None, arguments)
 
     def _scalars(
         self,
@@ -424,8 +423,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         clip_coef: Tensor | None,
     ) -> dict[str, Tensor | None]:
         """The device scalars that a step multiplies and divides gradients by, and its flag to do nothing."""
-        if found_inf is not None and grad_scale is None and self._intake.carriers:
-            factor = self._intake.carriers[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
+        if found_inf is not None and grad_scale is None and self._collector.scaler_proxies:
+            factor = self._collector.scaler_proxies[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
             clip_coef = factor if clip_coef is None else factor * clip_coef.to(device)
         found = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": clip_coef}
         return {name: None if t is None else t.to(device, torch.float32) for name, t in found.items()}
@@ -458,12 +457,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: on entry, if the model holds its base weights, the optimizer is closed, or it was built with
                 keep_base_weights=False.
         """
-        return base_weights.InBaseWeights(self._bases_to_swap, self._intake, self._named)
+        return base_weights.InBaseWeights(self._bases_to_swap, self._collector, self._named)
 
     def _refuse(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{what}: the optimizer is closed")
-        if self._intake.inside_base:
+        if self._collector.inside_base:
             raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
 
     # State
@@ -477,7 +476,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._refuse("state_dict")
         params, state = self.param_groups[0]["params"], self.state
         try:
-            self.param_groups[0]["params"] = params[: len(params) - self._intake.shown_carriers()]
+            self.param_groups[0]["params"] = params[: len(params) - self._collector.shown_proxies()]
             self.state = state_io.with_indices(state, self._buckets, self._bases)
             return super().state_dict()
         finally:

@@ -1,9 +1,9 @@
 """Linear layers whose backward pass makes the active tiles of the weight's gradient, and nothing else of it.
 
 Such a layer has a `forward` of its own beside its class's: the same product, with another backward pass. It is C++
-(csrc/tile_linear.h) where the optimizer's backend is; elsewhere, and under `torch.compile`, the two ops of this module.
-They know the layer by a number, as a tensor that the second one says it changes: without that, a compiler would drop or
-merge its calls.
+(csrc/optim/tile_linear.h) where the optimizer's backend is; elsewhere, and under `torch.compile`, it is the two ops of
+this module. They know the layer by a number, as a tensor that the second one says it changes: without that, a compiler
+would drop or merge its calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,18 @@ from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from .buckets import Bucket
-    from .intake import GradientIntake
 
 _numbers = itertools.count()
+
+
+class TileSink(Protocol):
+    """Takes the weight gradients that routed layers compute."""
+
+    def receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
+        """Keep the active tiles of left^T @ right, the gradient of parameter i; False if they are not kept."""
+
+    def receive_tile_rows(self, bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
+        """`receive_tiles` with `left` in parts: (first row, its columns). No part is computed if it returns False."""
 
 
 class Route:
@@ -32,7 +41,7 @@ class Route:
     Copies of a module, and those that are loaded from a file, have None in its place: they are ordinary modules.
     """
 
-    def __init__(self, intake: GradientIntake, bucket: Bucket, i: int, weight: Parameter, *, transposed: bool) -> None:
+    def __init__(self, sink: TileSink, bucket: Bucket, i: int, weight: Parameter, *, transposed: bool) -> None:
         self.weight = weight
         self.transposed = transposed
         self.native = None if bucket.native is None else bucket.native.route(i, transposed)
@@ -40,7 +49,7 @@ class Route:
         if self.native is None and weight.requires_grad:  # which ops can't ask for: autograd does not see into them
             self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
-        self._intake, self._bucket, self._i = weakref.ref(intake), weakref.ref(bucket), i
+        self._sink, self._bucket, self._i = weakref.ref(sink), weakref.ref(bucket), i
         _routes[int(self.number)] = self
 
     def leads_somewhere(self) -> bool:
@@ -48,10 +57,10 @@ class Route:
 
     def take(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False where there is none any more."""
-        intake, bucket = self._intake(), self._bucket()
-        if intake is None or bucket is None:
+        sink, bucket = self._sink(), self._bucket()
+        if sink is None or bucket is None:
             return False
-        return intake.receive_tiles(bucket, self._i, left, right)
+        return sink.receive_tiles(bucket, self._i, left, right)
 
     def wanted(self) -> str:
         """What the backward pass that runs does with the weight's gradient: "accumulated", "returned" or "nothing".
@@ -86,12 +95,12 @@ class Route:
             False, and no part was asked for, where the gradient is to be a dense one: the optimizer does not take it
             any more, others' hooks want it, or `torch.autograd.grad` does.
         """
-        intake, bucket = self._intake(), self._bucket()
-        if intake is None or bucket is None or _has_others_hooks(self.weight):
+        sink, bucket = self._sink(), self._bucket()
+        if sink is None or bucket is None or _has_others_hooks(self.weight):
             return False
         if self.wanted() != "accumulated":
             return False
-        return intake.receive_tile_rows(bucket, self._i, parts, right)
+        return sink.receive_tile_rows(bucket, self._i, parts, right)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

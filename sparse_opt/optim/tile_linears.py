@@ -5,26 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..mask_patterns import PATTERNS
+from ..masks.patterns import PATTERNS
 from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
 from . import tile_backward
 from .buckets import Bucket, Tiles
-from .tile_backward import Route
-
-if TYPE_CHECKING:
-    from .intake import GradientIntake
+from .tile_backward import Route, TileSink
 
 # A weight of a higher density takes the dense gradient unless tile_backward=True. On an H200 the weight gradients of a
 # Llama-3.2-3B's layers took 64 ms dense for 8192 tokens and 8.6 ms for 1024 (bf16); by the CUDA kernel, a call for each
 # layer, at 25 and 50 % in tiles of 64 51 and 102 ms and 6.9 and 13.8, in tiles of 128 34 and 68 and 5.3 and 10.2.
-PAYS_BELOW = {64: 0.3, 128: 0.4}
+MAX_TILED_DENSITY = {64: 0.3, 128: 0.4}
 
 
 @dataclass(eq=False)
@@ -81,7 +77,7 @@ def choose(
     """Give every bucket the table of those of its parameters that take tiles, if any.
 
     Args:
-        wanted: False: none; True: all that can; None: all that can and whose density is under `PAYS_BELOW`.
+        wanted: False: none; True: all that can; None: all that can and whose density is under `MAX_TILED_DENSITY`.
 
     Raises:
         ValueError: they are wanted, and no parameter can; says why.
@@ -106,7 +102,7 @@ def choose(
             linear = linears.get(param)
             if linear is None:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
-            elif wanted or (bucket.ends[i] - bucket.starts[i]) / param.numel() < PAYS_BELOW[tile_size]:
+            elif wanted or (bucket.ends[i] - bucket.starts[i]) / param.numel() < MAX_TILED_DENSITY[tile_size]:
                 taken.append(i)
         bucket.tiles = _table(bucket, taken, tile_size) if taken else None
         any_taken = any_taken or bool(taken)
@@ -131,7 +127,7 @@ def _table(bucket: Bucket, taken: list[int], tile_size: int) -> Tiles:
     return Tiles(torch.cat(parts), starts, ends, tile_size)
 
 
-def install(bucket: Bucket, model: nn.Module, intake: GradientIntake) -> list[tuple[nn.Module, Route]]:
+def install(bucket: Bucket, model: nn.Module, sink: TileSink) -> list[tuple[nn.Module, Route]]:
     """Send the weight gradients of the bucket's tiled parameters to the optimizer; the layers that were changed."""
     tiles = bucket.tiles
     if tiles is None:
@@ -141,7 +137,7 @@ def install(bucket: Bucket, model: nn.Module, intake: GradientIntake) -> list[tu
     for i, param in enumerate(bucket.params):
         if tiles.starts[i] < tiles.ends[i] and param in linears:
             linear = linears[param]
-            route = Route(intake, bucket, i, param, transposed=linear.transposed)
+            route = Route(sink, bucket, i, param, transposed=linear.transposed)
             tile_backward.install(linear.module, route)
             changed.append((linear.module, route))
     return changed

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sparse_opt.bench import floors, report_tables, spread, targets
+from sparse_opt.bench import report_tables
+from sparse_opt.bench.common import spread
+from sparse_opt.bench.kernels import floors, targets
 
 CHECKOUT = Path(__file__).parents[2]
 DOCUMENT, RESULTS = CHECKOUT / report_tables.DOCUMENT, CHECKOUT / report_tables.RESULTS

@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_opt import DeltaLog
-from sparse_opt.cli import quickstart_data
 from sparse_opt.cli.main import main
+from sparse_opt.cli.quickstart import data as quickstart_data
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import zipfile
 import pytest
 import torch
 
-from sparse_opt.tensor_state import metadata_digest
+from sparse_opt.tensors import metadata_digest
 
 DEEP = b"[" * 100_000
 LARGE = "1" + "0" * 23

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.cli import delta
-from sparse_opt.tensor_state import as_bits
+from sparse_opt.tensors import as_bits
 
 
 @pytest.fixture

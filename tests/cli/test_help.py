@@ -13,7 +13,7 @@ import pytest
 from sparse_opt.cli.bench import BENCHMARKS
 from sparse_opt.cli.main import COMMANDS
 from sparse_opt.cli.train import ALGORITHMS
-from sparse_opt.trainers.config import parse_config
+from sparse_opt.config import parse_config
 
 ACTIONS = [
     *((command,) for command in COMMANDS),
@@ -92,7 +92,9 @@ def test_rft_lists_its_stages(sparse_opt, flag):
     text = sparse_opt("train", "rft", flag).done()
     assert text.startswith("usage: sparse-opt train rft STAGE ")
     stages = re.findall(r"^    (\w+) +[A-Z]", text, re.MULTILINE)
-    assert stages == list(importlib.import_module("sparse_opt.trainers.rft").STAGES) == ["datagen", "train", "test"]
+    assert (
+        stages == list(importlib.import_module("sparse_opt.trainers.rft.train").STAGES) == ["datagen", "train", "test"]
+    )
 
 
 def test_rft_without_a_stage_says_which_there_are(sparse_opt):

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from sparse_opt import MaskSet, atomic_files
-from sparse_opt.cli.mask_output import PATTERNS
-from sparse_opt.mask_patterns import PATTERNS as PATTERNS_THERE_ARE
+from sparse_opt import MaskSet
+from sparse_opt import files as atomic_files
+from sparse_opt.cli.mask.output import PATTERNS
+from sparse_opt.masks.patterns import PATTERNS as PATTERNS_THERE_ARE
 
 
 def test_find_keeps_what_moved_most(sparse_opt, files, tmp_path):
@@ -180,7 +181,7 @@ def test_permission_denied_is_one_line(sparse_opt, files, tmp_path, monkeypatch)
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied", str(tmp_path / ".mask.safetensors.1.abcd.tmp"))
 
-    monkeypatch.setattr("sparse_opt.atomic_files.save_file", refuse)
+    monkeypatch.setattr("sparse_opt.files.save_file", refuse)
     call = ("mask", "random", "--model_name", files.model, "--density", 0.1, "--output", tmp_path)
     assert sparse_opt(*call).failed_in_one_line(1).endswith("cannot write the mask: Permission denied")
     assert list(tmp_path.iterdir()) == []

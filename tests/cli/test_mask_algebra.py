@@ -9,7 +9,7 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.cli.mask import _parser
-from sparse_opt.mask_algebra import intersect, invert, union
+from sparse_opt.masks.algebra import intersect, invert, union
 
 SHAPES = {"model.layers.0.mlp.up_proj.weight": (64, 48), "model.norm.weight": (32,)}
 

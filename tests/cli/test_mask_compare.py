@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet
-from sparse_opt.mask_compare import compare
+from sparse_opt.analysis.mask_overlap import compare
 
 SHAPES = {
     "model.embed_tokens.weight": (40, 32),

@@ -9,9 +9,9 @@ import random
 import pytest
 
 from sparse_opt import DeltaLog, MaskSet
-from sparse_opt.cli import quickstart_data
-from sparse_opt.mask_calibration import CALIBRATION_METHODS
-from sparse_opt.mask_scores import LOG_METHODS
+from sparse_opt.cli.quickstart import data as quickstart_data
+from sparse_opt.mask_finding.log_scores import LOG_METHODS
+from sparse_opt.mask_finding.model_scores import CALIBRATION_METHODS
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_opt import MaskSet
-from sparse_opt.cli import quickstart_checks, quickstart_data
+from sparse_opt.cli.quickstart import checks as quickstart_checks
+from sparse_opt.cli.quickstart import data as quickstart_data
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.run_lock import RunLock
+from sparse_opt.trainers.run.lock import RunLock
 
 TINY = ("--sft_steps", 2, "--dpo_steps", 3, "--n_questions", 66, "--device", "cpu")
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.cli import quickstart_data
+from sparse_opt.cli.quickstart import data as quickstart_data
 from sparse_opt.optim import tile_linears
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -71,7 +71,7 @@ def test_train_under_a_tile_mask(sparse_opt, run_files, tmp_path, monkeypatch, a
     ends = []
     for name in ("tiles", "dense"):
         if name == "dense":
-            monkeypatch.setattr(tile_linears, "PAYS_BELOW", {64: 0.0, 128: 0.0})
+            monkeypatch.setattr(tile_linears, "MAX_TILED_DENSITY", {64: 0.0, 128: 0.0})
         where = ("--policy_name", run_files / "model", "--dataset", run_files / dataset)
         mask = ("--mode", "sparse", "--mask", run_files / "mask.safetensors", "--output_dir", tmp_path / name)
         options = "--n_steps 2 --dtype fp32 --device cpu --lr_schedule constant --warmup_steps 0".split()

@@ -28,9 +28,10 @@ from conftest import States, assert_same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sparse_opt import DeltaLog, MaskSet, delta_files
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.delta import files as delta_files
 from sparse_opt.errors import DeltaLogError
-from sparse_opt.tensor_state import metadata_digest
+from sparse_opt.tensors import metadata_digest
 
 MEMORY = 96 << 20  # bytes above what the process has mapped; logs and states are below one MiB
 SECONDS = 2.0

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
-from sparse_opt.state_digest import StateDigest
+from sparse_opt.delta.digest import StateDigest
 
 STEPS, CHECKPOINT_EVERY = 200, 50
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta_log import claim
+from sparse_opt.delta.log import claim
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]

@@ -16,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparse_opt import DeltaLog, delta_files
+from sparse_opt import DeltaLog
+from sparse_opt.delta import files as delta_files
 from sparse_opt.errors import DeltaLogError
-from sparse_opt.tensor_state import metadata_digest
+from sparse_opt.tensors import metadata_digest
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # Which steps a file of the `logged` fixture costs when it is lost: those that are rebuilt by way of it.

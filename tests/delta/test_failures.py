@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_opt import DeltaLog, atomic_files, delta_writer
+from sparse_opt import DeltaLog
+from sparse_opt import files as atomic_files
+from sparse_opt.delta import writer as delta_writer
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -249,7 +251,9 @@ def test_an_error_while_a_step_is_coded(
     def out_of_memory(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    place: Any = "sparse_opt.delta_append.encode" if broken == "encode" else "sparse_opt.delta_writer.StepWriter.submit"
+    place: Any = (
+        "sparse_opt.delta.encoder.encode" if broken == "encode" else "sparse_opt.delta.writer.StepWriter.submit"
+    )
     for step in (1, 3, 5):  # more than the steps that may wait: none of them takes a place
         with monkeypatch.context() as patched:
             patched.setattr(place, out_of_memory)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_opt import DeltaLog, atomic_files
-from sparse_opt.delta_log import claim
+from sparse_opt import DeltaLog
+from sparse_opt import files as atomic_files
+from sparse_opt.delta.log import claim
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]

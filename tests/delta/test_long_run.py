@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta_state import read_state
-from sparse_opt.state_digest import StateDigest
+from sparse_opt.delta.digest import StateDigest
+from sparse_opt.delta.state import read_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_driver import STEPS, make_mask, make_model, train

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
-from sparse_opt.atomic_files import written_aside
-from sparse_opt.delta_lock import WriterLock, claim
+from sparse_opt.delta.lock import WriterLock, claim
 from sparse_opt.errors import DeltaLogError
+from sparse_opt.files import written_aside
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 LOST = r"{}: step {}: .*writer\.lock was (deleted|replaced) while this process held it"
@@ -193,7 +193,7 @@ def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPat
                 return lock
 
         with monkeypatch.context() as patched:
-            patched.setattr("sparse_opt.delta_log.WriterLock", Lost)
+            patched.setattr("sparse_opt.delta.log.WriterLock", Lost)
             with pytest.raises(DeltaLogError, match=LOST.format(r"step_0000000\d\.\w+\.safetensors", r"\d")):
                 work()
         assert contents(logged.directory) == before
@@ -225,7 +225,7 @@ def test_an_unused_claim_leaves_the_lock_of_the_next_writer(tmp_path: Path) -> N
 
 
 def test_exports_do_not_overwrite_a_step(logged: Any) -> None:
-    from sparse_opt.log_export import export_state, export_values
+    from sparse_opt.delta.export import export_state, export_values
 
     log, before = DeltaLog.open(logged.directory), contents(logged.directory)
     for name in (logged.file(2).name, "mask.safetensors", "new.safetensors"):

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_opt import DeltaLog
+from sparse_opt.delta.export import convert, export_pt, export_state, export_values
+from sparse_opt.delta.pt_log import PtDeltaLog
 from sparse_opt.errors import DeltaLogError
-from sparse_opt.log_conversion import convert
-from sparse_opt.log_export import export_pt, export_state, export_values
-from sparse_opt.pt_delta_log import PtDeltaLog
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 LOGGED = (

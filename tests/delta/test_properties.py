@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparse_opt import DeltaLog, MaskSet, patch_codec
+from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.backends import why_unavailable
-from sparse_opt.patch_codec import LEVELS, Backend, Patch
+from sparse_opt.delta import codec as patch_codec
+from sparse_opt.delta.codec import LEVELS, Backend, Patch
 
 DTYPES = [
     torch.bfloat16,

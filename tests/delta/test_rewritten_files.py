@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_opt import DeltaLog, MaskSet, patch_codec, tensor_file
+from sparse_opt import DeltaLog, MaskSet, tensor_file
+from sparse_opt.delta import codec as patch_codec
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]

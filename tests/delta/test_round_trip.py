@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta_log import delta_log_dir_name
+from sparse_opt.delta.log import delta_log_dir_name
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparse_opt.delta_schedule import Schedule
+from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError
 
 

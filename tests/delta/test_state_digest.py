@@ -12,8 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sparse_opt import state_digest
-from sparse_opt.state_digest import CHUNK, StateDigest
+from sparse_opt.delta import digest as state_digest
+from sparse_opt.delta.digest import CHUNK, StateDigest
 
 needs_native = pytest.mark.skipif(
     bool(state_digest._why_not_native("cpu")), reason=f"needs the extension: {state_digest._why_not_native('cpu')}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta_state import StateReader, read_state
+from sparse_opt.delta.state import StateReader, read_state
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_opt.delta_log import DeltaLog
+from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import DeltaLogError
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from sparse_opt import DeltaLog, MaskSet, atomic_files
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt import files as atomic_files
 from sparse_opt.errors import ConfigError, DeltaLogError
 from sparse_opt.integrations import DeltaLogCallback
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from sparse_opt.integrations import factory, versions
+from sparse_opt.integrations import factory
+from sparse_opt.integrations import factory as versions
 
 LOADED = ("transformers", "trl", "accelerate", "peft", "datasets", "packaging")
 

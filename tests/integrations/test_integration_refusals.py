@@ -12,7 +12,8 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import ConfigError, MaskError
-from sparse_opt.integrations import SparseArguments, refusals, sparse_trainer
+from sparse_opt.integrations import SparseArguments, sparse_trainer
+from sparse_opt.integrations import checks as refusals
 
 
 def refused(lab, message, kind="SFT", error=ConfigError, **options):

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from sparse_opt.components import PART_LABELS, PARTS, Component, component_of, layer_of
+from sparse_opt.masks.parameters import PART_LABELS, PARTS, Component, component_of, layer_of
 
 ATTENTION = {"attention_q", "attention_k", "attention_v", "attention_o"}
 FUSED_ATTENTION = {"attention_qkv", "attention_o"}

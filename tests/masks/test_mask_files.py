@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from sparse_opt import MaskSet, atomic_files
+from sparse_opt import MaskSet
+from sparse_opt import files as atomic_files
 from sparse_opt.errors import MaskError
 
 

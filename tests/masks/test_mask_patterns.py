@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_opt import MaskSet, mask_patterns
+from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
-from sparse_opt.mask_patterns import PATTERNS, broken_unit, matrix_shape, unit_grid
+from sparse_opt.masks import patterns as mask_patterns
+from sparse_opt.masks.patterns import PATTERNS, broken_unit, matrix_shape, unit_grid
 
 SHAPES = [(), (1,), (130,), (3, 5), (64, 64), (128, 160), (130, 70), (129, 128), (2, 3, 70), (0, 4), (4, 0), (5, 1)]
 

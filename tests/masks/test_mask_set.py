@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
-from sparse_opt.masks import MaskFigures
+from sparse_opt.masks.mask_set import MaskStats
 
 
 def positions(*values: int) -> Tensor:
@@ -93,12 +93,12 @@ def test_figures() -> None:
     assert mask.density == 5 / 21
     assert mask.sparsity == 1 - 5 / 21
     assert mask.names[0] == "layers.10.mlp.weight"
-    assert mask.per_tensor()["layers.2.mlp.weight"] == MaskFigures(1, 4)
+    assert mask.per_tensor()["layers.2.mlp.weight"] == MaskStats(1, 4)
     # The first integer component names the layer; h3 is no integer.
     assert list(mask.per_layer().items()) == [
-        (2, MaskFigures(1, 6)),
-        (10, MaskFigures(3, 6)),
-        (None, MaskFigures(1, 9)),
+        (2, MaskStats(1, 6)),
+        (10, MaskStats(3, 6)),
+        (None, MaskStats(1, 9)),
     ]
     assert mask.per_layer()[10].density == 0.5
     assert "embed.weight" in mask

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
-from sparse_opt.mask_patterns import PATTERNS, unit_grid
+from sparse_opt.masks.patterns import PATTERNS, unit_grid
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from sparse_opt.mask_patterns import expand_units
+from sparse_opt.masks.patterns import expand_units
 from sparse_opt.ops import narrow_indices, tile_table
 from sparse_opt.ops.narrow import widened
 

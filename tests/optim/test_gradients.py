@@ -219,7 +219,7 @@ def test_grad_scaler(pattern, grads, unscale, device):
             a.step()
         assert scaler.get_scale() == (scale / 2 if overflow else scale)
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters(), strict=True))
-    assert len(b.state_dict()["param_groups"][0]["params"]) == 6  # the carrier stays here
+    assert len(b.state_dict()["param_groups"][0]["params"]) == 6  # the scaler_proxy stays here
 
 
 def test_grad_scaler_without_amp_scaling_is_refused(device):

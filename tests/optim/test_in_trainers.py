@@ -229,7 +229,7 @@ def test_amp_scaling_beside_masks_and_distributed_checkpoints(device):
     for seed in range(3):
         scaler.scale(loss_of(model, seed)).backward()
         scaler.scale(loss_of(model, seed + 10)).backward()
-        assert len(optimizer.param_groups[0]["params"]) == 5  # the carrier, while gradients wait
+        assert len(optimizer.param_groups[0]["params"]) == 5  # the scaler_proxy, while gradients wait
         scaler.step(optimizer)
         scaler.update()
         assert len(optimizer.param_groups[0]["params"]) == 4

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import sparse_opt.optim.base_weights
-import sparse_opt.optim.intake
+import sparse_opt.optim.collector
 import sparse_opt.optim.signals
 from sparse_opt import MaskSet, SparseAdamW, backends
 
 # Where a signal may change what happens next: here it arrives before every line, and before every instruction of ours.
-OURS = [m.__file__ for m in (sparse_opt.optim.signals, sparse_opt.optim.base_weights, sparse_opt.optim.intake)]
+OURS = [m.__file__ for m in (sparse_opt.optim.signals, sparse_opt.optim.base_weights, sparse_opt.optim.collector)]
 TRACED = [*OURS, contextlib.__file__, torch.autograd.grad_mode.__file__]
 
 

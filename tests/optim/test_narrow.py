@@ -122,6 +122,6 @@ def test_state_base_weights_and_a_new_mask(both):
 def test_a_tensor_that_int32_does_not_reach_keeps_int64():
     large = torch.empty(2**31 + 1, dtype=torch.bfloat16, device="meta")
     positions = torch.arange(1000)
-    assert not segments.takes_two_bytes(large, positions, 1)
-    assert segments.takes_two_bytes(large[: 2**31 - 1], positions, 1)
-    assert not segments.takes_two_bytes(large[: 2**31 - 1], positions, 16)
+    assert not segments.fits_uint16(large, positions, 1)
+    assert segments.fits_uint16(large[: 2**31 - 1], positions, 1)
+    assert not segments.fits_uint16(large[: 2**31 - 1], positions, 16)

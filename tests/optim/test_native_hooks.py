@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW, backends
-from sparse_opt.optim.intake import GradientIntake
+from sparse_opt.optim.collector import GradientCollector
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +33,13 @@ def backward(model, **options):
 def python_calls(monkeypatch):
     """The names of parameters whose gradient came to the Python hook."""
     calls = []
-    receive = GradientIntake.receive
+    receive = GradientCollector.receive
 
     def counted(self, bucket, i, param):
         calls.append(bucket.names[i])
         receive(self, bucket, i, param)
 
-    monkeypatch.setattr(GradientIntake, "receive", counted)
+    monkeypatch.setattr(GradientCollector, "receive", counted)
     return calls
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
-from sparse_opt.mask_patterns import expand_units, unit_grid
+from sparse_opt.masks.patterns import expand_units, unit_grid
 from sparse_opt.optim.segments import expanded, longest_run, run_length_of
 
 RUN_LENGTH = {"run16": 16, "run32": 32, "tile64": 64, "tile128": 64}

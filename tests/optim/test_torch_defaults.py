@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparse_opt import MaskSet, SparseAdamW, SparseSGD, mask_algebra, mask_compare
-from sparse_opt.mask_calibration import weight_scores
-from sparse_opt.mask_selection import find_mask
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt.analysis import mask_overlap as mask_compare
+from sparse_opt.mask_finding.model_scores import weight_scores
+from sparse_opt.mask_finding.select import find_mask
+from sparse_opt.masks import algebra as mask_algebra
 
 SETTINGS = {
     "float64": ("float64", None),

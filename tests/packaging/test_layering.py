@@ -1,11 +1,12 @@
-"""Who may import whom. Data flows one way: kernels <- ops <- optimizer and masks <- trainers <- bench."""
+"""Which module may import which. Imports go down the list of layers only, and no module imports itself in a circle."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +19,30 @@ ROOTS = {
     "bench": "sparse_opt.bench",
 }
 MAPPED = {name: folder for folder, name in ROOTS.items() if folder != "sparse_opt"}
-# folder -> the folders it may import from
-MAY_IMPORT = {
-    "triton_kernels": set(),
-    "sparse_opt": {"triton_kernels"},
-    "trainers": {"sparse_opt"},
-    "bench": {"sparse_opt", "triton_kernels", "trainers"},
-}
+# The packages and modules directly under sparse_opt, lowest layer first. A layer may import the layers before it;
+# members of one layer may import each other, as long as no cycle arises.
+LAYERS = (
+    (
+        "__init__",
+        "errors",
+        "tensors",
+        "files",
+        "file_lock",
+        "tensor_file",
+        "cuda_archs",
+        "config",
+        "triton_kernels",
+        "_C",
+    ),
+    ("ops", "backends", "l2_fetch"),
+    ("masks",),
+    ("optim", "delta"),
+    ("mask_finding", "analysis"),
+    ("integrations",),
+    ("trainers",),
+    ("cli", "bench"),  # the command line starts benchmarks by name, and benchmarks use its parser
+)
+LAYER_OF = {member: i for i, layer in enumerate(LAYERS) for member in layer}
 
 
 class Import(NamedTuple):
@@ -32,7 +50,8 @@ class Import(NamedTuple):
 
     file: str  # relative to the checkout
     line: int
-    module: str  # absolute, as installed
+    importer: str  # absolute, as installed
+    module: str  # likewise; a module wherever the statement names one, not its package
     relative: bool
     by_name: bool = False  # importlib.import_module, which takes absolute names alone
 
@@ -48,34 +67,49 @@ def folder_of(module: str) -> str | None:
     return "sparse_opt" if module.split(".")[0] == "sparse_opt" else None
 
 
-def imports_of(path: Path, checkout: Path) -> Iterator[Import]:
+def member_of(module: str) -> str:
+    """The package or module directly under sparse_opt that a module of the project belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_name(file: Path) -> str:
+    """Absolute name of the module in a file, which is relative to the checkout."""
+    parts = [ROOTS[file.parts[0]], *file.with_suffix("").parts[1:]]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, checkout: Path, modules: Mapping[str, Path]) -> Iterator[Import]:
     file = path.relative_to(checkout)
-    package = ".".join([ROOTS[file.parts[0]], *file.parts[1:-1]])
+    importer = module_name(file)
+    package = importer if file.name == "__init__.py" else importer.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(), file.as_posix())):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(file.as_posix(), node.lineno, alias.name, False)
+                yield Import(file.as_posix(), node.lineno, importer, alias.name, False)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, [base, node.module]))
-            # `from sparse_opt import trainers` names a module by its alias
-            names = [f"{module}.{alias.name}" for alias in node.names if f"{module}.{alias.name}" in MAPPED]
-            for name in names or [module]:
-                yield Import(file.as_posix(), node.lineno, name, bool(node.level))
+            source = ".".join(filter(None, [base, node.module]))
+            # `from .masks import files` imports a module, `from .masks import MaskSet` a name of the package
+            names = (f"{source}.{alias.name}" for alias in node.names)
+            for module in dict.fromkeys(name if name in modules else source for name in names):
+                yield Import(file.as_posix(), node.lineno, importer, module, bool(node.level))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             argument = node.args[0]
             if isinstance(argument, ast.Constant) and not argument.value.startswith("."):
-                yield Import(file.as_posix(), node.lineno, argument.value, False, by_name=True)
+                yield Import(file.as_posix(), node.lineno, importer, argument.value, False, by_name=True)
 
 
 @pytest.fixture(scope="module")
-def imports(checkout) -> list[Import]:
-    return [
-        found
-        for root in ROOTS
-        for path in sorted((checkout / root).rglob("*.py"))
-        for found in imports_of(path, checkout)
-    ]
+def modules(checkout) -> dict[str, Path]:
+    """Module name -> file, of all Python files that are installed."""
+    files = [path for root in ROOTS for path in sorted((checkout / root).rglob("*.py"))]
+    return {module_name(path.relative_to(checkout)): path for path in files}
+
+
+@pytest.fixture(scope="module")
+def imports(checkout, modules) -> list[Import]:
+    return [found for path in modules.values() for found in imports_of(path, checkout, modules)]
 
 
 def own_folder(found: Import) -> str:
@@ -86,16 +120,32 @@ def test_the_walk_sees_the_backends_import_of_the_kernels(imports):
     assert any(i.file == "sparse_opt/backends.py" and i.module == "sparse_opt.triton_kernels" for i in imports)
 
 
-def test_folders_import_downwards_only(imports):
-    # The command line stands above everything: it is how trainers and benches are started.
+def test_every_package_has_a_layer(modules):
+    assert {member_of(module) for module in modules} | {"_C"} == set(LAYER_OF)
+
+
+def test_imports_go_down(imports):
     upwards = [
         str(i)
         for i in imports
-        if (target := folder_of(i.module)) not in (None, own_folder(i))
-        and target not in MAY_IMPORT[own_folder(i)]
-        and not i.file.startswith("sparse_opt/cli/")
+        if folder_of(i.module) is not None
+        # The root loads its public names when they are first used.
+        and member_of(i.importer) != "__init__"
+        and LAYER_OF[member_of(i.module)] > LAYER_OF[member_of(i.importer)]
     ]
     assert upwards == []
+
+
+def test_no_module_imports_itself_in_a_circle(imports, modules):
+    # Imports inside functions and under TYPE_CHECKING count: they, too, tie modules to each other.
+    graph = {module: set() for module in modules}
+    for found in imports:
+        if found.module in modules and found.module != found.importer and member_of(found.importer) != "__init__":
+            graph[found.importer].add(found.module)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(reversed(error.args[1]))}")
 
 
 def test_the_library_does_not_import_its_command_line(imports):

@@ -117,7 +117,7 @@ def pairs_file(tmp_path_factory, pairs) -> Path:
 
 @pytest.fixture(scope="session")
 def mask_file(tmp_path_factory, model_folder) -> Path:
-    from sparse_opt.masks import MaskSet
+    from sparse_opt.masks.mask_set import MaskSet
 
     mask = MaskSet.random(LlamaForCausalLM.from_pretrained(model_folder), density=0.2, seed=3)
     return mask.save(tmp_path_factory.mktemp("masks") / "random.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
-from sparse_opt.trainers.encoding import TokenBatch, TokenSequence
+from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence
 
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparse_opt.errors import DataError
-from sparse_opt.trainers.loop import TrainingRun
+from sparse_opt.trainers.run.training_run import TrainingRun
 
 
 class StoppedError(Exception):

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.arithmetic import TAGS, ArithmeticConfig, Question, all_questions, main, make_arithmetic
-from sparse_opt.trainers.encoding import load_examples
-from sparse_opt.trainers.prompts import load_prompts
-from sparse_opt.trainers.rewards import load_rewards
+from sparse_opt.trainers.data.encoding import load_examples
+from sparse_opt.trainers.data.prompts import load_prompts
+from sparse_opt.trainers.rewards.functions import load_rewards
 
 SMALL = {"hidden_size": 32, "n_layers": 1, "max_operand": 19, "n_train": 300, "n_test": 60, "n_demonstrations": 900}
 FILES = ["demonstrations", "explanations", "preferences", "test", "test_preferences", "train"]

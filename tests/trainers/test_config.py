@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
+from sparse_opt.config import option, parse_config, to_yaml
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers.config import option, parse_config, to_yaml
 
 
 @dataclass(kw_only=True)
@@ -159,5 +159,5 @@ def test_help_shows_texts_and_defaults(capsys):
 
 
 def test_import_leaves_torch_alone():
-    code = "import sys, sparse_opt.trainers.config; assert 'torch' not in sys.modules"
+    code = "import sys, sparse_opt.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

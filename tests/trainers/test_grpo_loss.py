@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparse_opt.trainers.encoding import TokenSequence, collate
+from sparse_opt.trainers.data.encoding import TokenSequence, collate
 from sparse_opt.trainers.grpo import GRPOConfig, group_advantages, grpo_loss, update_on_rollout
-from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import disable_dropout
+from sparse_opt.trainers.policy.logprobs import token_logprobs
+from sparse_opt.trainers.policy.models import disable_dropout
 from sparse_opt.trainers.rollouts import Rollout
 
 FP32_EPS = 2**-23

@@ -10,12 +10,12 @@ import torch
 from stopping import assert_same_run, rows, stop_and_resume
 from transformers import AutoModelForCausalLM
 
+from sparse_opt.config import parse_config
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.masks import MaskSet
+from sparse_opt.masks.mask_set import MaskSet
 from sparse_opt.trainers import grpo
-from sparse_opt.trainers.config import parse_config
 from sparse_opt.trainers.grpo import GRPOConfig
-from sparse_opt.trainers.loop import TrainingRun
+from sparse_opt.trainers.run.training_run import TrainingRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "configs" / "grpo.yaml"
 

@@ -17,7 +17,7 @@ SEEDS = (0, 1, 2)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    from sparse_opt.bench import learning
+    from sparse_opt.bench.training.learning import main as learning
 
     folder = tmp_path_factory.mktemp("learning")
     words = ["--output_dir", str(folder), "--device", "cpu", "--n_processes", "2", "--trained", "dense", "random:10"]

@@ -18,14 +18,15 @@ from small_models import EPS, plain_logprobs
 from stopping import assert_same_run, stop_and_resume
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
+from sparse_opt.config import parse_config
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.masks import MaskSet
-from sparse_opt.trainers import ppo, query_prompts
-from sparse_opt.trainers.config import parse_config
-from sparse_opt.trainers.loop import TrainingRun
+from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.trainers import ppo
+from sparse_opt.trainers.data import query_prompts
+from sparse_opt.trainers.policy.value_head import ValueHead
 from sparse_opt.trainers.ppo import PPOConfig
-from sparse_opt.trainers.reward_model import RewardModel
-from sparse_opt.trainers.value_head import ValueHead
+from sparse_opt.trainers.rewards.classifier import RewardModel
+from sparse_opt.trainers.run.training_run import TrainingRun
 
 SENTIMENT = Path(__file__).parents[2] / "examples" / "configs" / "ppo_gpt2_sentiment.yaml"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from sparse_opt.config import parse_config, to_yaml
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers import rft
-from sparse_opt.trainers.config import parse_config, to_yaml
 from sparse_opt.trainers.profiles import NAMES, STAGES, load_profile
+from sparse_opt.trainers.rft import train as rft
 
 WORDS = ["--policy_name", "m", "--dataset", "d.jsonl"]
 SETTING = {"value": True, "stages": ["train"], "does": "this", "costs": "that"}

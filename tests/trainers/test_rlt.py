@@ -13,16 +13,18 @@ from safetensors.torch import load_file
 from stopping import assert_same_run, stop_and_resume
 from transformers import AutoModelForCausalLM
 
+from sparse_opt.config import parse_config
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.masks import MaskSet
-from sparse_opt.trainers import reference, rlt, student
-from sparse_opt.trainers.config import parse_config
-from sparse_opt.trainers.encoding import TokenSequence, collate
-from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.trainers import rlt
+from sparse_opt.trainers.data.encoding import TokenSequence, collate
+from sparse_opt.trainers.data.teacher_data import read_templates
+from sparse_opt.trainers.policy import reference
+from sparse_opt.trainers.policy.logprobs import token_logprobs
+from sparse_opt.trainers.rewards import student
+from sparse_opt.trainers.rewards.student import load_student_tokenizer
 from sparse_opt.trainers.rlt import InParts, RLTConfig
 from sparse_opt.trainers.rollouts import Sampling
-from sparse_opt.trainers.student import load_student_tokenizer
-from sparse_opt.trainers.teacher_data import read_templates
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 TEMPLATES = {

@@ -12,7 +12,7 @@ from small_models import EPS, small
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GenerationConfig, LlamaConfig
 
 from sparse_opt.errors import ConfigError, SparseOptError
-from sparse_opt.trainers.models import make_masks_skippable
+from sparse_opt.trainers.policy.models import make_masks_skippable
 from sparse_opt.trainers.rollouts import (
     ContinuousBatchingEngine,
     GenerateEngine,
@@ -329,7 +329,7 @@ def test_minibatches_hold_every_row_once():
 
 
 def test_training_on_the_rows_of_a_pass_starts_at_a_ratio_of_one():
-    from sparse_opt.trainers.logprobs import token_logprobs
+    from sparse_opt.trainers.policy.logprobs import token_logprobs
 
     found, model = make_rollout(), small(LlamaConfig)
     for _, part in found.minibatches(4):

@@ -19,7 +19,7 @@ from small_models import small
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from sparse_opt.errors import ConfigError, SparseOptError
-from sparse_opt.trainers.models import disable_dropout
+from sparse_opt.trainers.policy.models import disable_dropout
 from sparse_opt.trainers.rollouts import Sampling, VLLMEngine, make_engine, rollout
 from sparse_opt.trainers.rollouts.vllm import merged_weights
 

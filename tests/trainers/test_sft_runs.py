@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import sft
-from sparse_opt.trainers.encoding import collate, load_examples
-from sparse_opt.trainers.logprobs import completion_logprobs
+from sparse_opt.trainers.data.encoding import collate, load_examples
+from sparse_opt.trainers.policy.logprobs import completion_logprobs
 
 
 @pytest.fixture

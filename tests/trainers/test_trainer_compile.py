@@ -16,10 +16,10 @@ from transformers import LlamaConfig
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
-from sparse_opt.trainers import logprobs as logprobs_module
-from sparse_opt.trainers.encoding import collate
-from sparse_opt.trainers.logprobs import linear_logprobs, token_logprobs
-from sparse_opt.trainers.models import compile_layers, frozen_copy, has_compiled_layers
+from sparse_opt.trainers.data.encoding import collate
+from sparse_opt.trainers.policy import logprobs as logprobs_module
+from sparse_opt.trainers.policy.logprobs import linear_logprobs, token_logprobs
+from sparse_opt.trainers.policy.models import compile_layers, frozen_copy, has_compiled_layers
 from sparse_opt.trainers.rollouts import ContinuousBatchingEngine, GenerateEngine, Sampling
 
 

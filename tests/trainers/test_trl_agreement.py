@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
+from sparse_opt.trainers.data.encoding import collate, load_examples
 from sparse_opt.trainers.dpo import dpo_loss
-from sparse_opt.trainers.encoding import collate, load_examples
-from sparse_opt.trainers.logprobs import completion_logprobs
+from sparse_opt.trainers.policy.logprobs import completion_logprobs
 
 trl = pytest.importorskip("trl")
 

@@ -21,9 +21,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from sparse_opt.config import read_yaml
 from sparse_opt.errors import ConfigError
-
-from ..config import read_yaml
 
 NAMES = ("conservative", "balanced", "aggressive")
 STAGES = ("datagen", "train", "test")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..models import running_eagerly
+from ..policy.models import running_eagerly
 from .sampling import Sampling, cut_at_eos, require_room
 
 

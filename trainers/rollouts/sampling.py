@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
-from ..encoding import TokenBatch, TokenSequence, collate
-from ..logprobs import token_logprobs
+from ..data.encoding import TokenBatch, TokenSequence, collate
+from ..policy.logprobs import token_logprobs
 
 
 @dataclass(frozen=True)

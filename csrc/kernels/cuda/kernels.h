@@ -45,7 +45,7 @@ int64_t delta_sample(const DeltaArguments& args, cudaStream_t stream);
 int64_t delta_progress_bytes(const DeltaArguments& args);
 void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
-// Where args.is_guess, does nothing if sample_stride times what delta_sample has seen is more than args.room.
+// Where args.speculative, does nothing if sample_stride times what delta_sample has seen is more than args.room.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
 void delta_apply(const MoveArguments& args, cudaStream_t stream);
 

@@ -1,0 +1,69 @@
+"""How results are shown and kept: text tables and JSON files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_opt.files import written_aside
+
+
+def why_unwritable(path: Path) -> str:
+    """Empty if results can be written to ``path``, else the cause: to be known before the work, not after it.
+
+    Makes the folder.
+    """
+    probe = path.with_name(f"{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(probe) as aside:
+            aside.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"results cannot be written to {path}: {error.strerror}"
+    return ""
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write ``data`` under its final name whole or not at all. NaN is an error: no result holds one."""
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1, n_last_words: int = 0) -> str:
+    """Aligned columns: the first ``n_words`` and last ``n_last_words`` flush left, the others, figures, flush right."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if n_words <= i < len(headers) - n_last_words else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1) -> str:
+    """The same as a Markdown table; the first ``n_words`` columns flush left, the others flush right."""
+    rule = ["---" if i < n_words else "---:" for i in range(len(headers))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(headers), rule, *map(list, rows)])
+
+
+def kernel_report(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    """What `kernels` or `gpu_check` wrote, for a figure of it; the call ends where it or matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("matplotlib is not installed, which draws the figure: pip install 'sparse-opt[plot]'")
+    if not path.is_file():
+        parser.error(f"results {path}: no such file")
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        parser.error(f"results {path}: not JSON: {error}")
+    if "kernels" not in report:
+        parser.error(f"results {path}: they hold {', '.join(report)}, wanted 'kernels'")
+    return report

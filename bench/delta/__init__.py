@@ -1,0 +1,1 @@
+"""Benchmarks of patches, delta logs and mask finding."""

@@ -1,0 +1,236 @@
+"""Peak host memory and time of `mask find` on a log of a model's shape.
+
+A log of bf16 states is written, of which each step changes about one element in a hundred by small multiples of its
+size, as reinforcement learning does; a log that is there already is used as it is. Each method then finds its mask in a
+process of its own:
+
+    python -m sparse_opt.bench.delta.mask_find /tmp/log_3b --json bench/results/mask_find.json  # a 3B model's shape
+    python -m sparse_opt.bench.delta.mask_find /tmp/log_small --numel 1e8 --methods magnitude momentum
+
+`anonymous` is the largest memory of the process's own, sampled every 10 ms; `resident` also counts the pages of files
+that it had mapped, which the kernel may take back (VmHWM). Both are less what they were before the finding began.
+`limit` is what finding may hold: for an element of the largest tensor 4 bytes for the score, 1 to compare it, 2 for
+each of two states, 8 for each of two sums (momentum, fisher), 2 for sums and ranks of units (patterns); 16 for each
+active element, whose positions are sorted, kept and put into the mask; and a fixed workspace. The digests of the masks
+are written down too: those of a CPU and of a GPU have to be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sparse_opt.delta.log import DeltaLog
+from sparse_opt.delta.open import open_log
+from sparse_opt.mask_finding.find import find_from_log
+from sparse_opt.mask_finding.log_scores import LOG_METHODS
+from sparse_opt.masks.patterns import PATTERNS
+
+from ..common.environment import environment
+from ..common.report import table, why_unwritable, write_json
+from ..common.shapes import LLAMA_3_2_3B, scaled
+
+WORKSPACE = 300 * 2**20
+_SAMPLE_SECONDS = 0.01
+_CHUNK = 2**24
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if every finding kept to its limit, else 1."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    problem = "" if args.json is None else why_unwritable(args.json)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        problem = "device is cuda, and torch finds none"
+    if problem:
+        parser.error(problem)
+    if not args.log.is_dir() or not any(args.log.iterdir()):
+        write_log(args.log, args.numel, args.n_steps)
+    rows = [
+        measured(args.log, method, pattern, args.sparsity, args.device, args.threads)
+        for method in args.methods
+        for pattern in args.patterns
+    ]
+    log = open_log(args.log)
+    report = {
+        "benchmark": "mask_find",
+        "environment": environment(args.device),
+        "numel": log.layout.numel,
+        "n_tensors": len(log.layout.tensors),
+        "largest_tensor": max(spec.numel for spec in log.layout.tensors),
+        "steps": list(log.steps),
+        "log_bytes": sum(path.stat().st_size for path in args.log.rglob("*") if path.is_file()),
+        "sparsity": args.sparsity,
+        "device": args.device,
+        "threads": args.threads,
+        "workspace_bytes": WORKSPACE,
+        "rows": rows,
+    }
+    print(_text(report))
+    if args.json is not None:
+        write_json(args.json, report)
+    over = [row for row in rows if row["anonymous_bytes"] > row["limit_bytes"]]
+    for row in over:
+        print(
+            f"TOO MUCH MEMORY: {row['method']} {row['pattern']} held {row['anonymous_bytes']} bytes, "
+            f"limit {row['limit_bytes']}",
+            file=sys.stderr,
+        )
+    return 1 if over else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("log", type=Path, help="folder of the log; written if it is empty or not there")
+    parser.add_argument("--numel", type=lambda s: int(float(s)), help="elements, scaled from a Llama-3.2-3B's matrices")
+    parser.add_argument("--n_steps", type=int, default=10, help="logged steps after the first (%(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=LOG_METHODS, default=list(LOG_METHODS))
+    parser.add_argument("--patterns", nargs="+", choices=list(PATTERNS), default=["element", "run32"])
+    parser.add_argument("--sparsity", type=float, default=97.5, help="percent (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
+def write_log(folder: Path, numel: int | None, n_steps: int) -> None:
+    """A log of bf16 states of the model's shape, or of one scaled to `numel` elements."""
+    shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
+    generator = torch.Generator().manual_seed(0)
+    state = {name: _normal(shape, generator) for name, shape in shapes.items()}
+    with DeltaLog.create(folder, state, metadata={"model": "random weights"}) as log:
+        for step in tqdm(range(1, n_steps + 1), desc="log", unit="step", disable=None):
+            for tensor in state.values():
+                _train(tensor, generator)
+            log.append(step)
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    flat = torch.empty(math.prod(shape), dtype=torch.bfloat16)
+    for part in flat.split(_CHUNK):
+        part.copy_(torch.randn(part.numel(), generator=generator).mul_(0.02))
+    return flat.view(*shape)
+
+
+def _train(tensor: Tensor, generator: torch.Generator) -> None:
+    """Add 1 % of their size or less to one element in a hundred; the same ones are likelier in each step."""
+    flat = tensor.view(-1)
+    n = flat.numel() // 100
+    # The square of a uniform number: low positions of each stretch are hit more often.
+    at = (torch.rand(n, generator=generator, dtype=torch.float64).square_() * flat.numel()).long()
+    flat[at] = (flat[at].float() * (1 + 0.02 * (torch.rand(n, generator=generator) - 0.3))).bfloat16()
+
+
+def measured(log: Path, method: str, pattern: str, sparsity: float, device: str, threads: int) -> dict[str, Any]:
+    """One finding in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_find, args=(sender, log, method, pattern, sparsity, device, threads))
+    process.start()
+    sender.close()
+    try:
+        row: dict[str, Any] = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"mask find {method} {pattern} ended with exit code {process.exitcode}") from None
+    process.join()
+    return row
+
+
+def _find(sender: Any, log: Path, method: str, pattern: str, sparsity: float, device: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    if device == "cuda":
+        torch.zeros(1, device=device)  # the context is no part of the finding
+        torch.cuda.reset_peak_memory_stats()
+    opened = open_log(log)
+    before = _memory()
+    sampler = _Sampler()
+    start = time.perf_counter()
+    # The words were checked when they were read, which a type checker does not know.
+    found = find_from_log(opened, method=method, sparsity=sparsity, pattern=pattern, device=device)  # type: ignore[arg-type]
+    seconds = time.perf_counter() - start
+    anonymous = sampler.stop()
+    largest = max(spec.numel for spec in opened.layout.tensors)
+    per_element = (
+        4 + 1 + 2 * 2 + (2 * 8 if method in ("momentum", "fisher") else 0) + (2 if pattern != "element" else 0)
+    )
+    sender.send(
+        {
+            "method": method,
+            "pattern": pattern,
+            "seconds": seconds,
+            "anonymous_bytes": max(0, anonymous - before["RssAnon"]),
+            "resident_bytes": _memory()["VmHWM"] - before["VmRSS"],
+            "limit_bytes": per_element * largest + 16 * found.mask.nnz + WORKSPACE,
+            "gpu_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+            "nnz": found.mask.nnz,
+            "digest": found.mask.digest,
+            "captured_score": None if found.capture is None else found.capture.share,
+        }
+    )
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of this process, by the kernel's names for them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines if "kB" in line)}
+
+
+class _Sampler:
+    """The most anonymous memory that this process has while it is there."""
+
+    def __init__(self) -> None:
+        self._most, self._stopped = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(_SAMPLE_SECONDS):
+            self._most = max(self._most, _memory()["RssAnon"])
+
+    def stop(self) -> int:
+        self._stopped.set()
+        self._thread.join()
+        return max(self._most, _memory()["RssAnon"])
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    def gib(size: int | None) -> str:
+        return "" if size is None else f"{size / 2**30:.2f}"
+
+    rows = [
+        (
+            row["method"],
+            row["pattern"],
+            f"{row['seconds']:.1f}",
+            *(gib(row[key]) for key in ("anonymous_bytes", "limit_bytes", "resident_bytes", "gpu_bytes")),
+            "" if row["captured_score"] is None else f"{100 * row['captured_score']:.1f} %",
+            row["digest"],
+        )
+        for row in report["rows"]
+    ]
+    headers = ("method", "pattern", "s", "anonymous GiB", "limit GiB", "resident GiB", "GPU GiB", "captured", "digest")
+    head = (
+        f"{report['numel'] / 1e9:.2f} B elements in {report['n_tensors']} tensors, the largest of "
+        f"{report['largest_tensor'] / 1e9:.3f} B; "
+        f"{len(report['steps'])} logged steps, {report['log_bytes'] / 2**30:.2f} GiB; sparsity {report['sparsity']} %, "
+        f"{report['device']}, {report['threads']} threads"
+    )
+    return f"{head}\n\n{table(headers, rows, n_words=2)}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

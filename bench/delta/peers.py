@@ -1,0 +1,373 @@
+"""The coders of `sparse-opt bench delta`: the three levels of patches, and other ways to keep what changed.
+
+A peer of another package that is not installed, or that is made for another device, is listed as that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from sparse_opt.delta import codec as patch_codec
+from sparse_opt.delta import patches as delta_patches
+from sparse_opt.delta.patches import LogMask, MaskedState
+from sparse_opt.delta.state import StateLayout, TensorSpec
+from sparse_opt.ops import delta_apply_, delta_encode
+from sparse_opt.tensors import as_bits, dtype_name
+
+from .data import Step
+
+
+class Coder(Protocol):
+    """One way from the weights before a step to those after it."""
+
+    @property
+    def name(self) -> str:
+        """In the table."""
+
+    @property
+    def on_device(self) -> bool:
+        """The work is the device's alone, so that a GPU's time is read with events; else the wall's is told."""
+
+    @property
+    def exact(self) -> bool:
+        """Decoding gives the new bits; where not, how many are wrong is told."""
+
+    def start(self, old: list[Tensor]) -> Any:
+        """What encoding and decoding begin with, made of the old weights; not timed. May share their memory."""
+
+    def encode(self, start: Any, new: list[Tensor]) -> Any:
+        """The coded change; leaves ``start`` as it was."""
+
+    def decode(self, start: Any, coded: Any) -> list[Tensor]:
+        """The new weights; ``start`` is used up."""
+
+    def nbytes(self, coded: Any) -> int:
+        """Bytes of the coded change."""
+
+
+@dataclass(frozen=True)
+class LevelCoder:
+    """`delta.codec` at one level; bytes are those of a patch file's tensors, without its header."""
+
+    level: str
+    on_device: bool = True
+    exact: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.level
+
+    def start(self, old: list[Tensor]) -> list[Tensor]:
+        return old
+
+    def encode(self, start: list[Tensor], new: list[Tensor]) -> patch_codec.Patch:
+        return patch_codec.encode(start, new, self.level)
+
+    def decode(self, start: list[Tensor], coded: patch_codec.Patch) -> list[Tensor]:
+        patch_codec.apply_(start, coded)
+        return start
+
+    def nbytes(self, coded: patch_codec.Patch) -> int:
+        return coded.nbytes
+
+
+class MaskedCoder:
+    """As a delta log codes a step of a sparse run: over the mask's elements, which are taken out and put back.
+
+    Encoding counts all changes too, and falls back to the ordinary form where there is one outside of the mask.
+    """
+
+    on_device = exact = True
+
+    def __init__(self, level: str, step: Step) -> None:
+        assert step.mask is not None
+        self.name, self.level, self.mask = f"{level}, over the mask", level, LogMask(step.mask)
+        specs = [
+            TensorSpec(name, dtype_name(tensor), tuple(tensor.shape))
+            for name, tensor in zip(step.mask.names, step.old, strict=True)
+        ]
+        self.layout = StateLayout(tuple(specs), {}, frozenset())
+
+    def start(self, old: list[Tensor]) -> list[Tensor]:
+        # A log keeps the mask's elements beside the state.
+        self._masked = MaskedState(self.mask, self.layout, self._named(old))
+        return old
+
+    def encode(self, start: list[Tensor], new: list[Tensor]) -> delta_patches.StatePatch:
+        return delta_patches.encode(
+            self.layout, self._named(start), self._named(new), self.level, None, masked=self._masked
+        )
+
+    def decode(self, start: list[Tensor], coded: delta_patches.StatePatch) -> list[Tensor]:
+        coded.apply_(self._named(start), "bench", None)
+        return start
+
+    def nbytes(self, coded: delta_patches.StatePatch) -> int:
+        return coded.nbytes
+
+    def compact(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The mask's elements of each tensor."""
+        return self.mask.take(self.layout.names, tensors)
+
+    def _named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.layout.names, tensors, strict=True))
+
+
+class PairsCoder:
+    """`sparse_opt.ops.delta_encode`: int32 positions, int64 past 2^31 elements, and new values; as safetensors."""
+
+    name, on_device, exact = "int32 + value pairs", True, True
+
+    def start(self, old: list[Tensor]) -> list[Tensor]:
+        return old
+
+    def encode(self, start: list[Tensor], new: list[Tensor]) -> Any:
+        return delta_encode(start, new)
+
+    def decode(self, start: list[Tensor], coded: Any) -> list[Tensor]:
+        indices, values, counts = coded
+        ends = torch.cumsum(counts.cpu(), 0).tolist()
+        delta_apply_(start, indices, values, [0, *ends[:-1]], ends)
+        return start
+
+    def nbytes(self, coded: Any) -> int:
+        indices, values, counts = (part.cpu() for part in coded)
+        return len(safetensors.torch.save({"indices": indices, "values": values, "counts": counts}))
+
+
+class TorchSaveCoder:
+    """Differences in fp32 through `torch.save`, as the logs of `.pt` files keep them."""
+
+    name, on_device, exact = "torch.save of fp32 differences", False, False
+
+    def start(self, old: list[Tensor]) -> list[Tensor]:
+        return old
+
+    def encode(self, start: list[Tensor], new: list[Tensor]) -> bytes:
+        buffer = io.BytesIO()
+        torch.save([(b.float() - a.float()).cpu() for a, b in zip(start, new, strict=True)], buffer)
+        return buffer.getvalue()
+
+    def decode(self, start: list[Tensor], coded: bytes) -> list[Tensor]:
+        deltas = torch.load(io.BytesIO(coded), weights_only=True)
+        for tensor, delta in zip(start, deltas, strict=True):
+            tensor.copy_(tensor.float().add_(delta.to(tensor.device)))
+        return start
+
+    def nbytes(self, coded: bytes) -> int:
+        return len(coded)
+
+
+class ZstdCoder:
+    """The bytes of old XOR new through zstd at level 1 (package zstandard), one thread."""
+
+    name, on_device, exact = "byte XOR + zstd-1", False, True
+
+    def __init__(self) -> None:
+        zstandard = importlib.import_module("zstandard")
+        self._compressor, self._decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+
+    def start(self, old: list[Tensor]) -> list[Tensor]:
+        return old
+
+    def encode(self, start: list[Tensor], new: list[Tensor]) -> list[bytes]:
+        found = []
+        for a, b in zip(start, new, strict=True):
+            found.append(self._compressor.compress((as_bits(a) ^ as_bits(b)).cpu().numpy()))
+        return found
+
+    def decode(self, start: list[Tensor], coded: list[bytes]) -> list[Tensor]:
+        for tensor, data in zip(start, coded, strict=True):
+            bits = as_bits(tensor)
+            xor = torch.frombuffer(bytearray(self._decompressor.decompress(data)), dtype=bits.dtype)
+            bits ^= xor.to(tensor.device)
+        return start
+
+    def nbytes(self, coded: list[bytes]) -> int:
+        return sum(map(len, coded))
+
+
+class ZipNNCoder:
+    """zipnn's own difference of two byte strings, an XOR. https://github.com/zipnn/zipnn, arXiv 2411.05239"""
+
+    name, on_device, exact = "zipnn, byte delta", False, True
+
+    def __init__(self, threads: int) -> None:
+        make = importlib.import_module("zipnn").ZipNN
+        self._coder = make(
+            input_format="byte", bytearray_dtype="bfloat16", delta_compressed_type="byte", threads=threads
+        )
+
+    def start(self, old: list[Tensor]) -> tuple[list[Tensor], list[bytes]]:
+        return old, [_bytes(tensor) for tensor in old]
+
+    def encode(self, start: tuple[list[Tensor], list[bytes]], new: list[Tensor]) -> list[bytes]:
+        return [
+            self._coder.compress(_bytes(tensor), delta_second_data=old)
+            for tensor, old in zip(new, start[1], strict=True)
+        ]
+
+    def decode(self, start: tuple[list[Tensor], list[bytes]], coded: list[bytes]) -> list[Tensor]:
+        tensors, olds = start
+        for tensor, old, data in zip(tensors, olds, coded, strict=True):
+            found = bytearray(self._coder.decompress(data, delta_second_data=old))
+            bits = as_bits(tensor)
+            bits.copy_(torch.frombuffer(found, dtype=bits.dtype))
+        return tensors
+
+    def nbytes(self, coded: list[bytes]) -> int:
+        return sum(map(len, coded))
+
+
+class PulseCoder:
+    """PULSEPT1 patches of format 3, a Rice code for each class of old exponents, on the CPU.
+
+    As basilica-sdk makes and applies them: with a copy of the new weights, and with their digests. It has no public
+    call for the codec alone, which stands in `basilica._pulse.codec`. https://pypi.org/project/basilica-sdk, arXiv
+    2602.03839
+    """
+
+    name, on_device, exact = "PULSEPT1, format 3", False, True
+
+    def __init__(self, threads: int) -> None:
+        self._codec = importlib.import_module("basilica._pulse.codec")
+        self._threads = threads
+        os.environ["BASILICA_PULSE_EXPCTX_THREADS"] = str(threads)  # there is no argument for it
+
+    def start(self, old: list[Tensor]) -> tuple[list[Tensor], Any]:
+        return old, self._codec.Snapshot(self._named(old))
+
+    def encode(self, start: tuple[list[Tensor], Any], new: list[Tensor]) -> bytes:
+        snapshot = start[1]
+        model = self._codec.ModelMeta("bench", "", snapshot.param_count())
+        patch, _ = snapshot.encode_step(
+            self._named(new).items(), step=1, base_step=0, model=model, workers=self._threads, format_version=3
+        )
+        snapshot.rollback_last_encode()
+        found: bytes = patch
+        return found
+
+    def decode(self, start: tuple[list[Tensor], Any], coded: bytes) -> list[Tensor]:
+        tensors, snapshot = start
+        snapshot.apply_patch(self._codec.parse_patch(coded))
+        return [snapshot.tensor(name) for name in self._named(tensors)]
+
+    def nbytes(self, coded: bytes) -> int:
+        return len(coded)
+
+    @staticmethod
+    def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
+        return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
+
+
+class NvcompCoder:
+    """old XOR new through a codec of nvCOMP, on the GPU. https://docs.nvidia.com/cuda/nvcomp/py_api.html
+
+    Its calls run on a stream of its own, for which the wall's time is told.
+    """
+
+    on_device, exact = False, True
+
+    def __init__(self, algorithm: str, device: torch.device) -> None:
+        self.name = f"XOR + nvCOMP {algorithm}"
+        self._nvcomp = importlib.import_module("nvidia.nvcomp")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._codec = self._nvcomp.Codec(algorithm=algorithm, device_id=index, **NVCOMP[algorithm])
+
+    def start(self, old: list[Tensor]) -> list[Tensor]:
+        return old
+
+    def encode(self, start: list[Tensor], new: list[Tensor]) -> list[Any]:
+        xors = [(as_bits(a) ^ as_bits(b)).view(torch.uint8) for a, b in zip(start, new, strict=True)]
+        torch.cuda.synchronize()  # the codec has a stream of its own
+        found = [self._codec.encode(self._nvcomp.as_array(xor)) for xor in xors]
+        torch.cuda.synchronize()
+        return found
+
+    def decode(self, start: list[Tensor], coded: list[Any]) -> list[Tensor]:
+        for tensor, data in zip(start, coded, strict=True):
+            bits = as_bits(tensor)
+            found = torch.from_dlpack(self._codec.decode(data))
+            torch.cuda.synchronize()
+            bits ^= found.view(torch.uint8).view(bits.dtype)
+        return start
+
+    def nbytes(self, coded: list[Any]) -> int:
+        return sum(array.buffer_size for array in coded)
+
+
+# Of nvCOMP's codecs those for bytes that are mostly zero, and the one that zstd-1 is to be compared with.
+NVCOMP: dict[str, dict[str, Any]] = {
+    "Zstd": {},
+    "LZ4": {},
+    "Cascaded": {"data_type": "<u2"},
+    "Bitcomp": {"algorithm_type": 1, "data_type": "<u2"},  # for sparse data
+    "ANS": {},
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A coder of another package.
+
+    Args:
+        name: in the table.
+        packages: as pip knows it, each by itself enough.
+        module: as `import` knows it.
+        device_type: that it is made for; None: any.
+        make: the coder; raises what the package raises.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    module: str
+    device_type: str | None
+    make: Callable[[], Coder]
+
+    def why_absent(self, device: torch.device) -> str:
+        """Empty if it can be tried here, else the cause."""
+        if self.device_type not in (None, device.type):
+            return f"made for {self.device_type}, this is {device.type}"
+        return "" if _is_there(self.module) else f"not installed ({' or '.join(self.packages)})"
+
+    def version(self) -> str:
+        installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+        return ", ".join(f"{name} {installed[name]}" for name in self.packages if name in installed)
+
+
+def peers(device: torch.device, threads: int) -> list[Peer]:
+    """All coders of other packages, whether they can be tried here or not."""
+    nvcomp = ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13")
+    return [
+        Peer(ZstdCoder.name, ("zstandard",), "zstandard", None, ZstdCoder),
+        Peer(ZipNNCoder.name, ("zipnn",), "zipnn", None, partial(ZipNNCoder, threads)),
+        Peer(PulseCoder.name, ("basilica-sdk",), "basilica", None, partial(PulseCoder, threads)),
+        *(
+            Peer(f"XOR + nvCOMP {name}", nvcomp, "nvidia.nvcomp", "cuda", partial(NvcompCoder, name, device))
+            for name in NVCOMP
+        ),
+    ]
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be imported; a package above it that is missing is an answer, too."""
+    parent = module.rpartition(".")[0]
+    if parent and not _is_there(parent):
+        return False
+    return importlib.util.find_spec(module) is not None
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return as_bits(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

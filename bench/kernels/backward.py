@@ -1,0 +1,121 @@
+"""A backward pass of a 3B-shaped model whose gradients are gathered in hooks, beside one that keeps them.
+
+The models are two copies of one, with random weights, and the same tokens. Of both only the matrices take gradients, as
+a mask over matrices leaves it: what differs is the gather and the freeing of each gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sparse_opt import MaskSet, SparseAdamW, backends
+
+from ..common.rows import TORCH, Work
+from ..common.shapes import llama_config
+from ..common.timing import Prepared
+from .cases import WrongResult, check_bits
+from .inputs import random_active
+from .optimizers import LR, mask_of
+from .targets import BACKWARD_HOOKS, BACKWARD_PLAIN
+
+N_SEQUENCES, N_TOKENS = 2, 512
+
+
+def why_absent() -> str:
+    """Empty if the models can be made, else the cause."""
+    return "" if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+
+def llama(sizes: Mapping[str, int], device: torch.device, seed: int) -> nn.Module:
+    """A bf16 Llama with tied embeddings and random weights, made on the device; norms take no gradient."""
+    from transformers import AutoModelForCausalLM
+
+    config = llama_config(sizes, N_TOKENS, use_cache=False)
+    torch.manual_seed(seed)
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 2)
+    return model.train()
+
+
+class BackwardPass:
+    """A model and its loss: ``forward`` makes the graph that ``backward`` takes.
+
+    Args:
+        forget: drops the gradients of the pass before.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tensor, forget: Callable[[], None]) -> None:
+        self.model, self.tokens, self.forget = model, tokens, forget
+        self.loss: Tensor | None = None
+
+    def forward(self) -> None:
+        self.forget()
+        self.loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+
+def backward_works(sizes: Mapping[str, int], device: torch.device, density: float, seed: int) -> list[Work]:
+    """The two passes, to be timed in turns; the gathered gradients have been checked.
+
+    Raises:
+        WrongResult: a compact gradient is not the dense one at the mask.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.randint(sizes["vocab"], (N_SEQUENCES, N_TOKENS), device=device, generator=generator)
+    plain, hooked = (llama(sizes, device, seed) for _ in range(2))
+    seen, handles = _watch(hooked)
+    params = {name: param for name, param in hooked.named_parameters() if param.requires_grad}
+    mask = mask_of(params, random_active([param.detach() for param in params.values()], density, generator))
+    optimizer = SparseAdamW(hooked, mask, lr=LR, keep_base_weights=False)
+    gathering = BackwardPass(hooked, tokens, optimizer.zero_grad)
+    keeping = BackwardPass(plain, tokens, functools.partial(plain.zero_grad, set_to_none=True))
+    gathering.forward()
+    gathering.backward()
+    check_gathered(optimizer, params, seen, mask)
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    backend = backends.choose("masked_grad_gather_", device)
+    return [
+        Work(BACKWARD_HOOKS, backend, density, Prepared(gathering.forward, gathering.backward), None, is_auto=True),
+        Work(BACKWARD_PLAIN, TORCH, density, Prepared(keeping.forward, keeping.backward), None),
+    ]
+
+
+def _watch(model: nn.Module) -> tuple[dict[nn.Parameter, Tensor], list[RemovableHandle]]:
+    """Keeps every dense gradient: hooks run in the order they were added, these before the optimizer's."""
+    seen: dict[nn.Parameter, Tensor] = {}
+
+    def keep(param: Tensor) -> None:
+        assert isinstance(param, nn.Parameter) and param.grad is not None
+        seen[param] = param.grad
+
+    return seen, [p.register_post_accumulate_grad_hook(keep) for p in model.parameters() if p.requires_grad]
+
+
+def check_gathered(
+    optimizer: SparseAdamW, params: Mapping[str, nn.Parameter], seen: Mapping[nn.Parameter, Tensor], mask: MaskSet
+) -> None:
+    """Compare what the hooks gathered with the dense gradients, bit by bit.
+
+    Raises:
+        WrongResult: a bit differs, or a gradient is missing.
+    """
+    for name, param in params.items():
+        found = optimizer.compact_grad(param)
+        if found is None or param not in seen or param.grad is not None:
+            raise WrongResult(f"backward: the gradient of {name} was not gathered and freed")
+        wanted = seen[param].view(-1)[mask[name].to(param.device).long()].to(found.dtype)
+        check_bits(f"backward: the compact gradient of {name}", found, wanted)

@@ -1,0 +1,171 @@
+"""Every op once on every backend of a GPU, on small odd sizes: what `compute-sanitizer` watches.
+
+Inputs are made on the CPU, and so is the comparison, so that hardly any kernel but this package's runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sparse_opt import backends
+from sparse_opt.delta import codec as patch_codec
+from sparse_opt.delta.codec import LEVELS
+from sparse_opt.delta.digest import StateDigest
+from sparse_opt.tensors import as_bits
+
+from .cases import Case, StepCase, TileWeightGradCase, WrongResult, check
+from .inputs import random_case, tile_weight_grad_case
+
+# Below, at and past the widths of a vector load, a warp and a block, one of them a multiple; one tensor empty.
+SHAPES = {
+    "matrix": (37, 61),
+    "one": (1,),
+    "empty": (0,),
+    "aligned": (64, 128),
+    "long": (3, 2049),
+    "vector": (777,),
+}
+# Rows of whole 16-byte chunks in every dtype, which are copied as such; the second has tiles that are cut off.
+ALIGNED_SHAPES = ((64, 128), (136, 264))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A few elements, with empty segments and ragged ends, and all of them.
+DENSITIES = (0.03, 1.0)
+# By tile size: the blocks of a cluster, and active tiles for each multiprocessor of which tile_weight_grad.cu makes
+# clusters of so many, where each tile has CLUSTER_TOKENS.
+CLUSTERS = {64: {8: 0.15, 4: 0.38, 3: 0.55, 2: 0.8}, 128: {8: 0.08, 4: 0.2, 3: 0.57, 2: 0.475}}
+CLUSTER_TOKENS = 2101
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all; 0 if every result was right."""
+    parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.kernels.sanitize_ops", description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args(argv).device)
+    names = [name for name in backends.available(device) if name != "reference"]
+    failures = n_run = 0
+    for op in backends.OPS:
+        for dtype in DTYPES:
+            for density in DENSITIES:
+                for oracle in cases_of(op, dtype, density):
+                    for name in names:
+                        n_run += 1
+                        failures += not _agrees(oracle, name, device)
+    print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {failures} wrong")
+    wrong_patches = [
+        f"{level}, {str(dtype).removeprefix('torch.')}, {density:.0%} changed"
+        for level in LEVELS
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+        for density in (0.0, *DENSITIES)
+        if not _patches_agree(level, dtype, density, device)
+    ]
+    for text in wrong_patches:
+        print(f"WRONG PATCH: {text}", file=sys.stderr)
+    print(f"patches and digests: {len(wrong_patches)} wrong")
+    wrong_clusters = find_wrong_clusters(device) if "cuda" in names else []
+    for text in wrong_clusters:
+        print(f"WRONG CLUSTER: {text}", file=sys.stderr)
+    return 1 if failures or wrong_patches or wrong_clusters or not n_run else 0
+
+
+def find_wrong_clusters(device: torch.device) -> list[str]:
+    """Tile products in clusters of each size: those that are wrong, or that took a cluster of another size."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        print(f"clusters: skipped, a GPU of compute capability {'.'.join(map(str, capability))} has none")
+        return []
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    wrong, n_run = [], 0
+    for dtype in DTYPES:
+        for blocks, case in cluster_cases(dtype, multiprocessors):
+            n_run += 1
+            name = f"tile{case.tile_size}, {str(dtype).removeprefix('torch.')}, {len(case.tiles)} tiles"
+            if (found := blocks_in_cluster(case, device)) != blocks:
+                wrong.append(f"{name}: {found} blocks in a cluster, expected {blocks}")
+            elif not _agrees(case, "cuda", device):
+                wrong.append(f"{name}: wrong result of {blocks} blocks in a cluster")
+    print(f"{n_run} calls of tile_weight_grad_ in clusters of 2, 3, 4 and 8 blocks: {len(wrong)} wrong")
+    return wrong
+
+
+def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[int, TileWeightGradCase]]:
+    """The blocks of a cluster, and a product that takes such clusters on a GPU of so many multiprocessors.
+
+    Each is a row of tiles that is cut off at both edges, with rows of whole 16-byte chunks in every other one.
+    """
+    for tile_size, densities in CLUSTERS.items():
+        for i, (blocks, tiles_each) in enumerate(densities.items()):
+            cut = 8 if (i + DTYPES.index(dtype)) % 2 else 3
+            shape = (tile_size - cut, round(tiles_each * multiprocessors) * tile_size - cut)
+            generator = torch.Generator().manual_seed(0)
+            yield (
+                blocks,
+                tile_weight_grad_case([shape], dtype, 1.0, generator, tokens=CLUSTER_TOKENS, tile_size=tile_size),
+            )
+
+
+def blocks_in_cluster(case: TileWeightGradCase, device: torch.device) -> int:
+    """How many blocks add up each tile of the call on backend cuda."""
+    here = case.mapped(lambda t: t.to(device))
+    operands = here.grad_outputs, here.inputs
+    parts: int = torch.ops.sparse_opt_native.tile_weight_grad_parts(
+        here.out, *operands, here.tiles, here.starts, here.ends, here.tile_size
+    )
+    return parts
+
+
+def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch.device) -> bool:
+    """Whether the device codes, decodes and hashes some changes as the reference does."""
+    generator = torch.Generator().manual_seed(0)
+
+    def any_bits(shape: Sequence[int]) -> Tensor:
+        size = (math.prod(shape) * dtype.itemsize,)
+        return torch.randint(256, size, generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+    old = [any_bits(shape) for shape in SHAPES.values()]
+    # Where any bits are drawn, a few stay what they were.
+    new = [torch.where(torch.rand(t.shape, generator=generator) < density, any_bits(t.shape), t) for t in old]
+    wanted = patch_codec.encode(old, new, level, backend="reference")
+    here_old, here_new = [t.to(device) for t in old], [t.to(device) for t in new]
+    found = patch_codec.encode(here_old, here_new, level)
+    same_bytes = all(torch.equal(part, found.parts()[name].cpu()) for name, part in wanted.parts().items())
+    patch_codec.apply_(here_old, found)
+    same_words = all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(here_old, here_new, strict=True))
+    return same_bytes and same_words and StateDigest.start(here_new).result() == StateDigest.start(new).result()
+
+
+def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
+    """The sparse cases step from dense gradients, the full ones from compact ones, rounding at random."""
+    sparse = density < 1
+    if op == "tile_weight_grad_":
+        # Past the tokens of a block, or so many that each tile's are cut into parts, which on a GPU are a cluster.
+        tile_size, few_tokens = (64, 301) if sparse else (128, 2101)
+        return [
+            tile_weight_grad_case(
+                shapes, dtype, density, torch.Generator().manual_seed(0), tokens=tokens, tile_size=tile_size
+            )
+            for shapes, tokens in ((SHAPES.values(), few_tokens), (ALIGNED_SHAPES, 2101))
+        ]
+    case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
+    if isinstance(case, StepCase) and not sparse:
+        case.options = {"stochastic_rounding": True, "seed": 1}
+    return [case]
+
+
+def _agrees(oracle: Case, backend: str, device: torch.device) -> bool:
+    # The reference writes to a copy, so that each backend starts from the same inputs.
+    try:
+        check(oracle.mapped(lambda t: t.to(device, copy=True)), backend, oracle.mapped(torch.clone))
+    except WrongResult as error:
+        print(f"WRONG RESULT: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,435 @@
+"""Weight gradients of a model's linear layers under masks of whole tiles, beside torch's dense matrix products.
+
+X [tokens, columns] is an input of a layer, which its q, k and v share, as gate and up do; dY [tokens, rows] is the
+gradient of a matrix's output. Each layer has its own, so that none of them is left in a cache from another layer.
+
+| work | its calls |
+|---|---|
+| tile_weight_grad_ | one for each layer, about what a backward pass makes: it waits for tiles that fill the GPU |
+| tile_weight_grad_, a call an input | one for the matrices that share an input |
+| tile_weight_grad_, a call a matrix | one for each matrix |
+| torch.mm | one for each matrix, into a dense bf16 gradient that stays |
+| torch.mm, masked_grad_gather_ | the same into scratch, and a gather under a mask of single elements after each |
+
+Compact gradients are fp32, as the optimizer has them by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_opt import backends, ops
+from sparse_opt.masks.patterns import PATTERNS, unit_grid
+from sparse_opt.ops.narrow import FRAME
+
+from ..common.rows import TORCH, Work
+from ..common.shapes import Shapes, total_numel
+from . import targets
+from .cases import Active, WrongResult, check_bits
+from .inputs import narrowed
+
+OP = "tile_weight_grad_"
+TILE_PATTERNS = ("tile64", "tile128")
+# Of the masks: what is judged, and a denser one for comparison.
+DENSITIES = (0.025, 0.1)
+# Every tile, at the first token count: what it would cost to compute dense gradients in tiles and keep a part of each.
+FULL_PATTERN, FULL_ROUNDS = "tile128", 3
+# Calls take up to a tenth of a second each, and lie close together.
+ROUNDS = 10
+# The projections of a layer that share an input, by their names in transformers.
+_SHARED = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
+# Operands are standard normal. The sum over t of T tokens has a standard deviation of sqrt(t), and adding to it rounds,
+# where tensor cores truncate, by 2^-23 of it at most: 2^-23 T where T roundings of either sign meet. Truncation has one
+# sign: over the T / 16 additions of a tensor core's sum whose value ends at 7 standard deviations it comes to
+# T / 16 * 2^-24 * 3.5 sqrt(T), 10 * 2^-23 T at T = 8192. 32 covers both, on both sides. A token that is left out, or
+# comes twice, is an error of about 1, 32 times as much at T = 8192.
+_ROOM = 32
+# The sum of squares: positive terms, each addition rounds by 2^-24 of the sum at most, and no chain of them is longer:
+# a thread's share of a tile, and as many tiles as a matrix of this shape has.
+SUM_RTOL = 2048 * 2.0**-24
+
+
+Calls = Literal["layer", "input", "matrix"]
+_SUFFIXES: dict[Calls, str] = {"layer": "", "input": targets.A_CALL_AN_INPUT, "matrix": targets.A_CALL_A_MATRIX}
+
+
+class Group(NamedTuple):
+    """The matrices of one layer that share an input, by their numbers."""
+
+    matrices: list[int]
+    columns: int
+
+
+def linear_layers(shapes: Shapes) -> Shapes:
+    """The matrices of the layers, without the embedding."""
+    return {name: shape for name, shape in shapes.items() if ".layers." in name}
+
+
+def input_groups(shapes: Shapes) -> list[Group]:
+    """What shares an input stands side by side in a `llama_matrices`, and has as many columns."""
+
+    def source(item: tuple[int, str]) -> tuple[str, str]:
+        projection = item[1].split(".")[-2]
+        return _layer(item[1]), _SHARED.get(projection, projection)
+
+    groups = [[i for i, _ in found] for _, found in itertools.groupby(enumerate(shapes), key=source)]
+    columns = [columns for _, columns in shapes.values()]
+    return [Group(matrices, columns[matrices[0]]) for matrices in groups]
+
+
+def _layer(name: str) -> str:
+    """ "model.layers.3" of any of its matrices."""
+    before, _, after = name.partition(".layers.")
+    return f"{before}.layers.{after.partition('.')[0]}"
+
+
+@dataclass
+class Operands:
+    """bf16 X and dY of every matrix; matrices that share an input name one tensor."""
+
+    shapes: Shapes
+    groups: list[Group]
+    inputs: list[Tensor]  # [tokens, columns] each
+    grad_outputs: list[Tensor]  # [tokens, rows] each
+
+    @classmethod
+    def random(cls, shapes: Shapes, tokens: int, generator: torch.Generator) -> Operands:
+        """Standard normal values on the generator's device."""
+
+        def draw(width: int) -> Tensor:
+            return torch.randn(tokens, width, dtype=torch.bfloat16, device=generator.device, generator=generator)
+
+        groups = input_groups(shapes)
+        inputs = {i: x for group in groups for x in [draw(group.columns)] for i in group.matrices}
+        return cls(shapes, groups, [inputs[i] for i in range(len(shapes))], [draw(rows) for rows, _ in shapes.values()])
+
+    def first(self, tokens: int) -> Operands:
+        """The same of the first tokens alone, in the same memory."""
+        return Operands(
+            self.shapes, self.groups, [x[:tokens] for x in self.inputs], [g[:tokens] for g in self.grad_outputs]
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs[0].shape[0]
+
+    def product(self, i: int) -> Tensor:
+        """The whole gradient of matrix i in fp32, [rows, columns]."""
+        grad_output, x = self.grad_outputs[i], self.inputs[i]
+        if x.is_cuda:
+            return torch.mm(grad_output.t(), x, out_dtype=torch.float32)
+        return grad_output.float().t() @ x.float()
+
+
+@dataclass
+class TileMask:
+    """A random share of the tiles of all matrices together."""
+
+    pattern: str
+    density: float
+    active: list[Tensor]  # [tiles down, tiles across] bool each
+    tiles: Tensor  # [active tiles, 4] int64
+    starts: list[int]  # of each matrix's tiles
+    ends: list[int]
+    slots: list[int]  # first slot of each matrix, and the end of the last
+
+    @classmethod
+    def random(cls, shapes: Shapes, pattern: str, density: float, generator: torch.Generator) -> TileMask:
+        """round(density * tiles) of them, at least one, drawn without replacement."""
+        device = generator.device
+        grids = [unit_grid(shape, pattern) for shape in shapes.values()]
+        sizes = [down * across for down, across in grids]
+        chosen = torch.randperm(sum(sizes), device=device, generator=generator)[: max(1, round(density * sum(sizes)))]
+        flags = torch.zeros(sum(sizes), dtype=torch.bool, device=device)
+        flags[chosen] = True
+        active = [part.view(grid) for part, grid in zip(flags.split(sizes), grids, strict=True)]
+        mask = cls(pattern, density, active, torch.empty(0, 4, dtype=torch.int64, device=device), [], [], [0])
+        tables = []
+        for i, shape in enumerate(shapes.values()):
+            positions = mask.elements(i, shape).flatten().nonzero().view(-1)
+            tables.append(ops.tile_table(positions, shape, mask.tile_size, first_slot=mask.slots[-1]))
+            mask.slots.append(mask.slots[-1] + positions.numel())
+        mask.ends = list(itertools.accumulate(len(table) for table in tables))
+        mask.starts = [0, *mask.ends[:-1]]
+        mask.tiles = torch.cat(tables)
+        return mask
+
+    @property
+    def tile_size(self) -> int:
+        return PATTERNS[self.pattern][0]
+
+    @property
+    def nnz(self) -> int:
+        return self.slots[-1]
+
+    def elements(self, i: int, shape: tuple[int, int]) -> Tensor:
+        """[rows, columns] bool of matrix i."""
+        return _spread(self.active[i], self.tile_size, shape)
+
+    def floor_bytes(self, operands: Operands) -> float:
+        """bf16 columns of X and dY under an active tile, each read once; fp32 gradients written.
+
+        ``2 * tokens * (columns of each input under a tile of any matrix + rows of each matrix under one) + 4 * nnz``.
+        """
+        widths = 0
+        for group in operands.groups:
+            across = torch.stack([self.active[i].any(dim=0) for i in group.matrices]).any(dim=0)
+            widths += int(_spread(across[None], self.tile_size, (1, group.columns)).sum())
+        for down, (rows, _) in zip(self.active, operands.shapes.values(), strict=True):
+            widths += int(_spread(down.any(dim=1)[None], self.tile_size, (1, rows)).sum())
+        return 2.0 * operands.tokens * widths + 4.0 * self.nnz
+
+
+def _spread(tiles: Tensor, tile_size: int, shape: tuple[int, int]) -> Tensor:
+    """[tiles down, tiles across] as the elements of a matrix."""
+    rows, columns = shape
+    return tiles.repeat_interleave(tile_size, 0)[:rows].repeat_interleave(tile_size, 1)[:, :columns]
+
+
+class TileGradients:
+    """The compact fp32 gradient of a mask, for one backend after the other."""
+
+    def __init__(self, operands: Operands, mask: TileMask) -> None:
+        self.operands, self.mask = operands, mask
+        device, n = mask.tiles.device, len(operands.shapes)
+        self.out, self.sum_sq = torch.empty(mask.nnz, device=device), torch.empty(n, device=device)
+        self.found_inf = torch.zeros(1, device=device)
+        layers = itertools.groupby(enumerate(operands.shapes), key=lambda item: _layer(item[1]))
+        self.calls: dict[Calls, list[list[int]]] = {
+            "layer": [[i for i, _ in found] for _, found in layers],
+            "input": [group.matrices for group in operands.groups],
+            "matrix": [[i] for i in range(n)],
+        }
+
+    @functools.cached_property
+    def wanted(self) -> Tensor:
+        """[nnz] fp32, from products of whole matrices."""
+        found = torch.empty_like(self.out)
+        for i, shape in enumerate(self.operands.shapes.values()):
+            where = slice(self.mask.slots[i], self.mask.slots[i + 1])
+            found[where] = self.operands.product(i)[self.mask.elements(i, shape)]
+        return found
+
+    @functools.cached_property
+    def reference(self) -> Tensor:
+        """[slots of the first layer] fp32, by the reference."""
+        return reference_layer(self.operands, self.mask)
+
+    def compute(self, backend: str, calls: Calls) -> None:
+        """All of it, with the sums of squares and the flag, in as many calls."""
+        for matrices in self.calls[calls]:  # they stand side by side
+            where = slice(matrices[0], matrices[-1] + 1)
+            ops.tile_weight_grad_(
+                self.out,
+                self.operands.grad_outputs[where],
+                self.operands.inputs[where],
+                self.mask.tiles,
+                self.mask.starts[where],
+                self.mask.ends[where],
+                tile_size=self.mask.tile_size,
+                sum_sq=self.sum_sq[where],
+                found_inf=self.found_inf,
+                backend=backend,
+            )
+
+
+def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
+    """Compare what is computed with products of whole matrices, and its first layer with the reference.
+
+    Raises:
+        WrongResult: an element is further away than fp32 sums in two orders can be, or a sum of squares is wrong.
+    """
+    operands, mask = gradients.operands, gradients.mask
+    for written in (gradients.out, gradients.sum_sq):
+        written.fill_(float("nan"))
+    gradients.compute(backend, calls)
+    atol = _ROOM * 2.0**-23 * operands.tokens
+    for i, name in enumerate(operands.shapes):
+        where = slice(mask.slots[i], mask.slots[i + 1])
+        found = gradients.out[where]
+        what = f"{OP} on backend {backend}: {name}"
+        check_close(what, found, gradients.wanted[where], atol, "torch.mm")
+        if where.stop <= len(gradients.reference):
+            check_close(what, found, gradients.reference[where], atol, "the reference")
+        squares, wanted = float(gradients.sum_sq[i]), float(found.double().square().sum())
+        if not abs(squares - wanted) <= SUM_RTOL * wanted:
+            raise WrongResult(f"{what}: sum of squares {squares!r}, wanted {wanted!r} to a relative {SUM_RTOL:.1e}")
+    if gradients.found_inf.item() != 0:
+        raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
+
+
+def reference_layer(operands: Operands, mask: TileMask) -> Tensor:
+    """The compact gradient of the first layer's matrices, whose slots come first, by the reference."""
+    layers = [_layer(name) for name in operands.shapes]
+    n = layers.count(layers[0])
+    out = torch.empty(mask.slots[n], device=mask.tiles.device)
+    ops.tile_weight_grad_(
+        out,
+        operands.grad_outputs[:n],
+        operands.inputs[:n],
+        mask.tiles,
+        mask.starts[:n],
+        mask.ends[:n],
+        tile_size=mask.tile_size,
+        backend="reference",
+    )
+    return out
+
+
+def check_close(what: str, found: Tensor, wanted: Tensor, atol: float, peer: str) -> None:
+    """Raise WrongResult, which begins with ``what``, unless each element is within ``atol`` of the peer's."""
+    wrong = ~((found - wanted).abs_() <= atol)  # so written that NaN is wrong
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise WrongResult(
+            f"{what}: {int(wrong.sum())} of {found.numel()} elements are further than {atol:.1e} from {peer}; at "
+            f"{first} found {found[first].item()!r}, wanted {wanted[first].item()!r}"
+        )
+
+
+class GatheredGradients:
+    """torch's product of each matrix into one scratch buffer, as freed gradients leave it, then a gather from it."""
+
+    def __init__(self, operands: Operands, density: float, generator: torch.Generator) -> None:
+        self.operands = operands
+        shapes, device = operands.shapes, generator.device
+        parts = [
+            (torch.rand(rows * columns, device=device, generator=generator) < density).nonzero().view(-1).int()
+            for rows, columns in shapes.values()
+        ]
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        self.wide = Active(torch.cat(parts), [0, *ends[:-1]], ends)
+        self.active = narrowed(self.wide)
+        self.out = torch.empty(self.active.nnz, device=device)
+        size = max(rows * columns for rows, columns in shapes.values())
+        scratch = torch.empty(size, dtype=torch.bfloat16, device=device)
+        self.dense = [scratch[: rows * columns].view(rows, columns) for rows, columns in shapes.values()]
+
+    def __call__(self) -> None:
+        for i in range(len(self.dense)):
+            self.one(i)
+
+    def one(self, i: int) -> None:
+        active = self.active
+        assert active.index_bases is not None
+        bases = active.index_bases[i : i + active.nnz // FRAME + 1]
+        torch.mm(self.operands.grad_outputs[i].t(), self.operands.inputs[i], out=self.dense[i])
+        where = active.indices, [active.starts[i]], [active.ends[i]]
+        ops.masked_grad_gather_(self.out, [self.dense[i]], *where, index_bases=bases)
+
+    def check(self) -> None:
+        """Compare what is gathered with the product that it is gathered from, bit by bit.
+
+        Raises:
+            WrongResult: a bit differs.
+        """
+        self.out.fill_(float("nan"))
+        for i, name in enumerate(self.operands.shapes):
+            self.one(i)
+            where = slice(self.wide.starts[i], self.wide.ends[i])
+            wanted = self.dense[i].view(-1)[self.wide.indices[where].long()].float()
+            check_bits(f"torch.mm, then masked_grad_gather_: {name}", self.out[where], wanted)
+
+    @property
+    def floor_bytes(self) -> float:
+        """Operands read once, indices and fp32 gradients; the scratch may stay in a cache."""
+        return operand_bytes(self.operands) + self.active.nnz * (2.0 + 4.0)
+
+
+def operand_bytes(operands: Operands) -> float:
+    """Every column of X and dY, read once: ``2 * tokens * (columns of each input + rows of each matrix)``."""
+    widths = sum(group.columns for group in operands.groups) + sum(rows for rows, _ in operands.shapes.values())
+    return 2.0 * operands.tokens * widths
+
+
+def why_absent(shapes: Shapes, tokens: int, device: torch.device) -> str:
+    """Empty if everything fits into the GPU's memory, else the cause. A CPU's sizes are small."""
+    if device.type != "cuda":
+        return ""
+    groups, numel = input_groups(shapes), total_numel(shapes)
+    widths = sum(group.columns for group in groups) + sum(rows for rows, _ in shapes.values())
+    # Operands, dense bf16 gradients, and the fp32 ones of all tiles, as found and as wanted. The positions of a matrix,
+    # its product and the comparison come on top.
+    wanted = 1.1 * (2 * tokens * widths + (2 + 4 + 4) * numel)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return "" if wanted < free else f"wants {wanted / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free"
+
+
+Sound = Callable[[str, Callable[[], None]], bool]  # a row's name and its check -> whether it held
+
+
+@dataclass
+class Comparisons:
+    """What is timed in turns, checked first.
+
+    Args:
+        shapes: matrices as `llama_matrices` names them; the embedding is left out.
+        tokens: token counts, the largest first.
+        backends: to time.
+        sound: runs a check and keeps its failure.
+    """
+
+    shapes: Shapes
+    tokens: Sequence[int]
+    backends: Sequence[str]
+    generator: torch.Generator
+    sound: Sound
+
+    def __iter__(self) -> Iterator[tuple[list[Work], int]]:
+        """(works to be timed in turns, the most rounds that they want)."""
+        shapes = linear_layers(self.shapes)
+        operands = Operands.random(shapes, self.tokens[0], self.generator)
+        dense = [torch.empty(shape, dtype=torch.bfloat16, device=self.generator.device) for shape in shapes.values()]
+        masks = {
+            density: [TileMask.random(shapes, pattern, density, self.generator) for pattern in TILE_PATTERNS]
+            for density in DENSITIES
+        }
+        for tokens in self.tokens:
+            first = operands.first(tokens)
+            for density in DENSITIES:
+                works = self._library(first, dense, density) if density == DENSITIES[0] else []
+                for mask in masks[density]:
+                    works += self._tiles(first, mask)
+                yield works, ROUNDS
+        masks.clear()
+        dense.clear()
+        yield self._tiles(operands, TileMask.random(shapes, FULL_PATTERN, 1.0, self.generator)), FULL_ROUNDS
+
+    def _library(self, operands: Operands, dense: list[Tensor], density: float) -> list[Work]:
+        nbytes = operand_bytes(operands) + 2.0 * total_numel(operands.shapes)
+        plain = functools.partial(dense_gradients, operands, dense)
+        works = [Work(targets.dense_gradient(operands.tokens), TORCH, None, plain, nbytes)]
+        name = targets.gathered_gradient(operands.tokens)
+        gathered = GatheredGradients(operands, density, self.generator)
+        if self.sound(name, gathered.check):
+            backend = backends.choose("masked_grad_gather_", self.generator.device)
+            works.append(Work(name, backend, density, gathered, gathered.floor_bytes, is_auto=True))
+        return works
+
+    def _tiles(self, operands: Operands, mask: TileMask) -> list[Work]:
+        works = []
+        auto = backends.choose(OP, self.generator.device)
+        gradients, nbytes = TileGradients(operands, mask), mask.floor_bytes(operands)
+        for backend in self.backends:
+            for calls, suffix in _SUFFIXES.items():
+                if calls != "layer" and mask.density != DENSITIES[0]:
+                    continue  # how tiles are put together matters where they are few
+                name = targets.tile_gradient(mask.pattern, operands.tokens) + suffix
+                if self.sound(name, functools.partial(check, gradients, backend, calls)):
+                    call = functools.partial(gradients.compute, backend, calls)
+                    works.append(Work(name, backend, mask.density, call, nbytes, is_auto=backend == auto))
+        return works
+
+
+def dense_gradients(operands: Operands, dense: Sequence[Tensor]) -> None:
+    """torch's product of each matrix into its own gradient."""
+    for grad_output, x, grad in zip(operands.grad_outputs, operands.inputs, dense, strict=True):
+        torch.mm(grad_output.t(), x, out=grad)

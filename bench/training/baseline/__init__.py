@@ -1,0 +1,1 @@
+"""A training step end to end, sparse next to dense and LoRA."""

@@ -1,0 +1,373 @@
+"""A training step end to end, full fine-tuning beside sparse, LoRA and SHiRA: time by section, and peak memory.
+
+`sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
+and seed, and write JSON, tables and, with --plot, a picture. Mode dense is full fine-tuning; lora and shira are peft's
+adapters; tiles is mode sparse under a random mask of whole tiles. Without a model one of Llama-3.2-3B's shape is made
+with random weights; without a mask a random one.
+
+What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
+elements); a run prints what it measured beside it:
+
+| | bytes | GiB |
+|---|---|---|
+| bf16 weights | 2 x 3.21 G | 5.98 |
+| indices; two fp32 moments; bf16 gradients; base weights | (4 + 8 + 2 + 2) x 80.3 M | 1.20 |
+| activations that the backward pass reads | 28 layers x 135 MB | 3.52 |
+| a slice of logits in fp32, with a bf16 copy | (4 + 2) x 2^24 | 0.09 |
+
+The activations are counted from what autograd saves, for 1024 tokens of a layer: per norm an fp32 copy of its input,
+its bf16 cast and its output (2 x 25 MB); q, k, v and the attention's output (17 MB); gate, its activation, up and
+their product (67 MB). Not in the peak, though a plain step has them there: the logits, their gradient and fp32 copies,
+which are made in slices; the output layer's weight gradient, 0.73 GiB, which is made when the activations are gone;
+copies of keys and values for each query head, as attention goes without a mask (`trainers.logprobs`,
+`trainers.models`). Without the norms' vectors in the mask (`--exclude '*norm*'`) the bf16 casts, 6.3 MB each, are not
+kept. With activation checkpointing the peak is at the end of the backward pass, where the tied embedding's two
+gradients of 0.73 GiB meet; by tiles there is one. Compact gradients in fp32 would add 0.15 GiB; they are bf16 as the
+dense ones they are taken from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from sparse_opt import MaskSet
+from sparse_opt.cli.parser import CommandParser, add_tensor_choice, or_none
+from sparse_opt.config import SEEDS
+from sparse_opt.errors import ConfigError
+from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
+from sparse_opt.masks.parameters import select_names
+from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.trainers.policy.adapters import require_shira_rank, shira_rank
+from sparse_opt.trainers.policy.pretrained import load_config_from
+
+from ...common.environment import environment
+from ...common.report import why_unwritable, write_json
+from ...common.shapes import LLAMA_3_2_3B_SIZES
+from .inputs import (
+    SMALL,
+    SMALL_FOR_TILES,
+    make_checkpoint,
+    preference_pairs,
+    without_weights,
+    words_config,
+    write_pairs,
+)
+from .plot import plot, why_unplottable
+from .report import ratios, summary, text, wrong_results
+from .run import Job, Mode
+
+MODES: tuple[str, ...] = get_args(Mode)
+DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
+TILE_PATTERNS = tuple(name for name in PATTERNS if name.startswith("tile"))
+N_PAIRS = 64
+_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
+
+_EPILOG = """examples:
+  sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
+  sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse --plot dpo.png
+  sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
+  sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
+  sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
+  sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
+  sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
+  sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if every mode ran and began as its loss must, else 1.
+
+    Raises:
+        ConfigError: the call is wrong. SparseOptError: model, mask or data cannot be used.
+    """
+    parser = _parser()
+    args = parser.parse_words(sys.argv[1:] if argv is None else argv)
+    args.output = args.output or Path(f"bench/results/baseline_{args.algorithm}.json")
+    try:
+        device = torch.device("cpu" if args.small else args.device)
+    except RuntimeError:
+        parser.error(f"--device is {args.device!r}, wanted cpu, cuda or cuda:N")
+    if problem := _problem(args, device):
+        parser.error(problem)
+    with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
+        report, jobs = _prepare(Path(folder), args, device)
+        results = [_run(job, Path(folder), own_data=args.dataset is None) for job in jobs]
+    rows = [summary(result, args.n_warmup) for result in results if result is not None]
+    report |= {"ratios": ratios(rows), "rows": rows}
+    write_json(args.output, report)
+    shown = text(report)
+    print(f"\n{shown}\n\nresults: {args.output}")
+    if args.plot is not None and rows:
+        plot(report, args.plot, shown.partition("\n")[0])
+        print(f"plot: {args.plot}")
+    wrong = wrong_results(args.algorithm, rows, compiled=args.compile)
+    for line in wrong:
+        print(f"WRONG RESULT: {line}", file=sys.stderr)
+    return 1 if wrong or len(rows) < len(jobs) else 0
+
+
+def _parser() -> CommandParser:
+    description = (__doc__ or "").partition("\n\nWhat mode sparse holds")[0]
+    parser = CommandParser(prog="sparse-opt bench baseline", description=description, epilog=_EPILOG)
+    parser.add_argument("algorithm", choices=("dpo", "grpo"), help="whose step")
+    what = parser.add_argument_group("what is trained")
+    what.add_argument(
+        "--modes", default=",".join(DEFAULT_MODES), help=f"of {','.join(MODES)}, in this order (%(default)s)"
+    )
+    what.add_argument(
+        "--model_name",
+        type=or_none(str),
+        help="hub name or local folder; default: Llama-3.2-3B's shape, random weights",
+    )
+    what.add_argument("--checkpoint", type=or_none(Path), help="local folder with the weights to start from")
+    what.add_argument("--mask", type=or_none(Path), help="mask file of mode sparse; default: a random one")
+    what.add_argument(
+        "--density", type=float, default=0.025, help="of the random masks, and of mode shira (%(default)s)"
+    )
+    what.add_argument(
+        "--pattern",
+        type=or_none(str),
+        choices=(*PATTERNS, None),
+        help="of mode sparse's random mask (default: element, one by one)",
+    )
+    what.add_argument(
+        "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
+    )
+    add_tensor_choice(parser.add_argument_group("whose weights random masks take"))
+    what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
+    what.add_argument(
+        "--shira_rank", type=or_none(int), help="of mode shira; default: that whose density is closest to the mask's"
+    )
+    what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
+    what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
+    what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
+    data = parser.add_argument_group("on what")
+    data.add_argument(
+        "--dataset",
+        type=or_none(str),
+        help="preference data as `train` reads it; default: random words of exact length",
+    )
+    data.add_argument(
+        "--subset_size", type=or_none(int), help=f"use this many examples (default: all; {N_PAIRS} of random words)"
+    )
+    data.add_argument("--batch_size", type=int, default=1, help="pairs or prompts a step (%(default)s)")
+    data.add_argument("--sequence_length", type=int, default=512, help="tokens, prompt and completion (%(default)s)")
+    data.add_argument("--n_generations", type=int, default=8, help="grpo: completions of a prompt (%(default)s)")
+    data.add_argument("--max_new_tokens", type=int, default=128, help="grpo: tokens of every completion (%(default)s)")
+    run = parser.add_argument_group("how")
+    run.add_argument("--n_steps", type=int, default=20, help="of each mode (%(default)s)")
+    run.add_argument("--n_warmup", type=int, default=5, help="steps left out of the medians (%(default)s)")
+    run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
+    run.add_argument("--device", default="cuda", help="(%(default)s)")
+    run.add_argument(
+        "--l2_fetch_granularity",
+        type=or_none(int),
+        choices=(*GRANULARITIES, None),
+        help="bytes that the GPU fetches at a time, in every mode (default: as it starts, 64 on an H200)",
+    )
+    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
+    run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
+    run.add_argument(
+        "--work_dir", type=or_none(Path), help="where to make the checkpoint, 6.4 GB (default: a temporary folder)"
+    )
+    out = parser.add_argument_group("what for")
+    out.add_argument("--output", type=or_none(Path), help="JSON (bench/results/baseline_ALGORITHM.json)")
+    out.add_argument("--plot", type=or_none(Path), help="PNG of the steps' sections; needs matplotlib")
+    return parser
+
+
+def _problem(args: argparse.Namespace, device: torch.device) -> str:
+    """What is wrong with the call, before any work; empty if nothing is."""
+    args.modes = args.modes.split(",")
+    unknown = [mode for mode in args.modes if mode not in MODES]
+    if unknown or len(set(args.modes)) < len(args.modes):
+        return f"--modes {','.join(args.modes)}: wanted some of {', '.join(MODES)}, each once"
+    for name in ("n_steps", "batch_size", "lora_rank", "shira_rank", "max_new_tokens", "subset_size"):
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 2**31:
+            return f"--{name} is {getattr(args, name)}, wanted at least 1 and less than {2**31}"
+    if not 0 <= args.n_warmup < args.n_steps:
+        return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
+    if args.n_generations < 2:
+        return f"--n_generations is {args.n_generations}, wanted at least 2: a group of one has no advantage"
+    shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
+    if args.sequence_length < shortest:
+        return f"--sequence_length is {args.sequence_length}, wanted at least {shortest}"
+    if not 0 <= args.learning_rate <= torch.finfo(torch.float32).max:
+        return f"--learning_rate is {args.learning_rate}, wanted at least 0 and no more than fp32 can hold"
+    if args.seed not in SEEDS:
+        return f"--seed is {args.seed}, wanted {SEEDS.start} to {SEEDS.stop - 1}"
+    if device.type not in ("cpu", "cuda"):
+        return f"--device is {device}, wanted cpu, cuda or cuda:N"
+    if not 0 < args.density <= 1:
+        return f"--density is {args.density}, wanted more than 0 and at most 1"
+    own_model = args.model_name is not None or args.checkpoint is not None
+    if args.small and own_model:
+        return "--small makes a model of its own: leave out --model_name and --checkpoint"
+    if args.dataset is not None and not own_model:
+        return f"--dataset {args.dataset} wants a model that reads text: --model_name or --checkpoint"
+    if args.checkpoint is not None and not (args.checkpoint / "config.json").is_file():
+        return f"--checkpoint {args.checkpoint}: wanted a folder with config.json and weights"
+    if args.mask is not None and not args.mask.is_file():
+        return f"--mask {args.mask}: no such file"
+    if args.mask is not None and args.pattern is not None:
+        return f"--pattern {args.pattern} is of a random mask, and --mask {args.mask} has its own: leave one out"
+    random = "tiles" in args.modes or ("sparse" in args.modes and args.mask is None)
+    if not random and (args.include or args.exclude or args.mlp_only):
+        return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
+    if args.work_dir is not None and not args.work_dir.is_dir():
+        return f"--work_dir {args.work_dir}: no such folder"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return f"device {device}: torch {torch.__version__} finds no CUDA device here; --small runs on a CPU"
+    if args.kernel_time and device.type != "cuda":
+        return f"--kernel_time reads a GPU's kernels, and the device is {device}"
+    if args.l2_fetch_granularity is not None and device.type != "cuda":
+        return f"--l2_fetch_granularity is a GPU's, and the device is {device}"
+    if args.l2_fetch_granularity is not None and (cause := why_unreachable()):
+        return f"--l2_fetch_granularity {args.l2_fetch_granularity}: {cause}"
+    with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
+    if with_peft and importlib.util.find_spec("peft") is None:
+        return f"mode {with_peft[0]} wants the package peft, which is not installed: pip install 'sparse-opt[bench]'"
+    if args.plot is not None and (problem := why_unplottable() or why_unwritable(args.plot)):
+        return problem
+    return why_unwritable(args.output)
+
+
+def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[Job]]:
+    """Make in the folder what was not given; the report without its rows, and a job for each mode."""
+    given = args.checkpoint or args.model_name
+    model_name = str(args.model_name or args.checkpoint or folder / "model")
+    small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
+    sizes = small if args.small else LLAMA_3_2_3B_SIZES
+    config = load_config_from(given) if given else words_config(sizes, args.sequence_length)
+    model = without_weights(config)
+    mask_file, mask = args.mask, None
+    if "sparse" in args.modes and mask_file is None:
+        mask_file = folder / "mask.safetensors"
+        _random_mask(model, args, args.pattern or "element").save(mask_file)
+    if mask_file is not None and not {"sparse", "shira"}.isdisjoint(args.modes):
+        mask = MaskSet.load(mask_file, model)
+    tile_mask, tile_mask_file = None, folder / "tile_mask.safetensors"
+    if "tiles" in args.modes:
+        tile_mask = _random_mask(model, args, args.tile_pattern)
+        tile_mask.save(tile_mask_file)
+    if "shira" in args.modes:
+        if args.shira_rank is None:
+            density = args.density if args.mask is None or mask is None else mask.density_of(model)
+            args.shira_rank = shira_rank(model, density)
+        require_shira_rank(model, args.shira_rank)
+    if not given:
+        print(f"making a checkpoint in {folder}", flush=True)
+        make_checkpoint(Path(model_name), config, seed=args.seed, device=device)
+    dataset = args.dataset
+    if dataset is None:
+        n_prompt = args.sequence_length - args.max_new_tokens if args.algorithm == "grpo" else None
+        # A rollout takes the prompts alone; as data they come with a word and EOS.
+        length = args.sequence_length if n_prompt is None else n_prompt + 2
+        dataset = str(folder / "pairs.jsonl")
+        write_pairs(Path(dataset), preference_pairs(args.subset_size or N_PAIRS, length, args.seed, n_prompt))
+    settings = {
+        name: getattr(args, name)
+        for name in (
+            *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
+            *(
+                "max_new_tokens",
+                "lora_rank",
+                "shira_rank",
+                "learning_rate",
+                "gradient_checkpointing",
+                "compile",
+                "l2_fetch_granularity",
+                "seed",
+                "dataset",
+            ),
+            *("density", "pattern", "tile_pattern", "include", "exclude", "mlp_only"),
+        )
+    }
+    report = {
+        "benchmark": "baseline",
+        "algorithm": args.algorithm,
+        "environment": environment(device),
+        "model": model_name if given else "random weights",
+        "checkpoint": None if args.checkpoint is None else str(args.checkpoint),
+        "config": {name: getattr(config, name, None) for name in _SIZES},
+        "numel": sum(parameter.numel() for parameter in model.parameters()),
+        "mask": None
+        if mask is None
+        else {"file": None if args.mask is None else str(args.mask), "nnz": mask.nnz, "pattern": mask.pattern},
+        "tile_mask": None if tile_mask is None else {"nnz": tile_mask.nnz, "pattern": tile_mask.pattern},
+        "settings": settings,
+    }
+    jobs = [
+        Job(
+            algorithm=args.algorithm,
+            mode=mode,
+            model_name=model_name,
+            checkpoint=None if args.checkpoint is None else str(args.checkpoint),
+            dataset=dataset,
+            subset_size=args.subset_size if args.dataset is not None else None,
+            mask=str(tile_mask_file if mode == "tiles" else mask_file),
+            sequence_length=args.sequence_length,
+            n_generations=args.n_generations,
+            max_new_tokens=args.max_new_tokens,
+            n_steps=args.n_steps,
+            batch_size=args.batch_size,
+            learning_rate=args.learning_rate,
+            lora_rank=args.lora_rank,
+            shira_rank=args.shira_rank,
+            gradient_checkpointing=args.gradient_checkpointing,
+            compile=args.compile,
+            l2_fetch_granularity=args.l2_fetch_granularity,
+            kernel_time=args.kernel_time,
+            device=str(device),
+            seed=args.seed,
+        )
+        for mode in args.modes
+    ]
+    return report, jobs
+
+
+def _random_mask(model: nn.Module, args: argparse.Namespace, pattern: str) -> MaskSet:
+    parameters = dict(model.named_parameters())
+    names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
+    if not names:
+        raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
+    chosen = {name: parameters[name] for name in names}
+    mask = MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
+    if not mask.nnz:
+        raise ConfigError(f"--density {args.density:g} of matrices this small is no {pattern} unit")
+    return mask
+
+
+def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:
+    """One mode in its own process, so that peaks are its own; None, with its message already printed, if it failed."""
+    job_file, result_file = folder / f"{job.mode}.job.json", folder / f"{job.mode}.json"
+    job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    print(f"{job.mode}: {job.n_steps} steps", flush=True)
+    command = [sys.executable, "-m", "sparse_opt.bench.training.baseline.run", str(job_file), str(result_file)]
+    # What `datasets` caches of random words goes with them.
+    caches = {"HF_DATASETS_CACHE": str(folder / "datasets")} if own_data else {}
+    done = subprocess.run(command, check=False, env={**os.environ, **caches})
+    if done.returncode != 0:
+        print(f"{job.mode}: the run ended with exit code {done.returncode}", file=sys.stderr)
+        return None
+    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+    return result
+
+
+if __name__ == "__main__":
+    from sparse_opt.cli.main import main as command_line
+
+    sys.exit(command_line(["bench", "baseline", *sys.argv[1:]]))

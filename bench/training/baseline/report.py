@@ -1,0 +1,209 @@
+"""The end-to-end benchmark's figures: medians of a run's steps, what is wrong with them, and a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from ...common.report import table
+from ...common.timing import percentiles
+
+# The first step's policy is its reference: DPO's loss is ln 2 whatever the weights, and GRPO's policy is the one that
+# sampled, so ratios are 1 and the divergence is 0. Room for kernels that differ between a forward pass with and without
+# gradients: beta = 0.1 times the rounding of sums of some hundred log-probabilities.
+FIRST_LOSS_ATOL = 1e-3
+FIRST_RATIO_ATOL = 1e-3
+# Compiled, the two passes are fused differently and round their bf16 values at different places: 0.012 on an H200.
+COMPILED_LOSS_ATOL = 0.05
+# A section whose launches take this share of the time between its events was waiting for them.
+HOST_BOUND = 0.9
+_AT_PEAK = "activations and scratch at the peak"
+
+
+def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
+    """A run's figures, medians over the steps after warm-up; the steps themselves stay beside them.
+
+    step_s is the wall time of a step, host_s of that the time until the host had launched it, section_s and
+    section_host_s the sections' on the device and on the host, sections_s a step's sum of the former.
+    """
+    timed = result["steps"][n_warmup:]
+    sections = list(timed[0]["section_s"])
+    device = {name: statistics.median(step["section_s"][name] for step in timed) for name in sections}
+    host = {name: statistics.median(step["section_host_s"][name] for step in timed) for name in sections}
+    p20, median, p80 = percentiles([step["step_s"] for step in timed])
+    row = {
+        **{key: value for key, value in result.items() if key not in ("job", "steps")},
+        "first": {key: value for key, value in result["steps"][0].items() if isinstance(value, float)},
+        "step_s": median,
+        "p20_s": p20,
+        "p80_s": p80,
+        "host_s": statistics.median(step["host_s"] for step in timed),
+        "sections_s": statistics.median(sum(step["section_s"].values()) for step in timed),
+        "section_s": device,
+        "section_host_s": host,
+        "n_timed": len(timed),
+        "steps": result["steps"],
+    }
+    if row["peak_memory_bytes"] is not None:
+        waiting = sum(device[name] for name in sections if host[name] >= HOST_BOUND * device[name])
+        row["host_bound_share"] = waiting / sum(device.values())
+        row["limit"] = "host" if row["host_bound_share"] > 0.5 else "GPU"
+    return row
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each other mode's figures over dense ones: step, peak_memory, kernels, where both modes have them."""
+    by_mode = {row["mode"]: row for row in rows}
+    if "dense" not in by_mode:
+        return {}
+    dense = _compared(by_mode.pop("dense"))
+    found = {mode: _compared(row) for mode, row in by_mode.items()}
+    return {
+        mode: {key: value / dense[key] for key, value in row.items() if key in dense} for mode, row in found.items()
+    }
+
+
+def _compared(row: dict[str, Any]) -> dict[str, float]:
+    figures = {"step": row["step_s"], "peak_memory": row["peak_memory_bytes"], "kernels": row["kernel_s"]}
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def wrong_results(algorithm: str, rows: list[dict[str, Any]], *, compiled: bool = False) -> list[str]:
+    """What is wrong, a line each: nothing, or the times are of something else than the training they claim."""
+    wrong = []
+    loss_atol = COMPILED_LOSS_ATOL if compiled else FIRST_LOSS_ATOL
+    for row in rows:
+        mode, first = row["mode"], row["first"]
+        if algorithm == "dpo" and not abs(first["loss"] - math.log(2)) <= loss_atol:
+            wrong.append(f"mode {mode} begins at a DPO loss of {first['loss']}, wanted ln 2 = {math.log(2):.6f}")
+        if algorithm == "grpo" and not first["ratio_error"] <= FIRST_RATIO_ATOL:
+            wrong.append(f"mode {mode} begins with ratios off by {first['ratio_error']}, wanted 1: policy = sampler")
+        if algorithm == "grpo" and not first["k3"] <= FIRST_RATIO_ATOL:
+            wrong.append(f"mode {mode} begins at a divergence of {first['k3']}, wanted 0: policy = reference")
+        if mode == "tiles" and not row["n_tiled"]:
+            wrong.append("mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty")
+        still = [i + 1 for i, step in enumerate(row["steps"]) if not step["grad_norm"] > 0]
+        if algorithm == "dpo" and still:
+            wrong.append(f"mode {mode} has a gradient norm of 0 in step {still[0]}, wanted one that trains")
+        if algorithm == "grpo" and len(still) == len(row["steps"]):  # a group may have equal rewards
+            wrong.append(f"mode {mode} has a gradient norm of 0 in every step, wanted some that train")
+    digests = {row["mode"]: row["data_digest"] for row in rows}
+    if len(set(digests.values())) > 1:
+        wrong.append(f"the modes trained on different data, with digests {digests}")
+    return wrong
+
+
+def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(headers, a row of each mode) of the table of times and peaks. The report has rows."""
+    rows = report["rows"]
+    on_gpu, profiled = rows[0]["peak_memory_bytes"] is not None, rows[0]["kernel_s"] is not None
+    headers = [
+        f"{report['algorithm'].upper()}, ms",
+        *rows[0]["section_s"],
+        "whole step",
+        "p20 - p80",
+        *(["launched"] if on_gpu else []),
+        *(["kernels"] if profiled else []),
+        *(["peak GiB", "reserved", "limit"] if on_gpu else []),
+    ]
+    return headers, [
+        [
+            row["mode"],
+            *(f"{1e3 * seconds:.1f}" for seconds in (*row["section_s"].values(), row["step_s"])),
+            f"{1e3 * row['p20_s']:.1f} - {1e3 * row['p80_s']:.1f}",
+            *([f"{1e3 * row['host_s']:.1f}"] if on_gpu else []),
+            *([f"{1e3 * row['kernel_s']:.1f}"] if profiled else []),
+            *([_gib(row["peak_memory_bytes"]), _gib(row["peak_reserved_bytes"]), row["limit"]] if on_gpu else []),
+        ]
+        for row in rows
+    ]
+
+
+def held_cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(headers, a row of each mode) of the table of what is trained and what memory holds. The report has rows.
+
+    Bytes between steps, by what they are for, where any mode has them; on a GPU also the rest of the peak.
+    """
+    rows = report["rows"]
+    held = [{name: nbytes for name, nbytes in row["bytes"].items() if nbytes} for row in rows]
+    if rows[0]["peak_memory_bytes"] is not None:
+        for row, parts in zip(rows, held, strict=True):
+            parts[_AT_PEAK] = row["peak_memory_bytes"] - sum(parts.values())
+    names = sorted({name: None for parts in held for name in parts}, key=lambda name: name == _AT_PEAK)
+    unit, size = ("GiB", 2**30) if max(sum(parts.values()) for parts in held) >= 2**30 else ("MiB", 2**20)
+    headers = [f"held, {unit}", *names, "values trained"]
+    return headers, [
+        [
+            row["mode"],
+            *(f"{parts[name] / size:.2f}" if name in parts else "-" for name in names),
+            _count(row["n_trained"]),
+        ]
+        for row, parts in zip(rows, held, strict=True)
+    ]
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for a terminal: times, then what is trained and held, then what the other modes take of dense."""
+    lines, rows = [heading(report)], report["rows"]
+    if not rows:
+        return lines[0]
+    lines += [table(*cells(report)), "", table(*held_cells(report)), "", *ratio_lines(report)]
+    if rows[0]["peak_memory_bytes"] is not None:
+        lines.append(
+            "launched: until the host had launched the step; limit: host where most of the step's time passes in "
+            f"sections that take the host {HOST_BOUND:.0%} of their time to launch"
+        )
+    return "\n".join(lines)
+
+
+def ratio_lines(report: dict[str, Any]) -> list[str]:
+    """What each other mode takes of dense, a line each."""
+    return [
+        f"{mode}/dense: " + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items())
+        for mode, found in report["ratios"].items()
+    ]
+
+
+def heading(report: dict[str, Any]) -> str:
+    """What was trained on what, in one line."""
+    settings, machine = report["settings"], report["environment"]["machine"]
+    if report["algorithm"] == "dpo":
+        work = f"{settings['batch_size']} pair(s) of at most {settings['sequence_length']} tokens a step"
+    else:
+        work = (
+            f"{settings['batch_size']} prompt(s) a step, {settings['n_generations']} completions each of "
+            f"{settings['max_new_tokens']} tokens, at most {settings['sequence_length']} with the prompt"
+        )
+    notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
+    notes += ", layers compiled" if settings.get("compile") else ""
+    if settings.get("l2_fetch_granularity") is not None:
+        notes += f", {settings['l2_fetch_granularity']}-byte fetches"
+    mask = report["mask"]
+    share = "" if mask is None or "sparse" not in settings["modes"] else _share(report, mask, "sparse")
+    if "tiles" in settings["modes"]:
+        share += _share(report, report["tile_mask"], "tiles")
+    for choice in ("include", "exclude"):
+        if settings.get(choice):
+            share += f", random masks {choice} {' '.join(settings[choice])}"
+    share += ", random masks of feed-forward blocks alone" if settings.get("mlp_only") else ""
+    rank = f", LoRA of rank {settings['lora_rank']}" if "lora" in settings["modes"] else ""
+    rank += f", SHiRA of rank {settings['shira_rank']}" if "shira" in settings["modes"] else ""
+    name = machine.get("gpu", {}).get("name", machine["cpu"])
+    return f"{_count(report['numel'])} bf16 weights{share}{rank}; {work}{notes}; {name}"
+
+
+def _share(report: dict[str, Any], mask: dict[str, Any], mode: str) -> str:
+    pattern = mask.get("pattern", "element")
+    units = "" if pattern == "element" else f" in {pattern}"
+    n_tiled = sum(row.get("n_tiled", 0) for row in report["rows"] if row["mode"] == mode)
+    tiled = f" ({n_tiled} weight gradients by tiles)" if n_tiled else ""
+    return f", {mask['nnz'] / report['numel']:.2%} active{units} in mode {mode}{tiled}"
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n:,}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f}"

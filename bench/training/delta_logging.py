@@ -1,0 +1,480 @@
+"""What logging every step costs a training loop: DPO steps without a log, and with a DeltaLog appended to each.
+
+One model trains throughout. Blocks of steps without and with an append take turns; between them the log catches up, and
+that is not timed. A step ends when the device has done what was launched on the training's stream: copies to the host
+and writes run on behind it, and delay the next step where they have to. The slow-down is the larger of the differences
+of means and of medians. Its parts are timed by themselves afterwards, on the change of one step.
+
+Mode dense is full fine-tuning, bf16 with fused AdamW; mode sparse is SparseAdamW on a random mask, which the log knows.
+Set for an H200 and Llama-3.2-3B's shape: at most 10 ms a step. Nothing is judged on a CPU or at another shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from sparse_opt import DeltaLog, MaskSet, backends
+from sparse_opt.delta import patches as delta_patches
+from sparse_opt.delta.codec.words import LEVELS
+from sparse_opt.delta.digest import StateDigest
+from sparse_opt.delta.patches import LogMask, MaskedState
+from sparse_opt.delta.state import StateReader, read_state
+from sparse_opt.delta.writer import HostCopy, StepInfo
+from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
+from sparse_opt.trainers.policy.models import disable_dropout, make_masks_skippable
+
+from ..common.environment import environment
+from ..common.report import table, why_unwritable, write_json
+from ..common.shapes import LLAMA_3_2_3B_SIZES
+from ..common.timing import Prepared, measure
+from ..kernels.cases import WrongResult
+from ..kernels.targets import Verdict
+from .baseline.inputs import SMALL, word_tokenizer, words_config
+from .baseline.run import Job, Mode, Sections, Step, dpo_step, prepare
+
+MODES: tuple[Mode, ...] = ("dense", "sparse")
+LIMIT_MS = 10.0
+N_BATCHES = 8
+N_WARMUP = 3
+N_DURABLE = 3  # appends that are waited for until they are on disk
+_FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
+
+HEADERS = ("mode", "ms a step", "logged", "slower by, mean", "median", "append, host", "changed", "MB a step", "behind")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if the log is right and the target, where it is judged, met, else 1."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.modes = args.modes.split(",")
+    device = torch.device("cpu" if args.small else args.device)
+    output = args.output or Path(f"bench/results/delta_logging{'_cpu' if device.type == 'cpu' else ''}.json")
+    if problem := _problem(args, device) or why_unwritable(output):
+        parser.error(problem)
+    report: dict[str, Any] = {
+        "benchmark": "delta_logging",
+        "environment": environment(device),
+        "completed": False,
+        "settings": {
+            name: getattr(args, name)
+            for name in ("small", "modes", "level", "density", "learning_rate", "sequence_length", "batch_size")
+        }
+        | {"n_blocks": args.n_blocks, "n_steps": args.n_steps, "seed": args.seed},
+        "rows": [],
+    }
+    try:
+        for mode in (mode for mode in MODES if mode in args.modes):
+            with tempfile.TemporaryDirectory(prefix="sparse_opt_delta_logging_", dir=args.directory) as folder:
+                report["file_system"] = file_system(Path(folder))
+                report["rows"].append(_run(mode, Path(folder), args, device))
+            _free(device)
+        report["completed"] = True
+    except WrongResult as error:
+        print(f"WRONG RESULT: {error}", file=sys.stderr)
+        return 1
+    finally:  # what was found before an error is worth keeping
+        report["targets"] = [verdict.as_dict() for verdict in judge(report)]
+        write_json(output, report)
+    print(text(report))
+    print(f"results: {output}")
+    missed = [verdict for verdict in judge(report) if not verdict.met]
+    for verdict in missed:
+        print(f"MISSED: {verdict.text}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparse-opt bench delta_logging",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--modes", default=",".join(MODES), help="of these (%(default)s)")
+    parser.add_argument("--directory", type=Path, help="folder to log into (the system's for temporary files)")
+    parser.add_argument("--level", default="packed", choices=LEVELS, help="of the patches (%(default)s)")
+    parser.add_argument("--density", type=float, default=0.025, help="of the mask of mode sparse (%(default)s)")
+    parser.add_argument("--learning_rate", type=float, default=1e-6, help="in both modes (%(default)s)")
+    parser.add_argument("--sequence_length", type=int, default=512, help="tokens (%(default)s)")
+    parser.add_argument("--batch_size", type=int, default=1, help="pairs a step (%(default)s)")
+    parser.add_argument("--n_blocks", type=int, default=3, help="of either kind (%(default)s)")
+    parser.add_argument("--n_steps", type=int, default=10, help="of a block (%(default)s)")
+    parser.add_argument("--device", default="cuda", help="(%(default)s)")
+    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON (bench/results/delta_logging.json; _cpu.json on a CPU)"
+    )
+    return parser
+
+
+def _problem(args: argparse.Namespace, device: torch.device) -> str:
+    """What is wrong with the call, before any work; empty if nothing is."""
+    if not args.modes or set(args.modes) - set(MODES) or len(set(args.modes)) < len(args.modes):
+        return f"--modes {','.join(args.modes)}: wanted some of {', '.join(MODES)}, each once"
+    for name in ("n_blocks", "n_steps", "batch_size"):
+        if getattr(args, name) < 1:
+            return f"--{name} is {getattr(args, name)}, wanted at least 1"
+    if args.sequence_length < 8:
+        return f"--sequence_length is {args.sequence_length}, wanted at least 8"
+    if not 0 < args.density <= 1:
+        return f"--density is {args.density}, wanted more than 0 and at most 1"
+    if args.directory is not None and not args.directory.is_dir():
+        return f"--directory {args.directory}: no such folder"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return f"device {device}: torch {torch.__version__} finds no CUDA device here; --small runs on a CPU"
+    if cause := backends.why_unavailable(device.type, device):
+        return f"patches cannot be coded natively on {device}: {cause}"
+    return ""
+
+
+@dataclass
+class _Times:
+    """Seconds of each timed step; `append`: of it, what the host spent in `DeltaLog.append`."""
+
+    plain: list[float] = field(default_factory=list)
+    logged: list[float] = field(default_factory=list)
+    append: list[float] = field(default_factory=list)
+    behind: list[float] = field(default_factory=list)  # of `flush` after each block
+
+
+@dataclass
+class Loop:
+    """A training loop that can log."""
+
+    step: Step
+    section: Sections
+    device: torch.device
+    n_done: int = 0
+
+    def run(self, append: Callable[[int], object] | None = None) -> float:
+        """One step, and `append` with its number; the seconds until the training's stream had done it."""
+        began = time.perf_counter()
+        figures = self.step(self.n_done % N_BATCHES)
+        self.n_done += 1
+        if append is not None:
+            append(self.n_done)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        seconds = time.perf_counter() - began
+        self.section.read()
+        loss = figures["loss"].item()
+        if not loss == loss:
+            raise WrongResult(f"step {self.n_done}: the loss is {loss}")
+        return seconds
+
+
+def _run(mode: Mode, folder: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One mode, its figures as plain data."""
+    model, mask = _model(args, device), None
+    mask_file = folder / "mask.safetensors"
+    if mode == "sparse":
+        mask = MaskSet.random(model, density=args.density, seed=args.seed)
+        mask.save(mask_file)
+    loop = _loop(mode, model, mask_file, args, device)
+    memory = _Memory(device)
+    memory.reset()
+    with tqdm(total=2 * args.n_blocks, desc=f"bench delta_logging, {mode}", disable=None, leave=False) as bar:
+        for _ in range(N_WARMUP):
+            loop.run()
+        plain_memory = memory.peaks()
+
+        began = time.perf_counter()
+        log = DeltaLog.create(folder / "log", model, level=args.level, mask=mask)
+        create_s = time.perf_counter() - began
+        with log:
+            times, infos = _blocks(loop, log, memory, args, bar)
+            logged_memory = memory.peaks()
+            durable = [_durable(loop, log) for _ in range(N_DURABLE)]
+            if (found := log.step_of(model)) != log.last_step:
+                raise WrongResult(f"mode {mode}: the model has the weights of step {found}, logged {log.last_step}")
+    layout, _ = read_state(model)
+    parts = _parts(loop, model, mask, args.level, device)
+    steps = infos[-args.n_blocks * args.n_steps :]
+    return {
+        "mode": mode,
+        "numel": layout.numel,
+        "state_bytes": layout.nbytes,
+        "mask_nnz": None if mask is None else mask.nnz,
+        "plain_ms": _figures(times.plain),
+        "logged_ms": _figures(times.logged),
+        "slower_mean_ms": 1e3 * (statistics.mean(times.logged) - statistics.mean(times.plain)),
+        "slower_median_ms": 1e3 * (statistics.median(times.logged) - statistics.median(times.plain)),
+        "append_host_ms": _figures(times.append),
+        "behind_s": max(times.behind),  # the longest that the log took to catch up after a block
+        "create_s": create_s,
+        "steps": [
+            {"kind": info.kind, "masked": info.masked, "changed": info.changed, "bytes": info.bytes} for info in steps
+        ],
+        "bytes_per_step": statistics.mean(info.bytes for info in steps),
+        "share_changed": statistics.mean(info.share or 0.0 for info in steps),
+        # While nothing else runs: from `append` until the step is on disk.
+        "on_disk_ms": _figures([seconds for seconds, _ in durable]),
+        "on_disk_bytes_per_s": statistics.median(info.bytes / seconds for seconds, info in durable),
+        "peaks": {"plain": plain_memory, "logged": logged_memory},
+        "parts": parts,
+    }
+
+
+def _blocks(
+    loop: Loop, log: DeltaLog, memory: _Memory, args: argparse.Namespace, bar: tqdm
+) -> tuple[_Times, list[StepInfo]]:
+    times, handed = _Times(), []
+
+    def append(step: int) -> None:
+        began = time.perf_counter()
+        handed.append(log.append(step))
+        times.append.append(time.perf_counter() - began)
+
+    def catch_up() -> None:
+        began = time.perf_counter()
+        log.flush()
+        times.behind.append(time.perf_counter() - began)
+
+    for _ in range(N_WARMUP):
+        loop.run(append)
+    catch_up()
+    memory.reset()
+    times.append.clear()
+    times.behind.clear()
+    for _ in range(args.n_blocks):
+        times.plain += [loop.run() for _ in range(args.n_steps)]
+        bar.update()
+        # What the block changed is logged at once, so that each step that is timed logs its own change.
+        log.append(loop.n_done)
+        log.flush()
+        times.logged += [loop.run(append) for _ in range(args.n_steps)]
+        catch_up()
+        bar.update()
+    return times, [appended.wait() for appended in handed]
+
+
+def _durable(loop: Loop, log: DeltaLog) -> tuple[float, StepInfo]:
+    """Seconds from an append, on an idle machine, until the step is on disk."""
+    loop.run()
+    began = time.perf_counter()
+    info = log.append(loop.n_done).wait()
+    return time.perf_counter() - began, info
+
+
+def _parts(
+    loop: Loop, model: nn.Module, mask: MaskSet | None, level: str, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """What an append does, each piece timed by itself on the change of one step."""
+    layout, tensors = read_state(model)
+    old = {name: tensor.clone() for name, tensor in tensors.items()}
+    loop.run()
+    layout, new = read_state(model)
+    masked = None if mask is None else MaskedState(LogMask(mask), layout, old)
+    shadow = {name: tensor.clone() for name, tensor in old.items()}
+    patch = delta_patches.encode(layout, old, new, level, None, masked=masked)
+    reader = StateReader(layout)
+
+    def restore() -> None:
+        delta_patches.copy_(shadow, old, layout.names)
+
+    def lead_on() -> None:
+        delta_patches.encode(layout, shadow, new, level, None, advance=True)
+
+    variants: dict[str, Callable[[], object]] = {
+        "read the state": lambda: reader.read(model, "bench"),
+        "encode": lambda: delta_patches.encode(layout, old, new, level, None),
+        "encode, and lead the shadow on": Prepared(restore, lead_on),
+        "digests": lambda: StateDigest.start([new[name] for name in layout.names]),
+        "copy to the host": lambda: HostCopy(patch.parts()).result(),
+    }
+    if masked is not None:
+        variants["encode, over the mask"] = lambda: masked.encode(new, level, None, advance=False)
+    return {name: timing.as_dict() for name, timing in measure(variants, device=device, n_rounds=10).items()}
+
+
+def _model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """A Llama with random bf16 weights, as `trainers.models.load_policy` hands one out."""
+    from transformers import AutoModelForCausalLM
+
+    config = words_config(SMALL if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
+    torch.manual_seed(args.seed)
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    disable_dropout(model)
+    make_masks_skippable(model)
+    return model.train()
+
+
+def _loop(mode: Mode, model: nn.Module, mask_file: Path, args: argparse.Namespace, device: torch.device) -> Loop:
+    job = Job(
+        algorithm="dpo",
+        mode=mode,
+        model_name="random weights",
+        checkpoint=None,
+        dataset="random words",
+        subset_size=None,
+        mask=str(mask_file),
+        sequence_length=args.sequence_length,
+        n_generations=2,
+        max_new_tokens=1,
+        n_steps=N_BATCHES,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        lora_rank=1,
+        gradient_checkpointing=False,
+        compile=False,
+        kernel_time=False,
+        device=str(device),
+        seed=args.seed,
+    )
+    section = Sections(device)
+    return Loop(dpo_step(prepare(job, model), _batches(args, device), section), section, device)
+
+
+def _batches(args: argparse.Namespace, device: torch.device) -> list[TokenBatch]:
+    """Pairs of random words of exact length; the prompt is an eighth of the sequence."""
+    source, tokenizer = random.Random(args.seed), word_tokenizer()
+    length, n_prompt = args.sequence_length, args.sequence_length // 8
+
+    def words(count: int) -> list[int]:
+        return [_FIRST_WORD + source.randrange(_N_WORDS) for _ in range(count)]
+
+    def batch() -> TokenBatch:
+        prompts = [words(n_prompt) for _ in range(args.batch_size)]
+        completions = [
+            TokenSequence([*prompt, *words(length - n_prompt - 1), tokenizer.eos_token_id], n_prompt)
+            for prompt in 2 * prompts  # the chosen ones before the rejected
+        ]
+        return collate(completions, tokenizer.pad_token_id).to(device)
+
+    return [batch() for _ in range(N_BATCHES)]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Peaks of the device's memory and of pinned host memory; nothing on a CPU."""
+
+    device: torch.device
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.memory.reset_peak_host_memory_stats()
+
+    def peaks(self) -> dict[str, int | None]:
+        if self.device.type != "cuda":
+            return {"device_bytes": None, "pinned_bytes": None}
+        # What versions of torch count differs: blocks in use, or all that the allocator holds. The largest is told.
+        pinned = [n for key, n in torch.cuda.memory.host_memory_stats().items() if key.endswith("bytes.peak")]
+        return {"device_bytes": torch.cuda.max_memory_allocated(self.device), "pinned_bytes": max(pinned)}
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that a path is on, as /proc/mounts names it: `ext4`, `tmpfs`; empty if unknown."""
+    mounts = Path("/proc/mounts")
+    if not mounts.is_file():
+        return ""
+    found = (Path("/"), "")
+    for line in mounts.read_text(encoding="utf-8").splitlines():
+        _, point, kind, *_ = line.split(" ")
+        where = Path(point.replace("\\040", " "))
+        # A later mount on the same point hides an earlier one.
+        if path.resolve().is_relative_to(where) and len(where.parts) >= len(found[0].parts):
+            found = (where, kind)
+    return found[1]
+
+
+def judge(report: Mapping[str, Any]) -> list[Verdict]:
+    """The verdict of each mode, on a GPU and at the 3B shape."""
+    if report["settings"]["small"] or "gpu" not in report["environment"]["machine"]:
+        return []
+    return [
+        Verdict(
+            f"a log of every step, mode {row['mode']}",
+            "cuda",
+            None,
+            "ms a step",
+            max(row["slower_mean_ms"], row["slower_median_ms"]),
+            LIMIT_MS,
+            True,
+        )
+        for row in report["rows"]
+    ]
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The tables: each mode, and the parts of an append."""
+    machine, settings = report["environment"]["machine"], report["settings"]
+    parts = [
+        [row["mode"], name, f"{part['ms']:.2f}", f"{part['host_ms']:.2f}", f"{part['wall_ms']:.2f}"]
+        for row in report["rows"]
+        for name, part in row["parts"].items()
+    ]
+    lines = [
+        f"{machine.get('gpu', {}).get('name', machine['cpu'])}, torch {report['environment']['versions']['torch']}, "
+        f"commit {report['environment']['commit']}; level {settings['level']}, file system {report['file_system']}",
+        table(HEADERS, [cells(row) for row in report["rows"]]),
+        "",
+        table(("mode", "part", "ms", "host ms", "wall ms"), parts, n_words=2),
+    ]
+    return "\n".join([*lines, *memory_lines(report)])
+
+
+def memory_lines(report: Mapping[str, Any]) -> list[str]:
+    """How long a step takes to the disk, and what memory the log adds, as a list of each mode."""
+    lines = []
+    for row in report["rows"]:
+        peaks = row["peaks"]
+        lines.append(
+            f"- {row['mode']}: on disk {row['on_disk_ms']['median']:.1f} ms after the append, "
+            f"{row['on_disk_bytes_per_s'] / 1e6:.0f} MB/s; the base took {row['create_s']:.1f} s"
+        )
+        if peaks["plain"]["device_bytes"] is not None:
+            more = {key: peaks["logged"][key] - peaks["plain"][key] for key in peaks["plain"]}
+            lines.append(
+                f"- {row['mode']}: the log adds {more['device_bytes'] / 2**30:.2f} GiB to the device's peak of "
+                f"{peaks['plain']['device_bytes'] / 2**30:.2f} GiB (a state is {row['state_bytes'] / 2**30:.2f}), and "
+                f"{more['pinned_bytes'] / 2**20:.0f} MiB of pinned memory"
+            )
+    return lines
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """One line of the first table, in the order of HEADERS."""
+    return [
+        row["mode"],
+        f"{row['plain_ms']['median']:.2f}",
+        f"{row['logged_ms']['median']:.2f}",
+        f"{row['slower_mean_ms']:.2f}",
+        f"{row['slower_median_ms']:.2f}",
+        f"{row['append_host_ms']['median']:.2f}",
+        f"{row['share_changed']:.2%}",
+        f"{row['bytes_per_step'] / 1e6:.2f}",
+        f"{row['behind_s']:.2f} s",
+    ]
+
+
+def _figures(seconds: Sequence[float]) -> dict[str, Any]:
+    """Milliseconds: mean, median, the largest, and each."""
+    ms = [1e3 * value for value in seconds]
+    return {"mean": statistics.mean(ms), "median": statistics.median(ms), "max": max(ms), "each": ms}
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the training loops learn on generated arithmetic."""

@@ -1,0 +1,1 @@
+"""RFT's profiles next to plain training."""

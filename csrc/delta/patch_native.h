@@ -1,0 +1,211 @@
+// The patch codec's ops, written once for all devices: check, collect pointers, run. `Device` supplies
+//   Guard(at::Device), alive during the work, and
+//   static encode(PatchCall&), count_changes(PatchCall&), sample(PatchCall&, PatchSample) and apply(PatchCall&).
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <tuple>
+
+#include "checks.h"
+#include "kernels/delta/patch.h"
+
+namespace sparse_opt {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// Kernels access whole elements, which must be aligned: torch has tensors that are not, such as those of a mapped file.
+inline int64_t misalignment(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return static_cast<int64_t>(address % static_cast<uintptr_t>(tensor.element_size()));
+}
+
+inline void check_aligned(const char* name, const at::Tensor& tensor) {
+  SPARSE_OPT_CHECK(misalignment(tensor) == 0, name, " begins ", misalignment(tensor), " bytes past a multiple of ",
+                   tensor.element_size(), ", expected an aligned tensor");
+}
+
+struct PatchCall {
+  std::vector<void*> old_tensors, new_tensors;
+  std::vector<int64_t> numels, first_tile;
+  at::Device device;
+  PatchArguments args;
+
+  PatchCall(const char* name, at::TensorList tensors, int64_t level, bool is_float, int64_t class_shift)
+      : device(checked_device(name, tensors)) {
+    SPARSE_OPT_CHECK(0 <= level && level <= 2, "level is ", level, ", wanted 0, 1 or 2");
+    SPARSE_OPT_CHECK(0 <= class_shift && class_shift <= 64, "class_shift is ", class_shift, ", wanted 0 to 64");
+    args.level = static_cast<PatchLevel>(level);
+    args.is_float = is_float;
+    args.class_shift = static_cast<int>(class_shift);
+    args.element_size = movable_size(name, tensors[0]);
+    old_tensors = aligned_list(name, tensors, device);
+    first_tile.push_back(0);
+    const int64_t tile = patch_tile(args.level);
+    for (const at::Tensor& tensor : tensors) {
+      numels.push_back(tensor.numel());
+      first_tile.push_back(first_tile.back() + (tensor.numel() + tile - 1) / tile);
+    }
+    args.count = static_cast<int64_t>(tensors.size());
+    args.old_tensors = old_tensors.data();
+    args.numels = numels.data();
+    args.first_tile = first_tile.data();
+  }
+
+  void set_new(at::TensorList old_list, at::TensorList new_list) {
+    check_same_sizes("old", old_list, "new", new_list);
+    check_dtype("new[0]", new_list[0], old_list[0].scalar_type());
+    new_tensors = aligned_list("new", new_list, device);
+    args.new_tensors = new_tensors.data();
+  }
+
+  void set_width(int64_t width) {
+    SPARSE_OPT_CHECK(0 <= width && width < 8 * args.element_size, "width is ", width, ", wanted less than ",
+                     8 * args.element_size);
+    args.width = static_cast<int>(width);
+  }
+
+  // The tables of `tight`; what they hold is checked where they are read from a file.
+  void set_tables(const OptionalTensor& row_of, const OptionalTensor& rows, const OptionalTensor& class_table,
+                  const OptionalTensor& values) {
+    if (args.level != PatchLevel::kTight) return;
+    SPARSE_OPT_CHECK(row_of.has_value() && rows.has_value() && class_table.has_value() && values.has_value(),
+                     "level 2 wants row_of, rows, class_table and values");
+    const int symbols = patch_symbols(args.element_size);
+    check_flat("row_of", *row_of, args.count, device);
+    check_dtype("row_of", *row_of, at::kUInt16);
+    check_aligned("row_of", *row_of);
+    check_flat("rows", *rows, rows->numel() / kClasses * kClasses, device);
+    check_dtype("rows", *rows, at::kUInt16);
+    check_aligned("rows", *rows);
+    check_flat("class_table", *class_table, kClasses, device);
+    check_dtype("class_table", *class_table, at::kByte);
+    check_flat("values", *values, values->numel() / symbols * symbols, device);
+    check_dtype("values", *values, at::kUInt16);
+    check_aligned("values", *values);
+    args.row_of = static_cast<const uint16_t*>(row_of->data_ptr());
+    args.rows = static_cast<const uint16_t*>(rows->data_ptr());
+    args.class_table = static_cast<const uint8_t*>(class_table->data_ptr());
+    args.values = static_cast<const uint16_t*>(values->data_ptr());
+    args.row_count = static_cast<int>(rows->numel() / kClasses);
+    args.value_tables = static_cast<int>(values->numel() / symbols);
+    SPARSE_OPT_CHECK(args.row_count >= 1 && args.value_tables >= 1 && args.value_tables <= kMaxValueTables, "rows are ",
+                     args.row_count, " and value tables ", args.value_tables);
+  }
+
+  int64_t tiles() const { return first_tile.back(); }
+  at::TensorOptions options(at::ScalarType dtype) const { return at::TensorOptions().device(device).dtype(dtype); }
+  at::ScalarType sizes_dtype() const { return args.level == PatchLevel::kTight ? at::kUInt32 : at::kUInt16; }
+
+ private:
+  static std::vector<void*> aligned_list(const char* name, at::TensorList tensors, at::Device device) {
+    std::vector<void*> pointers = list_data(name, tensors, device);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      SPARSE_OPT_CHECK(misalignment(tensors[i]) == 0, name, "[", i, "] begins ", misalignment(tensors[i]),
+                       " bytes past a multiple of ", tensors[i].element_size(), ", expected an aligned tensor");
+    }
+    return pointers;
+  }
+
+  static at::Device checked_device(const char* name, at::TensorList tensors) {
+    SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, wanted at least one");
+    return tensors[0].device();
+  }
+};
+
+// heads, sizes and records on the device, and int64 [count] changes of each tensor on the CPU.
+using Encoded = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+template <typename Device>
+Encoded patch_encode(at::TensorList old_list, at::TensorList new_list, int64_t level, bool is_float,
+                     int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
+                     const OptionalTensor& class_table, const OptionalTensor& values, bool advance) {
+  PatchCall call("old", old_list, level, is_float, class_shift);
+  SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not for level 2");
+  call.args.advance = advance;
+  call.set_new(old_list, new_list);
+  call.set_width(width);
+  call.set_tables(row_of, rows, class_table, values);
+  const typename Device::Guard guard(call.device);
+  return Device::encode(call);
+}
+
+// int64 [count] on the CPU, the changed words of each tensor.
+template <typename Device>
+at::Tensor count_changes(at::TensorList old_list, at::TensorList new_list) {
+  PatchCall call("old", old_list, 0, false, 0);
+  call.set_new(old_list, new_list);
+  const typename Device::Guard guard(call.device);
+  const at::Tensor changes = at::zeros({call.args.count}, call.options(at::kLong));
+  call.args.changes = changes.mutable_data_ptr<int64_t>();
+  Device::count_changes(call);
+  return changes.cpu();
+}
+
+template <typename Device>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> patch_sample(at::TensorList old_list, at::TensorList new_list,
+                                                            bool is_float, int64_t class_shift) {
+  PatchCall call("old", old_list, 0, is_float, class_shift);
+  call.set_new(old_list, new_list);
+  const typename Device::Guard guard(call.device);
+  // One block of memory, so that one copy brings all of it to the host.
+  const int64_t rows = call.args.count * kClasses, symbols = patch_symbols(call.args.element_size);
+  const at::Tensor sums = at::zeros({2 * rows + kClasses * symbols}, call.options(at::kLong));
+  int64_t* seen = sums.mutable_data_ptr<int64_t>();
+  Device::sample(call, {seen, seen + rows, seen + 2 * rows});
+  // On a GPU not there yet: the caller waits for the stream, or for an event on it.
+  const bool on_gpu = call.device.type() != at::kCPU;
+  const at::Tensor found =
+      on_gpu ? at::empty(sums.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true)).copy_(sums, true)
+             : sums;
+  return {found.slice(0, 0, rows).view({call.args.count, kClasses}),
+          found.slice(0, rows, 2 * rows).view({call.args.count, kClasses}),
+          found.slice(0, 2 * rows).view({kClasses, symbols})};
+}
+
+// int64 [1] on the device: the first damaged tile, or the number of tiles.
+template <typename Device>
+at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const at::Tensor& sizes,
+                        const at::Tensor& offsets, const at::Tensor& records, int64_t level, bool is_float,
+                        int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
+                        const OptionalTensor& class_table, const OptionalTensor& values) {
+  PatchCall call("dense", dense, level, is_float, class_shift);
+  call.set_width(width);
+  call.set_tables(row_of, rows, class_table, values);
+  PatchArguments& args = call.args;
+  if (args.level != PatchLevel::kTight) {
+    SPARSE_OPT_CHECK(heads.has_value(), "levels 0 and 1 want heads");
+    check_flat("heads", *heads, call.tiles(), call.device);
+    check_dtype("heads", *heads, at::kUInt16);
+    check_aligned("heads", *heads);
+    args.heads = static_cast<uint16_t*>(heads->data_ptr());
+  }
+  check_flat("sizes", sizes, call.tiles(), call.device);
+  check_dtype("sizes", sizes, call.sizes_dtype());
+  check_aligned("sizes", sizes);
+  check_flat("offsets", offsets, call.tiles() + 1, call.device);
+  check_dtype("offsets", offsets, at::kLong);
+  check_aligned("offsets", offsets);
+  check_flat("records", records, records.numel(), call.device);
+  check_dtype("records", records, at::kByte);
+  const typename Device::Guard guard(call.device);
+  const at::Tensor bad_tile = at::full({1}, call.tiles(), call.options(at::kLong));
+  args.sizes = sizes.data_ptr();
+  args.offsets = static_cast<const int64_t*>(offsets.data_ptr());
+  args.records = static_cast<uint8_t*>(records.data_ptr());
+  args.record_bytes = records.numel();
+  args.bad_tile = bad_tile.mutable_data_ptr<int64_t>();
+  if (call.tiles() > 0) Device::apply(call);
+  return bad_tile;
+}
+
+template <typename Device, typename Library>
+void implement_patch_ops(Library& m) {
+  m.impl("patch_encode", &patch_encode<Device>);
+  m.impl("count_changes", &count_changes<Device>);
+  m.impl("patch_sample", &patch_sample<Device>);
+  m.impl("patch_apply_", &patch_apply_<Device>);
+}
+
+}  // namespace sparse_opt

@@ -1,0 +1,251 @@
+// Which slots a thread has, where they lie in the dense tensor, and how both are loaded and stored: kUnroll slots,
+// every kThreads-th of a block, for masks that take elements one by one; kUnroll slots beside each other, moved as one
+// vector, for masks that take runs.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "dispatch.cuh"
+#include "segment_table.cuh"
+
+namespace sparse_opt::cuda {
+
+// What a position is held in, where indices are stored as Index.
+template <typename Index>
+using PositionOf = std::conditional_t<std::is_same_v<Index, int64_t>, int64_t, int32_t>;
+
+// Where `slot` of the call's segment `number` lies. A warp's slots are in one frame, so that its bases are one load.
+template <typename Index>
+__device__ __forceinline__ PositionOf<Index> position_at(const Segments& segments, int64_t number, int64_t slot) {
+  const Index* indices = static_cast<const Index*>(segments.indices);
+  if constexpr (std::is_same_v<Index, uint16_t>) {
+    return __ldg(segments.index_bases + slot / kIndexFrame + number) + load_once(indices + slot);
+  } else {
+    const int shift = __ffs(segments.run_length) - 1;
+    return load_once(indices + (slot >> shift)) + static_cast<Index>(slot & (segments.run_length - 1));
+  }
+}
+
+// Unroll slots of each of Threads threads; MostBlocks, if not 0, of such blocks on a multiprocessor at a time.
+template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
+struct ElementSlots {
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks;
+  // That a multiprocessor should hold: with about 4096 slots.
+  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4096 / (Threads * Unroll);
+
+  int64_t first;  // slot j is first + j * kThreads
+  bool in_range[kUnroll];
+  PositionOf<Index> position[kUnroll];
+
+  __device__ __forceinline__ int64_t slot(int j) const { return first + j * kThreads; }
+  __device__ __forceinline__ bool active(int j) const { return in_range[j]; }
+
+  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
+    first = range.origin + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      in_range[j] = slot(j) >= range.begin && slot(j) < range.end;
+      if (in_range[j]) position[j] = position_at<Index>(segments, range.number, slot(j));
+    }
+  }
+
+  // What was loaded for each slot, a word each; 0 outside of the range.
+  template <typename T>
+  struct Held {
+    uint32_t words[kUnroll] = {};
+
+    __device__ __forceinline__ T operator[](int j) const {
+      T value;
+      memcpy(&value, &words[j], sizeof(value));
+      return value;
+    }
+    __device__ __forceinline__ void set(int j, T value) { memcpy(&words[j], &value, sizeof(value)); }
+  };
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
+    Held<T> held;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (in_range[j]) held.set(j, load_once(compact + slot(j)));
+    }
+    return held;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (in_range[j]) store_once(compact + slot(j), values[j]);
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
+    Held<T> held;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (in_range[j]) held.set(j, dense[position[j]]);
+    }
+    return held;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
+                                              const bool (&changed)[kUnroll]) const {
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (changed[j]) dense[position[j]] = values[j];
+    }
+  }
+};
+
+template <int Bytes>
+struct VectorOf;
+template <>
+struct VectorOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct VectorOf<8> {
+  using Type = uint2;
+};
+template <>
+struct VectorOf<16> {
+  using Type = uint4;
+};
+
+// Whether no run ends inside a vector.
+inline bool has_runs_of_vectors(const Segments& segments) {
+  return segments.run_length % kUnroll == 0;
+}
+
+// Whether kUnroll elements of so many bytes, a power of two, can be moved as one vector from any multiple of kUnroll
+// on.
+inline bool fits_vectors(const void* buffer, int size) {
+  return (reinterpret_cast<uintptr_t>(buffer) & (kUnroll * size - 1)) == 0;
+}
+
+// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: a thread's slots lie
+// in one run, or outside of the segment. For compact buffers that fits_vectors() holds for; dense ones lie as they do.
+struct RunSlots {
+  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0;
+  static constexpr int kBlocks = 6;
+
+  int64_t first;  // slot j is first + j
+  int64_t position;
+  bool in_range;
+
+  __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
+  __device__ __forceinline__ bool active(int) const { return in_range; }
+
+  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
+    first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
+    in_range = first >= range.begin && first < range.end;
+    if (!in_range) return;
+    const int64_t run = first >> (__ffs(segments.run_length) - 1);
+    const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
+                                                                   : static_cast<const int32_t*>(segments.indices)[run];
+    position = start + (first & (segments.run_length - 1));
+  }
+
+  // What was loaded, packed as in memory, so that nothing is done with it before it is needed; 0 outside of the range.
+  template <typename T>
+  struct Held {
+    uint32_t words[kUnroll * sizeof(T) / 4] = {};
+
+    __device__ __forceinline__ T operator[](int j) const {
+      T values[kUnroll];
+      memcpy(values, words, sizeof(words));
+      return values[j];
+    }
+  };
+
+  template <typename T>
+  using Vector = typename VectorOf<kUnroll * sizeof(T)>::Type;
+
+  // The same for nearly all threads.
+  template <typename T>
+  __device__ __forceinline__ static bool is_vector(const T* at) {
+    return reinterpret_cast<uintptr_t>(at) % sizeof(Vector<T>) == 0;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
+    Held<T> held;
+    if (in_range) {
+      const Vector<T> vector = __ldcs(reinterpret_cast<const Vector<T>*>(compact + first));
+      memcpy(held.words, &vector, sizeof(vector));
+    }
+    return held;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
+    if (!in_range) return;
+    Vector<T> vector;
+    memcpy(&vector, values, sizeof(vector));
+    __stcs(reinterpret_cast<Vector<T>*>(compact + first), vector);
+  }
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
+    Held<T> held;
+    if (!in_range) return held;
+    const T* from = dense + position;
+    if (is_vector(from)) {
+      const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(from);
+      memcpy(held.words, &vector, sizeof(vector));
+    } else {
+      T values[kUnroll];
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) values[j] = from[j];
+      memcpy(held.words, values, sizeof(values));
+    }
+    return held;
+  }
+
+  // All of them if one changed: they are this thread's alone.
+  template <typename T>
+  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
+                                              const bool (&changed)[kUnroll]) const {
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) any = any || changed[j];
+    if (!any) return;
+    T* to = dense + position;
+    if (is_vector(to)) {
+      Vector<T> vector;
+      memcpy(&vector, values, sizeof(vector));
+      *reinterpret_cast<Vector<T>*>(to) = vector;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) to[j] = values[j];
+    }
+  }
+};
+
+// Whether active elements are single ones, and no more than there are granules of 64 bytes. What a kernel reads and
+// writes of them at a time is then spread over so much memory that less of it at a time is faster: what neighbours
+// write leaves the caches together (docs/performance.md).
+inline bool is_scattered(const Segments& segments, int size) {
+  int64_t active = 0;
+  for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];
+  return segments.run_length == 1 && segments.numel * size >= 64 * active;
+}
+
+// call.template operator()<Layout>(): vectors where runs are of vectors and compact buffers fit them, else elements, so
+// many of each of so many threads.
+template <int Threads = kThreads, int Unroll = kUnroll, typename Call>
+void dispatch_layout(const Segments& segments, bool vectors, Call call) {
+  if (vectors) {
+    call.template operator()<RunSlots>();
+  } else {
+    dispatch_index(segments.index_type,
+                   [&]<typename Index>() { call.template operator()<ElementSlots<Index, Threads, Unroll>>(); });
+  }
+}
+
+}  // namespace sparse_opt::cuda

@@ -1,0 +1,57 @@
+"""Tables, pages and pictures on disk: whole or not at all, in folders that are made where they are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, DataError
+from ..files import one_line, written_aside
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_text(path: Path, text: str, what: str) -> None:
+    """Write a text as UTF-8. Raises DataError, naming the file, where it cannot be written.
+
+    Args:
+        what: what the text is, for the message: `table`.
+    """
+    with _written(path, what) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a picture of 150 dots an inch. Raises DataError, naming the file, where it cannot be written."""
+    with _written(path, "picture") as aside:
+        figure.savefig(aside, dpi=150, format="png")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches that makes room for its labels; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def require_matplotlib(option: str) -> None:
+    """Raises ConfigError, naming the option that wants it, where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"option '{option}' wants the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
+        ) from error
+
+
+@contextmanager
+def _written(path: Path, what: str) -> Iterator[Path]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as aside:
+            yield aside
+    except OSError as error:
+        raise DataError(f"{path}: cannot write the {what}: {one_line(error)}") from error

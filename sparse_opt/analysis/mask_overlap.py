@@ -1,0 +1,229 @@
+"""How far masks agree, beside what chance alone gives at the same density of every tensor.
+
+Chance: the active elements of each tensor are drawn uniformly and independently of the other mask's. Of a tensor of N
+elements, a and b of them active, the number in both, I, is then hypergeometric:
+
+    mean m = a b / N,   variance v = a b (N - a) (N - b) / (N^2 (N - 1)).
+
+Both add up over tensors, so they are exact for a layer, a component and the whole model, and with them the expectations
+m / a and m / b of the overlaps |A and B| / |A| and |A and B| / |B|. The Jaccard index is a ratio, I / (S - I) with
+S = a + b; its expectation is taken from the Taylor series at m (the delta method) to second order:
+
+    m / (S - m) + S v / (S - m)^3.
+
+What is left out is at most S v / (S - m)^4 + S (3 v^2 + v) / M^5, M = max(a, b), summed over tensors: I is distributed
+as a sum of independent Bernoulli variables, so that its third central moment is at most v and its fourth at most
+3 v^2 + v, and S - I is never below M. `Overlap.jaccard_chance_error` is that bound: 1e-6 and less for tensors with
+thousands of active elements, and useless for a handful of them.
+
+Sources: N. L. Johnson, A. W. Kemp, S. Kotz, Univariate Discrete Distributions, chapter 6, for the moments; J. Pitman,
+Probabilistic bounds on the coefficients of polynomials with only real zeros, J. Combin. Theory A 77 (1997), for the sum
+of Bernoulli variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import reduce
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from ..errors import MaskError
+from ..masks.mask_set import MaskSet
+from ..masks.parameters import PARTS, Part, component_of, in_layer_order, layer_of
+from ..masks.positions import intersection_size
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Two masks on the same elements of one tensor, or of several together (`+`).
+
+    Attributes:
+        numel: elements.
+        first, second: active elements of each mask.
+        both: elements active in both.
+        both_chance, both_chance_variance: mean and variance of `both` by chance.
+        least_either: the fewest elements that can be active in either: max(first, second), summed over tensors.
+    """
+
+    numel: int
+    first: int
+    second: int
+    both: int
+    both_chance: float
+    both_chance_variance: float
+    least_either: int
+
+    @classmethod
+    def of_counts(cls, numel: int, first: int, second: int, both: int) -> Overlap:
+        """One tensor's."""
+        mean = first * second / numel if numel else 0.0
+        # One element at most: nothing is left to chance.
+        variance = mean * (numel - first) * (numel - second) / (numel * (numel - 1)) if numel > 1 else 0.0
+        return cls(numel, first, second, both, mean, variance, max(first, second))
+
+    def __add__(self, other: Overlap) -> Overlap:
+        mine, its = asdict(self), asdict(other)
+        return Overlap(**{key: mine[key] + its[key] for key in mine})
+
+    @property
+    def either(self) -> int:
+        """Elements active in one of the masks or both."""
+        return self.first + self.second - self.both
+
+    @property
+    def jaccard(self) -> float:
+        """both / either; NaN where neither mask has an active element."""
+        return _ratio(self.both, self.either)
+
+    @property
+    def jaccard_chance(self) -> float:
+        """Expectation of `jaccard` by chance, to second order (see the module); NaN as there."""
+        either = self._either_chance
+        return _ratio(self.both_chance, either) + _ratio(self._sum * self.both_chance_variance, either**3)
+
+    @property
+    def jaccard_chance_error(self) -> float:
+        """A bound on the error of `jaccard_chance`; NaN as there."""
+        v, either, least = self.both_chance_variance, self._either_chance, self.least_either
+        return _ratio(self._sum * v, either**4) + _ratio(self._sum * (3 * v**2 + v), least**5)
+
+    @property
+    def jaccard_chance_sd(self) -> float:
+        """Standard deviation of `jaccard` by chance, to first order: S sqrt(v) / (S - m)^2; NaN as there."""
+        return _ratio(self._sum * math.sqrt(self.both_chance_variance), self._either_chance**2)
+
+    @property
+    def of_first(self) -> float:
+        """both / first, the share of the first mask's active elements that the second shares; NaN if it has none."""
+        return _ratio(self.both, self.first)
+
+    @property
+    def of_first_chance(self) -> float:
+        """Expectation of `of_first` by chance, exact; NaN as there."""
+        return _ratio(self.both_chance, self.first)
+
+    @property
+    def of_second(self) -> float:
+        """both / second; NaN if the second mask has no active element."""
+        return _ratio(self.both, self.second)
+
+    @property
+    def of_second_chance(self) -> float:
+        """Expectation of `of_second` by chance, exact; NaN as there."""
+        return _ratio(self.both_chance, self.second)
+
+    @property
+    def _sum(self) -> int:
+        return self.first + self.second
+
+    @property
+    def _either_chance(self) -> float:
+        return self._sum - self.both_chance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two masks, by their labels, and their overlap in each tensor."""
+
+    first: str
+    second: str
+    tensors: Mapping[str, Overlap]
+
+    @property
+    def total(self) -> Overlap:
+        """Over all tensors."""
+        return reduce(Overlap.__add__, self.tensors.values())
+
+    @property
+    def layers(self) -> dict[int | None, Overlap]:
+        """Of each layer in ascending order; None, last, holds what is outside of layers."""
+        sums = self.grouped(layer_of)
+        return {layer: sums[layer] for layer in in_layer_order(sums)}
+
+    @property
+    def parts(self) -> dict[Part, Overlap]:
+        """Of each part of a model that has tensors here, in the order of `components.PARTS`."""
+        sums = self.grouped(lambda name: component_of(name).part)
+        return {part: sums[part] for part in PARTS if part in sums}
+
+    def grouped(self, key_of: Callable[[str], _Key]) -> dict[_Key, Overlap]:
+        """Overlaps summed over the tensors whose names have the same key."""
+        sums: dict[_Key, Overlap] = {}
+        for name, overlap in self.tensors.items():
+            key = key_of(name)
+            sums[key] = sums[key] + overlap if key in sums else overlap
+        return sums
+
+
+def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Comparison]:
+    """Every pair of the masks, in their order.
+
+    Args:
+        masks: label -> mask, at least two. All have to list the same parameters with the same shapes.
+        common: compare over the parameters that all list, where some list more.
+
+    Raises:
+        MaskError: fewer than two masks, a parameter that one of them does not list or has in another shape, none in
+            common, or no parameter at all; names the masks and the parameter.
+
+    Warns:
+        UserWarning: a mask says that it was made for a model of another name than the first; once for each name.
+    """
+    if len(masks) < 2:
+        raise MaskError(f"found {len(masks)} masks to compare, wanted two and more")
+    names = _compared_names(masks, common)
+    pairs = list(itertools.combinations(masks.items(), 2))
+    return [
+        Comparison(a, b, {name: _overlap(name, first, second) for name in names})
+        for (a, first), (b, second) in tqdm(pairs, desc="compare", unit="pair", disable=None, leave=False)
+    ]
+
+
+def _overlap(name: str, first: MaskSet, second: MaskSet) -> Overlap:
+    both = intersection_size(first[name], second[name])
+    return Overlap.of_counts(math.prod(first.shapes[name]), first[name].numel(), second[name].numel(), both)
+
+
+def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
+    (label, first), *others = masks.items()
+    warned: set[str | None] = set()
+    for other_label, other in others:
+        for name in _in_order(first.names, other.names):
+            if name not in first or name not in other:
+                if common:
+                    continue
+                has, lacks = (label, other_label) if name in first else (other_label, label)
+                raise MaskError(
+                    f"{name} is in {has} and not in {lacks}: wanted masks of one model "
+                    "('common' compares over what all of them list)"
+                )
+            if first.shapes[name] != other.shapes[name]:
+                raise MaskError(
+                    f"{name} is {list(first.shapes[name])} in {label} and {list(other.shapes[name])} in {other_label}: "
+                    "wanted masks of one model"
+                )
+        models = [mask.metadata.get("model") for mask in (first, other)]
+        if None not in models and models[0] != models[1] and models[1] not in warned:
+            warned.add(models[1])
+            warnings.warn(f"{label} was made for the model {models[0]}, {other_label} for {models[1]}", stacklevel=3)
+    names = [name for name in first.names if all(name in other for _, other in others)]
+    if not names:
+        raise MaskError(f"{', '.join(masks)} have no parameter in common, wanted masks of one model")
+    return names
+
+
+def _in_order(first: Iterable[str], second: Iterable[str]) -> Iterable[str]:
+    """All names once, the first's before the others."""
+    return dict.fromkeys(itertools.chain(first, second))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

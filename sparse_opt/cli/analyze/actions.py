@@ -1,0 +1,223 @@
+"""The work of `sparse-opt analyze`: open the source, measure, print, write."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...analysis import coverage as coverages
+from ...analysis import plots
+from ...analysis import tables_and_json as result_json
+from ...analysis import tables_and_json as result_tables
+from ...analysis.checkpoints import CheckpointPair
+from ...analysis.figures import require_matplotlib, save_png, write_text
+from ...analysis.ranks import TAU, measure_ranks
+from ...analysis.shapes import weight_shapes
+from ...analysis.sparsity import measure_sparsity
+from ...analysis.states import Progress
+from ...analysis.tables_and_json import Table, write_csv
+from ...delta.open import open_log
+from ...delta.state import StateLog
+from ...errors import ConfigError
+from ..output import print_json, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def sparsity(args: Namespace) -> None:
+    """`analyze sparsity`."""
+    _require_at_least_0("tolerance", args.tolerance)
+    _require_plots(args)
+    log = _open(args)
+    found = measure_sparsity(log, args.steps, tolerances=args.tolerance, **_choice(args), progress=_bar("sparsity"))
+    data = {
+        "source": str(log.directory),
+        "base_step": log.steps[0],
+        "tolerances": args.tolerance,
+        "steps": [result_json.changes_json(step) for step in found],
+    }
+    pictures: dict[str, Callable[[], Figure]] = {
+        "density_by_step": lambda: plots.density_figure(found, args.tolerance),
+        "sparsity_by_layer": lambda: plots.layer_figure(found[-1], "stored"),
+    }
+    if found[-1].rounded is not None:
+        pictures["sparsity_by_layer_bf16"] = lambda: plots.layer_figure(found[-1], "bf16")
+    shown = [
+        *result_tables.change_tables(found, args.tolerance),
+        *result_tables.change_profile(found[-1], args.tolerance, args.by),
+    ]
+    _give(args, "sparsity", data, shown, result_tables.change_records(found, args.tolerance), pictures)
+
+
+def coverage(args: Namespace) -> None:
+    """`analyze coverage`."""
+    _require_at_least_0("tau", args.tau)
+    _require_plots(args)
+    log = open_log(args.delta_log_dir)
+    found = coverages.measure_coverage(log, args.steps, taus=args.tau, **_choice(args), progress=_bar("coverage"))
+    pictures = {
+        "coverage_combined": lambda: plots.coverage_figure(found),
+        "density_combined": lambda: plots.coverage_density_figure(found),
+    }
+    data = {"source": str(log.directory), "base_step": log.steps[0], **result_json.coverage_json(found)}
+    _give(args, "coverage", data, result_tables.coverage_tables(found), result_tables.coverage_records(found), pictures)
+
+
+def ranks(args: Namespace) -> None:
+    """`analyze ranks`."""
+    _require_at_least_0("tau", [args.tau])
+    _require_k(args)
+    _require_plots(args)
+    log = _open(args)
+    stats = measure_ranks(
+        log, args.step, tau=args.tau, method=args.method, k=args.k, **_choice(args), progress=_bar("ranks")
+    )
+    step = log.steps[-1] if args.step is None else args.step
+    listed = result_tables.rank_table(stats, args.tau)
+    pictures = {"ranks_by_layer": lambda: plots.rank_figure(stats, args.tau, step)}
+    data = {
+        "source": str(log.directory),
+        "base_step": log.steps[0],
+        "step": step,
+        "tau": args.tau,
+        "method": args.method,
+        "matrices": result_json.ranks_json(stats),
+    }
+    _give(args, "ranks", data, [listed, result_tables.rank_summary(stats)], listed, pictures)
+
+
+def shapes(args: Namespace) -> None:
+    """`analyze shapes`."""
+    from sparse_opt.trainers.run.progress import hide_progress_bars
+
+    from ..models import parameter_shapes
+
+    _require_plots(args)
+    hide_progress_bars()
+    weights = weight_shapes(parameter_shapes(args.model_name))
+    listed = result_tables.shape_table(weights)
+    data = {
+        "model": args.model_name,
+        "numel": sum(weight.numel for weight in weights),
+        "weights": result_json.shapes_json(weights),
+    }
+    pictures = {"shapes": lambda: plots.shape_figure(weights, f"Weights of {args.model_name} by component")}
+    _give(args, "shapes", data, [listed, result_tables.shape_sums(weights)], listed, pictures)
+
+
+def report(args: Namespace) -> None:
+    """`analyze report`."""
+    from ...analysis.report import build_report
+
+    _require_at_least_0("tolerance", args.tolerance)
+    _require_at_least_0("tau", args.tau)
+    _require_k(args)
+    require_matplotlib("output")
+    path = _page_file(args.output)
+    log = _open(args)
+    page = build_report(
+        log,
+        args.steps,
+        tolerances=args.tolerance,
+        taus=() if "coverage" in args.skip or isinstance(log, CheckpointPair) else args.tau,
+        rank_tau=None if "ranks" in args.skip else TAU,
+        method=args.method,
+        k=args.k,
+        **_choice(args),
+        progress=_bar,
+    )
+    write_text(path, page, "page")
+    if args.json:
+        print_json({"file": str(path), "bytes": path.stat().st_size})
+    else:
+        print(f"wrote {path}")
+
+
+def _page_file(output: Path) -> Path:
+    if output.suffix == ".html" and not output.is_dir():
+        return output
+    if output.is_file() or (output.suffix and not output.is_dir()):
+        raise ConfigError(f"option 'output' is {output}: wanted a file that ends in .html, or a folder")
+    return output / "report.html"
+
+
+def _open(args: Namespace) -> StateLog:
+    pair = args.base_model, args.model_name
+    if args.delta_log_dir is not None and pair == (None, None):
+        return open_log(args.delta_log_dir)
+    if args.delta_log_dir is None and None not in pair:
+        return CheckpointPair.open(*pair)
+    raise ConfigError("wanted either --delta_log_dir, or both --base_model and --model_name")
+
+
+def _choice(args: Namespace) -> dict[str, Any]:
+    return {
+        "include": args.include,
+        "exclude": args.exclude,
+        "mlp_only": args.mlp_only,
+        "device": _device(args.device),
+    }
+
+
+def _device(name: str) -> torch.device:
+    from sparse_opt.trainers.policy.models import resolve_device
+
+    return resolve_device(name)
+
+
+def _bar(what: str) -> Progress:
+    from tqdm import tqdm
+
+    return lambda names: tqdm(names, desc=what, unit="tensor", disable=None, leave=False)
+
+
+def _require_at_least_0(option: str, values: Sequence[float]) -> None:
+    if not all(value >= 0 for value in values):
+        raise ConfigError(f"option '{option}' is {' '.join(f'{value:g}' for value in values)}: wanted at least 0")
+
+
+def _require_k(args: Namespace) -> None:
+    if args.k < 1:
+        raise ConfigError(f"option 'k' is {args.k}: wanted at least 1")
+
+
+def _require_plots(args: Namespace) -> None:
+    """Before the work, which may be long."""
+    if args.output is not None:
+        if args.output.exists() and not args.output.is_dir():
+            raise ConfigError(f"option 'output' is {args.output}: a file, wanted a folder")
+        if not args.no_plots:
+            require_matplotlib("output")
+
+
+def _give(
+    args: Namespace,
+    name: str,
+    data: Mapping[str, Any],
+    shown: Sequence[Table],
+    records: Table,
+    pictures: Mapping[str, Callable[[], Figure]],
+) -> None:
+    """Write the files that were asked for, and print the tables or the JSON."""
+    written: list[Path] = []
+    if args.output is not None:
+        written = [args.output / f"{name}.csv", args.output / f"{name}.json"]
+        write_csv(records, written[0])
+        write_text(written[1], json.dumps(data, indent=2, allow_nan=False) + "\n", "data")
+        if not args.no_plots:
+            for picture, draw in pictures.items():
+                written.append(args.output / f"{picture}.png")
+                save_png(draw(), written[-1])
+    if args.json:
+        print_json(data)
+        return
+    for item in shown:
+        print(f"{item.title}\n{table(item.headings, item.texts, words=max(1, item.words))}\n")
+    for path in written:
+        print(f"wrote {path}")

@@ -1,0 +1,88 @@
+"""`sparse-opt delta verify|squash|convert`: a log's health, and logs made shorter or anew."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+
+from ...errors import ConfigError, DeltaLogError
+from ..output import format_bytes, print_json
+from .rebuild import open_as_told, say_exact_dtype
+
+
+def run_verify(args: Namespace) -> None:
+    """Walk the whole log; DeltaLogError, after all is printed, if a file is broken."""
+    from tqdm import tqdm
+
+    log = open_as_told(args)
+    steps = log.steps
+    with tqdm(total=len(steps), desc="verify", unit="step", disable=None, leave=False) as bar:
+        problems = log.verify(on_step=lambda step: bar.update())
+    lost = sorted({step for problem in problems for step in problem.lost_steps})
+    if args.json:
+        print_json({"ok": not problems, "steps": steps, "lost_steps": lost, "problems": [asdict(p) for p in problems]})
+    elif problems:
+        print("\n".join(map(str, problems)))
+    else:
+        print(f"{args.delta_log_dir}: all {len(steps)} steps rebuild to the bits that were logged")
+    if problems:
+        files = ", ".join(problem.file for problem in problems)
+        listed = ", ".join(map(str, lost)) or "none"
+        raise DeltaLogError(f"{args.delta_log_dir}: broken: {files}; lost steps: {listed}")
+
+
+def run_squash(args: Namespace) -> None:
+    """Delete the steps strictly between two."""
+    from tqdm import tqdm
+
+    from ...delta.log import DeltaLog
+
+    removed: list[int] = []
+    with DeltaLog.open(args.delta_log_dir) as log:
+        between = sum(args.first < step < args.last for step in log.steps)
+        with tqdm(total=between, desc="squash", unit="step", disable=None, leave=False) as bar:
+
+            def gone(step: int) -> None:
+                removed.append(step)
+                bar.update()
+
+            info = log.squash(args.first, args.last, on_step=gone)
+    if args.json:
+        print_json({"removed": sorted(removed), "step": asdict(info)})
+    else:
+        print(
+            f"{args.delta_log_dir}: {len(removed)} steps removed; step {info.step} is a {info.kind} of "
+            f"{format_bytes(info.bytes)}"
+        )
+
+
+def run_convert(args: Namespace) -> None:
+    """Write any log as a new delta log."""
+    from tqdm import tqdm
+
+    from sparse_opt.trainers.run.outputs import check_new_folder
+
+    from ...delta.export import convert
+    from ...delta.log import DeltaLog
+
+    if args.keyframe_every is not None and args.keyframe_every < 1:
+        raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: wanted 1 or more")
+    check_new_folder(args.output_dir, "to")
+    log = open_as_told(args)
+    with tqdm(total=len(log.steps), desc="convert", unit="step", disable=None, leave=False) as bar:
+        convert(
+            log,
+            args.output_dir,
+            level=args.level,
+            keyframe_every=args.keyframe_every,
+            metadata={} if args.model_name is None else {"model": args.model_name},
+            on_step=lambda step: bar.update(),
+        )
+    infos = DeltaLog.open(args.output_dir).info()
+    size = sum(info.bytes for info in infos)
+    if args.json:
+        print_json({"delta_log_dir": args.output_dir, "steps": [info.step for info in infos], "bytes": size})
+    else:
+        print(f"{args.output_dir}: {len(infos)} steps, {format_bytes(size)}")
+    say_exact_dtype(log, args, sys.stderr)

@@ -1,0 +1,176 @@
+"""`sparse-opt mask compare`: how far masks agree, beside what chance gives."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..output import print_json, table
+from ..parser import add_json_flag
+
+if TYPE_CHECKING:
+    from ...analysis.mask_overlap import Comparison, Overlap
+    from ...analysis.tables_and_json import Table
+
+_EPILOG = """For each pair of masks A and B:
+  Jaccard   |A and B| / |A or B|
+  of A      |A and B| / |A|, the share of A's active elements that B shares; 'of B' likewise
+  'chance'  what masks drawn at random with the same density of every tensor give: exact for 'of A' and 'of B', the
+            expectation of the ratio to second order for Jaccard; --json and --csv state its error and its spread
+
+Two masks are compared as a whole, by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms)
+and by layer; of more masks the table shows each pair as a whole, and --csv and --json hold everything. Masks of
+different models are refused; --common compares masks of one model over the tensors that all of them list.
+
+examples:
+  sparse-opt mask compare fisher.safetensors momentum.safetensors
+  sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --layers_png agreement_by_layer.png
+  sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
+"""
+# In JSON and CSV, where first and second are the masks' names.
+_ACTIVE = {"first": "active_first", "second": "active_second", "both": "active_both"}
+_FIGURES = (
+    "numel",
+    "first",
+    "second",
+    "both",
+    "jaccard",
+    "jaccard_chance",
+    "jaccard_chance_error",
+    "jaccard_chance_sd",
+    "of_first",
+    "of_first_chance",
+    "of_second",
+    "of_second_chance",
+)
+
+
+def add_parser(actions: Any) -> None:
+    """Add the action to those of `sparse-opt mask`."""
+    compare = actions.add_parser("compare", help="how far masks agree, beside chance", epilog=_EPILOG)
+    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two and more mask files")
+    compare.add_argument("--common", action="store_true", help="over the tensors that all masks list")
+    compare.add_argument("--per_tensor", action="store_true", help="list every tensor")
+    compare.add_argument("--png", type=Path, metavar="FILE", help="heat map of all pairs to write")
+    compare.add_argument(
+        "--layers_png", type=Path, metavar="FILE", help="heat map of two masks' agreement by layer and part to write"
+    )
+    compare.add_argument("--csv", type=Path, metavar="FILE", help="table of all figures to write")
+    add_json_flag(compare)
+
+
+def run(args: Namespace) -> None:
+    """Compare, write what was asked for, and print tables or JSON."""
+    from ...analysis.mask_overlap import compare
+    from ...masks.mask_set import MaskSet
+
+    labels = _labels(args.files)
+    if args.layers_png is not None and len(args.files) != 2:
+        raise ConfigError(f"option 'layers_png' draws two masks, found {len(args.files)}")
+    for option in ("png", "layers_png"):
+        if getattr(args, option) is not None:
+            from ...analysis.figures import require_matplotlib
+
+            require_matplotlib(option)
+    masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
+    comparisons = compare(masks, common=args.common)
+    if args.csv is not None:
+        from ...analysis.tables_and_json import write_csv
+
+        write_csv(_records(comparisons), args.csv)
+    if args.png is not None:
+        from ...analysis.mask_plots import draw_comparison
+
+        draw_comparison(comparisons, args.png)
+    if args.layers_png is not None:
+        from ...analysis.mask_plots import draw_pair
+
+        draw_pair(comparisons[0], args.layers_png)
+    if args.json:
+        files = [
+            {"name": label, "file": file, "nnz": mask.nnz, "density": mask.density, "digest": mask.digest}
+            for (label, mask), file in zip(masks.items(), args.files, strict=True)
+        ]
+        print_json({"masks": files, "pairs": [_pair_json(pair) for pair in comparisons]})
+    else:
+        _print_tables(comparisons, args.per_tensor)
+        for path in (args.png, args.layers_png, args.csv):
+            if path is not None:
+                print(f"\nwrote {path}")
+
+
+def _labels(files: Sequence[Path]) -> list[str]:
+    """The names of the files without suffix; where two agree, all paths in full."""
+    if len(files) < 2:
+        raise ConfigError(f"found one mask file, {files[0]}: wanted two and more")
+    for i, file in enumerate(files):
+        if file in files[:i]:
+            raise ConfigError(f"mask file {file} is given twice")
+    stems = [file.stem for file in files]
+    return stems if len(set(stems)) == len(stems) else [str(file) for file in files]
+
+
+def _groups(pair: Comparison) -> Iterator[tuple[str, dict[str, Overlap]]]:
+    from ...masks.parameters import layer_label
+
+    yield "total", {"total": pair.total}
+    yield "part", {str(part): overlap for part, overlap in pair.parts.items()}
+    yield "layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}
+    yield "tensor", dict(pair.tensors)
+
+
+def _figures(overlap: Overlap) -> dict[str, Any]:
+    return {_ACTIVE.get(figure, figure): getattr(overlap, figure) for figure in _FIGURES}
+
+
+def _pair_json(pair: Comparison) -> dict[str, Any]:
+    groups = {level: {name: _figures(o) for name, o in group.items()} for level, group in _groups(pair)}
+    levels = {"parts": groups["part"], "layers": groups["layer"], "tensors": groups["tensor"]}
+    return {"first": pair.first, "second": pair.second, **groups["total"], **levels}
+
+
+def _records(comparisons: Sequence[Comparison]) -> Table:
+    """Every figure of every pair, for a CSV file."""
+    from ...analysis.tables_and_json import Column, Table
+
+    headings = ("first", "second", "level", "name", *(_ACTIVE.get(figure, figure) for figure in _FIGURES))
+    rows = [
+        (pair.first, pair.second, level, name, *_figures(overlap).values())
+        for pair in comparisons
+        for level, group in _groups(pair)
+        for name, overlap in group.items()
+    ]
+    return Table("overlap of masks by pair", tuple(Column(key, key) for key in headings), tuple(rows))
+
+
+def _print_tables(comparisons: Sequence[Comparison], per_tensor: bool) -> None:
+    if len(comparisons) > 1:
+        rows = [(pair.first, pair.second, *_cells(pair.total)) for pair in comparisons]
+        print(table(("A", "B", "Jaccard", "chance", "of A", "chance", "of B", "chance"), rows, words=2))
+        for pair in comparisons if per_tensor else ():
+            print(f"\nA {pair.first}, B {pair.second}\n{_table('tensor', pair.tensors)}")
+        return
+    from ...masks.parameters import PART_LABELS, layer_label
+
+    pair = comparisons[0]
+    print(f"A {pair.first}: {pair.total.first:,} active elements\nB {pair.second}: {pair.total.second:,}")
+    parts = {PART_LABELS[part]: overlap for part, overlap in pair.parts.items()}
+    print("\n" + _table("part", {"all": pair.total, **parts}))
+    print("\n" + _table("layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}))
+    if per_tensor:
+        print("\n" + _table("tensor", pair.tensors))
+
+
+def _table(of: str, overlaps: Mapping[str, Overlap]) -> str:
+    rows = [(name, f"{o.both:,}", *_cells(o)) for name, o in overlaps.items()]
+    return table((of, "in both", "Jaccard", "chance", "of A", "chance", "of B", "chance"), rows)
+
+
+def _cells(overlap: Overlap) -> list[str]:
+    figures = ("jaccard", "jaccard_chance", "of_first", "of_first_chance", "of_second", "of_second_chance")
+    values = [getattr(overlap, figure) for figure in figures]
+    # NaN, which alone is unequal to itself: a mask has no active element here.
+    return ["-" if value != value else f"{value:.4f}" for value in values]

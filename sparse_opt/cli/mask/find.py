@@ -1,0 +1,316 @@
+"""`sparse-opt mask find`: find a mask in a delta log, or from a model that was not trained."""
+
+from __future__ import annotations
+
+import glob
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError, MaskError
+from ..output import format_percent, print_json, table
+from ..parser import add_tensor_choice
+from .output import PATTERNS, add_output, headline, output_file, summary
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...analysis.mask_overlap import Overlap
+    from ...delta.state import StateLog
+    from ...mask_finding.select import FoundMask
+
+# Those of mask_scores and mask_calibration, which cannot be imported without torch.
+LOG_METHODS = ("magnitude", "momentum", "fisher", "oracle")
+CALIBRATION_METHODS = ("snip", "fisher_gradient", "wanda")
+MODEL_METHODS = ("random", "weight_magnitude", *CALIBRATION_METHODS)
+
+_EPILOG = """methods on a delta log (--delta_log_dir); W_0 is the first logged state, W_t that of the target step:
+  magnitude   abs(W_t - W_0)
+  momentum    abs(m) (1 + abs(m) / s), mean m and deviation s of the last steps' changes (--momentum_window)
+  fisher      Var(W_i - W_0) + abs(mean(W_i - W_0)) over the logged steps up to t; a proxy
+  oracle      magnitude at the last logged step: what training chose in the end
+
+methods on a model that was not trained (--model_name):
+  random            every tensor keeps the same share, drawn with --seed
+  weight_magnitude  abs(w)
+and on a dataset as well (--dataset), one sequence at a time, g the gradient of the mean loss of its completion; of
+preference pairs the chosen completion is taken:
+  snip              abs(w mean(g))
+  fisher_gradient   mean(g^2)
+  wanda             abs(w) norm(x), x the input that w multiplies; scores the weights of linear layers alone
+
+A run or tile pattern keeps whole aligned units by the sum of their scores, for the fast paths of the kernels; what
+share of the element-wise mask's score it holds is printed. A method that needs more logged steps than there are is
+refused. Every device finds the same mask in a delta log.
+
+--compute_jaccard compares the mask with the oracle mask of the log, found with the same options: their Jaccard index,
+beside what chance gives at the same density of every tensor.
+
+--output is a file that ends in .safetensors, or a folder, where the file is named after sparsity, method and step:
+sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
+
+examples:
+  sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5 --target_step 50 --output masks/
+  sparse-opt mask find --delta_log_dir delta_logs_M --method momentum --momentum_window 25 --target_step 25 \\
+      --top_percent 10 --compute_jaccard --output masks/
+  sparse-opt mask find --delta_log_dir delta_logs_M --method fisher --pattern run32 --output masks/
+  sparse-opt mask find --delta_log_dir delta_logs_M --mlp_only --pool tensor --output mlp.safetensors
+  sparse-opt mask find --delta_log_dir delta_logs_M --exclude '*embed*' '*norm*' --debug --output masks/
+  sparse-opt mask find --method snip --model_name M --dataset pairs.jsonl --n_samples 64 --output masks/
+  sparse-opt mask find --method weight_magnitude --model_name M --sparsity_percent 97.5 --output masks/
+"""
+# Options that only some methods take -> those methods, and the value where none is given.
+_BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
+    "target_step": (LOG_METHODS, None),
+    "momentum_window": (("momentum",), None),
+    "dataset": (CALIBRATION_METHODS, None),
+    "dataset_split": (CALIBRATION_METHODS, "train"),
+    "n_samples": (CALIBRATION_METHODS, 128),
+    "max_length": (CALIBRATION_METHODS, 1024),
+    "dtype": (("weight_magnitude", *CALIBRATION_METHODS), "fp32"),
+    "seed": (("random", *CALIBRATION_METHODS), 0),
+    "min_tensor_keep": (tuple(m for m in (*LOG_METHODS, *MODEL_METHODS) if m != "random"), 0.0025),
+    "pool": (tuple(m for m in (*LOG_METHODS, *MODEL_METHODS) if m != "random"), "global"),
+}
+
+
+def add_parser(actions: Any) -> None:
+    """Add the action to those of `sparse-opt mask`."""
+    find = actions.add_parser("find", help="find one in a delta log, or from an untrained model", epilog=_EPILOG)
+    methods = (*LOG_METHODS, *MODEL_METHODS)
+    find.add_argument("--method", choices=methods, default="magnitude", metavar="METHOD", help="score (%(default)s)")
+    find.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="delta log of a dense run")
+    find.add_argument("--model_name", metavar="M", help="hub name or local folder; with a log: what it has to be of")
+    size = find.add_mutually_exclusive_group()
+    size.add_argument("--sparsity_percent", type=float, metavar="P", help="percent of elements to leave out (90)")
+    size.add_argument("--top_percent", type=float, metavar="P", help="percent of elements to keep, instead")
+    find.add_argument("--target_step", type=int, metavar="N", help="logged step to score (the last)")
+    find.add_argument("--momentum_window", type=int, metavar="W", help="changes to average (25, or all if fewer)")
+    find.add_argument("--min_tensor_keep", type=float, metavar="SHARE", help="least share of every tensor (0.0025)")
+    find.add_argument(
+        "--pool",
+        choices=("global", "tensor"),
+        help="whether elements compete over all tensors or each tensor gets its own share (global)",
+    )
+    find.add_argument("--pattern", choices=PATTERNS, default="element", help="unit that is kept whole (%(default)s)")
+    add_tensor_choice(find)
+    find.add_argument("--dataset", metavar="F", help="calibration data: hub name, or .json, .jsonl or .parquet file")
+    find.add_argument("--dataset_split", metavar="NAME", help="of a hub dataset (train)")
+    find.add_argument("--n_samples", type=int, metavar="K", help="calibration sequences, drawn with --seed (128)")
+    find.add_argument("--max_length", type=int, metavar="T", help="tokens of a calibration sequence at most (1024)")
+    find.add_argument("--dtype", choices=("fp32", "bf16"), help="of the untrained model (fp32)")
+    find.add_argument("--seed", type=int, help="of what is drawn (0)")
+    find.add_argument("--device", default="auto", help="where scores are made: auto, cpu, cuda (%(default)s)")
+    find.add_argument("--compute_jaccard", action="store_true", help="compare with the log's oracle mask")
+    find.add_argument("--debug", action="store_true", help="show threshold, counts and scores of every tensor")
+    add_output(find)
+
+
+def run(args: Namespace) -> None:
+    """Find the mask, write it, and say what was written."""
+    sparsity = _sparsity(args)
+    _settle_options(args)
+    from sparse_opt.trainers.policy.models import resolve_device
+
+    from ...delta.open import open_log
+
+    device = resolve_device(args.device)
+    log = None if args.delta_log_dir is None else open_log(args.delta_log_dir)
+    if args.method in LOG_METHODS:
+        assert log is not None  # _settle_options
+        label, step, find = _in_log(args, log, sparsity, device)
+    else:
+        label, step, find = _in_model(args, log, sparsity, device)
+    path = output_file(args.output, _file_name(args, sparsity, label, step))
+    found = find()
+    overlap = None
+    if args.compute_jaccard:
+        assert log is not None
+        overlap = _overlap_with_oracle(args, log, found, sparsity, device)
+        found.mask.metadata["jaccard_oracle"] = f"{overlap.jaccard:.6f}"
+    found.mask.save(path)
+    if args.json:
+        print_json({"file": path, **summary(found.mask), **_details(args, found, overlap)})
+    else:
+        print("\n".join([str(path), headline(found.mask), *_lines(args, found, overlap)]))
+
+
+def _sparsity(args: Namespace) -> float:
+    name = "sparsity_percent" if args.top_percent is None else "top_percent"
+    percent = 90.0 if args.sparsity_percent is None else args.sparsity_percent
+    percent = percent if args.top_percent is None else args.top_percent
+    if not 0.0 < percent < 100.0:
+        raise ConfigError(f"option '{name}' is {percent}: wanted more than 0 and less than 100")
+    # Without the rounding 100 - 2.4 is 97.6 and a bit.
+    return percent if args.top_percent is None else round(100.0 - percent, 10)
+
+
+def _settle_options(args: Namespace) -> None:
+    """Raise ConfigError for options that do not fit the method, and fill in the defaults of those that do."""
+    method = args.method
+    for name, (methods, default) in _BELONGING.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif method not in methods:
+            raise ConfigError(f"option '{name}' has no part in method '{method}', only in {', '.join(methods)}")
+    for name, least in (("n_samples", 1), ("max_length", 2), ("momentum_window", 2)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"option '{name}' is {value}: wanted {least} or more")
+    if not 0.0 <= args.min_tensor_keep <= 1.0:
+        raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: wanted 0 to 1")
+    if method == "random" and args.debug:
+        raise ConfigError("option 'debug' has no part in method 'random', which makes no scores")
+    if method in LOG_METHODS and args.delta_log_dir is None:
+        raise ConfigError(f"method '{method}' needs --delta_log_dir, the delta log of a dense run")
+    if method in MODEL_METHODS and args.model_name is None:
+        raise ConfigError(f"method '{method}' needs --model_name")
+    if method in CALIBRATION_METHODS and args.dataset is None:
+        raise ConfigError(f"method '{method}' needs --dataset, to calibrate on")
+    if method in MODEL_METHODS and args.delta_log_dir is not None and not args.compute_jaccard:
+        raise ConfigError(f"option 'delta_log_dir' has no part in method '{method}' without --compute_jaccard")
+    if args.compute_jaccard and args.delta_log_dir is None:
+        raise ConfigError("option 'compute_jaccard' needs --delta_log_dir, the log whose oracle mask to compare with")
+
+
+_Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
+
+
+def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.device) -> _Plan:
+    """How files name the method and the step, and the finding itself; what can be refused at once, is."""
+    from ...mask_finding.find import find_from_log
+    from ...mask_finding.log_scores import plan_scores
+    from ..models import parameter_shapes
+
+    plan = plan_scores(log, args.method, target_step=args.target_step, momentum_window=args.momentum_window)
+    if args.model_name is not None:
+        shapes = parameter_shapes(args.model_name)
+        parameters = [spec.name for spec in log.layout.tensors if spec.name not in log.layout.buffers]
+        _require_log_of(log, {name: shapes[name] for name in parameters if name in shapes}, args.model_name)
+        missing = [name for name in parameters if name not in shapes]
+        if missing:
+            raise MaskError(f"{log.directory}: is no log of {args.model_name}, which has no parameter {missing[0]}")
+
+    def find() -> FoundMask:
+        found = find_from_log(
+            log,
+            method=args.method,
+            sparsity=sparsity,
+            target_step=args.target_step,
+            momentum_window=args.momentum_window,
+            include=args.include,
+            exclude=args.exclude,
+            mlp_only=args.mlp_only,
+            device=device,
+            **_shared(args),
+        )
+        if args.model_name is not None:
+            found.mask.metadata.setdefault("model", args.model_name)
+        return found
+
+    return plan.label, plan.step, find
+
+
+def _shared(args: Namespace) -> dict[str, Any]:
+    return {
+        "min_tensor_keep": args.min_tensor_keep,
+        "pool": args.pool,
+        "pattern": args.pattern,
+        "figures": args.debug,
+        "progress": True,
+    }
+
+
+def _in_model(args: Namespace, log: StateLog | None, sparsity: float, device: torch.device) -> _Plan:
+    from . import untrained as mask_untrained
+
+    label = f"random_seed{args.seed}" if args.method == "random" else args.method
+
+    def require(shapes: Mapping[str, tuple[int, ...]]) -> None:
+        if log is not None:
+            _require_log_of(log, shapes, args.model_name)
+
+    return label, None, lambda: mask_untrained.find(args, sparsity, device, require, _shared(args))
+
+
+def _require_log_of(log: StateLog, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
+    """Raise MaskError unless the log has all of a model's tensors, in their shapes."""
+    logged = {spec.name: spec.shape for spec in log.layout.tensors}
+    for name, shape in shapes.items():
+        if name not in logged:
+            raise MaskError(f"{log.directory}: is no log of {model}: it has no tensor {name}")
+        if logged[name] != shape:
+            raise MaskError(
+                f"{log.directory}: is no log of {model}: {name} is {list(logged[name])} in it, {list(shape)} there"
+            )
+
+
+def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -> str:
+    from ...mask_finding.find import mask_file_name, top_file_name
+
+    if args.top_percent is not None:
+        return top_file_name(args.top_percent, label, step, pattern=args.pattern)
+    return mask_file_name(sparsity, label, step, pattern=args.pattern)
+
+
+def _overlap_with_oracle(
+    args: Namespace, log: StateLog, found: FoundMask, sparsity: float, device: torch.device
+) -> Overlap:
+    from ...analysis.mask_overlap import compare
+    from ...mask_finding.find import find_from_log
+
+    metadata = found.mask.metadata
+    oracle = found.mask
+    if metadata["method"] not in ("magnitude", "oracle") or metadata["step"] != str(log.steps[-1]):
+        oracle = find_from_log(
+            log,
+            method="oracle",
+            sparsity=sparsity,
+            include=[glob.escape(name) for name in found.mask.names],
+            device=device,
+            **(_shared(args) | {"figures": False}),
+        ).mask
+    (comparison,) = compare({"the mask": found.mask, "the oracle mask": oracle})
+    return comparison.total
+
+
+def _details(args: Namespace, found: FoundMask, overlap: Overlap | None) -> dict[str, Any]:
+    details: dict[str, Any] = {"threshold": found.threshold}
+    if found.capture is not None:
+        details["captured_score"] = asdict(found.capture) | {"share": found.capture.share}
+    if overlap is not None:
+        details["jaccard_oracle"] = overlap.jaccard
+        details["jaccard_oracle_by_chance"] = overlap.jaccard_chance
+    if args.debug:
+        details["tensors"] = {name: asdict(figures) for name, figures in found.tensors.items()}
+    return details
+
+
+def _lines(args: Namespace, found: FoundMask, overlap: Overlap | None) -> list[str]:
+    lines = []
+    if found.capture is not None:
+        capture = found.capture
+        lines.append(
+            f"{args.pattern} holds {format_percent(capture.share)} of the score that the element-wise mask of the same "
+            f"options has ({capture.nnz:,} elements here, {capture.element_nnz:,} there)"
+        )
+    if overlap is not None:
+        lines.append(f"Jaccard with the oracle mask {overlap.jaccard:.4f}, {overlap.jaccard_chance:.4f} by chance")
+    if args.debug:
+        if found.threshold is not None:
+            lines.append(f"threshold of all tensors together {found.threshold:.6g}")
+        lines += ["", _tensor_table(found)]
+    return lines
+
+
+def _tensor_table(found: FoundMask) -> str:
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{value:.6g}"
+
+    rows = [
+        (name, f"{f.kept:,}", f"{f.scoring:,}", f"{f.numel:,}", *map(shown, (f.threshold, f.least, f.mean, f.most)))
+        for name, f in found.tensors.items()
+    ]
+    return table(("tensor", "kept", "above zero", "elements", "threshold", "least", "mean", "most"), rows)

@@ -1,0 +1,96 @@
+"""Where the mask commands put masks, and how they describe them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..output import format_percent, print_json, table
+from ..parser import add_json_flag
+
+if TYPE_CHECKING:
+    from ...masks.mask_set import MaskSet, MaskStats
+
+# Those of masks.patterns, which cannot be imported without torch.
+PATTERNS = ("element", "run16", "run32", "tile64", "tile128")
+_PT_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+def add_output(parser: ArgumentParser) -> None:
+    """`--output`, a file or a folder (`output_file`), and `--json`."""
+    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file, or folder")
+    add_json_flag(parser)
+
+
+def add_output_file(parser: ArgumentParser) -> None:
+    """`--output`, a file (`require_mask_file`), and `--json`."""
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="mask file to write, .safetensors or .pt"
+    )
+    add_json_flag(parser)
+
+
+def output_file(output: Path, name: str) -> Path:
+    """The file that --output means: itself, or one of this name in it."""
+    if output.suffix == ".safetensors" and not output.is_dir():
+        return output
+    if output.is_file():
+        raise ConfigError(f"option 'output': {output} is a file that does not end in .safetensors")
+    if output.suffix and not output.is_dir():
+        raise ConfigError(
+            f"option 'output': {output} ends in {output.suffix}: wanted .safetensors for a file, no suffix for a folder"
+        )
+    return output / name
+
+
+def require_mask_file(output: Path) -> None:
+    """Raises ConfigError unless --output names a file that a mask can be written to."""
+    if output.suffix not in (".safetensors", *_PT_SUFFIXES) or output.is_dir():
+        found = "a folder" if output.is_dir() else output.suffix or "no suffix"
+        raise ConfigError(f"option 'output': {output}: wanted a file that ends in .safetensors or .pt, found {found}")
+
+
+def save_mask(mask: MaskSet, path: Path, *, as_json: bool, plain: bool = False) -> None:
+    """Write the mask, in the form that the suffix says, and say what was written."""
+    if path.suffix in _PT_SUFFIXES:
+        mask.save_bool(path, plain=plain)
+    else:
+        mask.save(path)
+    if as_json:
+        print_json({"file": path, **summary(mask)})
+    else:
+        print(f"{path}\n{headline(mask)}")
+
+
+def summary(mask: MaskSet) -> dict[str, Any]:
+    """What JSON says of a mask."""
+    return {
+        "nnz": mask.nnz,
+        "numel": mask.numel,
+        "density": mask.density,
+        "pattern": mask.pattern,
+        "digest": mask.digest,
+        "metadata": dict(sorted(mask.metadata.items())),
+    }
+
+
+def headline(mask: MaskSet) -> str:
+    """What text says of a mask."""
+    return (
+        f"{mask.nnz:,} of {mask.numel:,} elements active in {len(mask)} tensors: "
+        f"density {format_percent(mask.density)}, sparsity {format_percent(mask.sparsity)}, pattern {mask.pattern}"
+    )
+
+
+def figures_json(figures: MaskStats) -> dict[str, Any]:
+    """What JSON says of a part of a mask."""
+    return {"nnz": figures.nnz, "numel": figures.numel, "density": figures.density}
+
+
+def density_table(of: str, figures: Mapping[str, MaskStats]) -> str:
+    """One line for each part of a mask; `of` heads the column of their names."""
+    rows = [(name, f"{f.nnz:,}", f"{f.numel:,}", format_percent(f.density)) for name, f in figures.items()]
+    return table((of, "active", "elements", "density"), rows)

@@ -1,0 +1,309 @@
+"""`sparse-opt quickstart`: dense DPO, a mask from its delta log, sparse DPO under the mask, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ..output import format_bytes, print_json, table
+from ..parser import CommandParser, add_json_flag
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    import torch
+
+RESULTS_FILE = "quickstart.json"
+DELTA_LOG = "delta_logs_quickstart"
+# What a run leaves in its folder. A rerun removes these and nothing else.
+CONTENTS = ("data", "cache", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "rebuilt")
+SPARSITY_PERCENT = 90.0
+
+_EPILOG = """The folder then holds, in the order in which they were made:
+  data/                   questions: demonstrations, preference pairs, and held-out pairs (JSONL, TRL's formats)
+  cache/                  what `datasets` makes of them
+  model/, sft/final       the model with random weights, and after SFT: both DPO runs start from the latter
+  dense/, delta_logs_quickstart/   dense DPO, and the log of its weights
+  masks/                  the mask of the 10 % of the weights that dense DPO moved most
+  sparse/                 DPO under the mask
+  rebuilt/                the dense model, rebuilt from the log
+  quickstart.json         the figures
+
+examples:
+  sparse-opt quickstart
+  sparse-opt quickstart --output_dir /tmp/quickstart --seed 1 --device cuda --json
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the experiment, check it, and print its table or JSON."""
+    args = _parser().parse_words(argv)
+    from ...config import SEEDS  # after the help, which loads as little as it can
+
+    # Twelve questions hold two out; there are 4005 pairs of numbers to ask about.
+    for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
+        if not least <= getattr(args, name) <= most:
+            raise ConfigError(f"option '{name}' is {getattr(args, name)}: wanted {least} to {most}")
+    if args.seed not in SEEDS:
+        raise ConfigError(f"option 'seed' is {args.seed}: wanted {SEEDS.start} to {SEEDS.stop - 1}")
+    results = experiment(args)
+    if args.json:
+        print_json(results)
+    else:
+        print(_text(results))
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="sparse-opt quickstart",
+        description="The whole path on a tiny model, in minutes and without downloads: SFT, dense DPO with a delta\n"
+        "log, a mask from the log, sparse DPO under the mask, and the dense model rebuilt from the log, bit for bit.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("quickstart"),
+        help="new or empty folder, or one of an earlier quickstart, which starts again from nothing (./quickstart)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same numbers, on a CPU (%(default)s)")
+    parser.add_argument("--device", default="auto", help="torch device; auto is cuda where there is one, else cpu")
+    parser.add_argument("--sft_steps", type=int, default=200, help="steps of SFT (%(default)s)")
+    parser.add_argument("--dpo_steps", type=int, default=100, help="steps of each DPO run (%(default)s)")
+    parser.add_argument("--n_questions", type=int, default=3000, help="questions; one in six is held out (%(default)s)")
+    add_json_flag(parser)
+    return parser
+
+
+def experiment(args: Namespace) -> dict[str, Any]:
+    """All stages in order; the figures, which are also in the folder's quickstart.json.
+
+    Raises:
+        ConfigError: the folder holds something else, or cannot be made, or another quickstart is writing to it.
+        SparseOptError: a check failed: the first loss of a DPO run is not ln 2, the sparse run changed a weight outside
+            its mask, or the rebuilt model differs from the dense one.
+    """
+    from sparse_opt.trainers.policy.models import resolve_device
+    from sparse_opt.trainers.run.lock import RunLock
+
+    from ... import backends
+
+    device = resolve_device(args.device)
+    backends.functions(device)  # raises for a backend that cannot run, before anything is written
+    _is_earlier(args.output_dir)
+    with RunLock(args.output_dir):
+        return _experiment(args, device)
+
+
+def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
+    import datasets
+
+    from sparse_opt.trainers import dpo, sft
+    from sparse_opt.trainers.run.progress import hide_progress_bars
+
+    from ...delta.log import DeltaLog
+    from ...mask_finding.find import find_magnitude, mask_file_name
+    from ..delta import reconstruct
+    from . import checks as checks
+
+    folder: Path = args.output_dir
+    _prepare(folder)
+    hide_progress_bars(always=True)
+    # Nothing of a demonstration in the user's home.
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+
+    _say("1/6 model, tokenizer and questions")
+    n_held_out = _make_inputs(folder, args.n_questions, args.seed)
+    shared = {"device": str(device), "dtype": "fp32", "seed": args.seed, "max_length": 64, "batch_size": 32}
+
+    _say("2/6 SFT: what an answer looks like, right or wrong")
+    start = sft.train(
+        sft.SFTConfig(
+            policy_name=str(folder / "model"),
+            dataset=str(folder / "data" / "demonstrations.jsonl"),
+            output_dir=folder / "sft",
+            n_steps=args.sft_steps,
+            learning_rate=1e-3,
+            **shared,
+        )
+    )
+    dpo_options = {
+        "policy_name": start["checkpoint"],
+        "dataset": str(folder / "data" / "preferences.jsonl"),
+        "n_steps": args.dpo_steps,
+        "learning_rate": 3e-4,
+        **shared,
+    }
+
+    _say("3/6 dense DPO: which answer is right; its weights go into a delta log")
+    dense = dpo.train(
+        dpo.DPOConfig(
+            output_dir=folder / "dense",
+            delta_log_dir=folder / DELTA_LOG,
+            delta_log_steps=f"every:{max(1, args.dpo_steps // 5)},last",
+            **dpo_options,
+        )
+    )
+
+    _say(f"4/6 mask: the {100 - SPARSITY_PERCENT:g} % of the weights that moved most")
+    log = DeltaLog.open(folder / DELTA_LOG)
+    mask = find_magnitude(log, sparsity=SPARSITY_PERCENT)
+    mask_file = mask.save(folder / "masks" / mask_file_name(SPARSITY_PERCENT, "magnitude", log.steps[-1]))
+
+    _say("5/6 sparse DPO from the same start")
+    sparse = dpo.train(dpo.DPOConfig(output_dir=folder / "sparse", mode="sparse", mask=mask_file, **dpo_options))
+
+    _say("6/6 checks, and the held-out questions")
+    checks.first_loss_is_ln2(dense)
+    checks.first_loss_is_ln2(sparse)
+    summaries = {"start": start, "dense": dense, "sparse": sparse}
+    ends = {name: Path(summary["checkpoint"]) for name, summary in summaries.items()}
+    checks.changed_inside_only(mask, ends["start"], ends["sparse"])
+    reconstruct(folder / DELTA_LOG, log.steps[-1], str(ends["start"]), folder / "rebuilt")
+    n_weights = checks.same_bits(folder / "rebuilt", ends["dense"])
+    held_out = folder / "data" / "held_out.jsonl"
+    accuracy = {name: checks.preference_accuracy(checkpoint, held_out, device) for name, checkpoint in ends.items()}
+
+    runs = {
+        name: _figures(summary, n_weights)
+        | {
+            "accuracy_before": accuracy["start"],
+            "accuracy_after": accuracy[name],
+            "trained_weights": n_weights if name == "dense" else mask.nnz,
+            "changed_weights": checks.n_changed(ends["start"], ends[name]),
+        }
+        for name, summary in (("dense", dense), ("sparse", sparse))
+    }
+    results = {
+        "finished": True,
+        "device": str(device),
+        "seed": args.seed,
+        "sft_steps": args.sft_steps,
+        "dpo_steps": args.dpo_steps,
+        "n_weights": n_weights,
+        "n_held_out": n_held_out,
+        "sparsity_percent": SPARSITY_PERCENT,
+        "rebuilt": {"step": log.steps[-1], "elements_compared": n_weights, "elements_different": 0},
+        "runs": runs,
+        "files": {
+            "dense": str(ends["dense"]),
+            "sparse": str(ends["sparse"]),
+            "mask": str(mask_file),
+            "delta_log": str(folder / DELTA_LOG),
+            "rebuilt": str(folder / "rebuilt"),
+            "results": str(folder / RESULTS_FILE),
+        },
+    }
+    _write_results(folder, results)
+    return results
+
+
+def _is_earlier(folder: Path) -> bool:
+    """Whether the folder is of an earlier quickstart; raises ConfigError if it is not, and not new or empty."""
+    from sparse_opt.trainers.run.outputs import check_new_folder
+
+    # os.path.isfile: False too where the folder may not be looked into, which check_new_folder then says.
+    earlier = os.path.isfile(folder / RESULTS_FILE)
+    if not earlier:
+        check_new_folder(folder, "output_dir")
+    return earlier
+
+
+def _prepare(folder: Path) -> None:
+    """Empty the folder of what an earlier quickstart left; refuse any other that is not empty."""
+    if _is_earlier(folder):
+        _say(f"{folder} holds an earlier quickstart: removing it and starting again")
+        for name in CONTENTS:
+            if (folder / name).exists():
+                shutil.rmtree(folder / name)
+    # From here on the folder is known for a quickstart's own, also when the run is cut short.
+    _write_results(folder, {"finished": False})
+
+
+def _write_results(folder: Path, results: dict[str, Any]) -> None:
+    from ...files import written_aside
+
+    with written_aside(folder / RESULTS_FILE) as aside:
+        aside.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def _make_inputs(folder: Path, n_questions: int, seed: int) -> int:
+    """Write data/ and model/; the number of held-out questions."""
+    from sparse_opt.trainers.run.outputs import save_checkpoint
+
+    from . import data as data
+
+    generator = random.Random(seed)
+    questions = data.make_questions(n_questions, generator)
+    n_held_out = n_questions // 6
+    held_out, training = questions[:n_held_out], questions[n_held_out:]
+    (folder / "data").mkdir()
+    data.write_jsonl(folder / "data" / "demonstrations.jsonl", data.demonstrations(training, generator))
+    data.write_jsonl(folder / "data" / "preferences.jsonl", data.preferences(training))
+    data.write_jsonl(folder / "data" / "held_out.jsonl", data.preferences(held_out))
+    tokenizer = data.make_tokenizer(training)
+    save_checkpoint(data.make_model(tokenizer, seed), tokenizer, folder / "model")
+    return n_held_out
+
+
+def _figures(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
+    """A run's figures for the table."""
+    nbytes = summary["optimizer_bytes"]
+    return {
+        "loss_first": summary["first"]["loss"],
+        "loss_last": summary["last"]["loss"],
+        "step_time_s": summary["median"]["step_time_s"],
+        "optimizer_time_s": summary["median"]["optimizer_time_s"],
+        "optimizer_state_bytes": nbytes["state"] + nbytes["master"] + nbytes["indices"],
+        "gradient_bytes": nbytes["grad"],
+        # The dense run keeps a second model of fp32 weights, the sparse one the start values of its active elements.
+        "reference_bytes": 4 * n_weights if summary["mode"] == "dense" else nbytes["base"],
+    }
+
+
+def _say(line: str) -> None:
+    # stdout is for the results.
+    print(line, file=sys.stderr, flush=True)
+
+
+def _text(results: dict[str, Any]) -> str:
+    shown: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "loss, first step": ("loss_first", "{:.4f}".format),
+        "loss, last step": ("loss_last", "{:.4f}".format),
+        "preference accuracy, before": ("accuracy_before", "{:.1%}".format),
+        "preference accuracy, after": ("accuracy_after", "{:.1%}".format),
+        "step time (median)": ("step_time_s", _milliseconds),
+        "  of it, optimizer": ("optimizer_time_s", _milliseconds),
+        "optimizer state, with indices": ("optimizer_state_bytes", format_bytes),
+        "gradients": ("gradient_bytes", format_bytes),
+        "reference weights": ("reference_bytes", format_bytes),
+        "weights trained": ("trained_weights", "{:,}".format),
+        "weights changed": ("changed_weights", "{:,}".format),
+    }
+    rows = []
+    for label, (key, show) in shown.items():
+        dense, sparse = (results["runs"][mode][key] for mode in ("dense", "sparse"))
+        ratio = f"{dense / sparse:.1f} x" if key.endswith(("_bytes", "_time_s")) and sparse else ""
+        rows.append((label, show(dense), show(sparse), ratio))
+    rebuilt = results["rebuilt"]
+    files = "\n".join(f"  {name:<11}{path}" for name, path in results["files"].items())
+    return (
+        f"DPO on {results['device']}, {results['dpo_steps']} steps; a model of {results['n_weights']:,} fp32 weights; "
+        f"accuracy on {results['n_held_out']} held-out pairs\n\n"
+        f"{table(('', 'dense', 'sparse', 'dense / sparse'), rows)}\n\n"
+        "checked: both first losses are ln 2; sparse DPO changed no weight outside the mask; the weights of step "
+        f"{rebuilt['step']},\nrebuilt from the delta log, are the dense checkpoint's, bit for bit\n\n"
+        f"files:\n{files}"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"

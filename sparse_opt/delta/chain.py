@@ -1,0 +1,222 @@
+"""From the files of a delta log to a state: the chain of headers from a keyframe to a step, and its patches applied."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from .codec import Backend
+from .files import (
+    KEYFRAME,
+    StepFile,
+    StepHeader,
+    list_steps,
+    read_header,
+    read_keyframe,
+    read_payload,
+    require_digests,
+    require_tensor,
+)
+from .patches import LogMask, TensorPatches, unpack
+from .state import StateLayout
+
+
+class LogFiles:
+    """The files of one log as they are read: headers and the mask are kept once they were found right.
+
+    Args:
+        directory: of the log.
+        backend: as `delta.codec.apply_` takes it.
+    """
+
+    def __init__(self, directory: Path, backend: Backend | None = None) -> None:
+        self.directory, self.backend = directory, backend
+        self._base: StepHeader | None = None
+        self._headers: dict[Path, tuple[tuple[int, ...], StepHeader]] = {}
+        self._mask: LogMask | None = None
+
+    def steps(self) -> dict[int, StepFile]:
+        """The step files in ascending order, as the directory lists them now."""
+        return list_steps(self.directory)[0]
+
+    def header(self, file: StepFile) -> StepHeader:
+        """As `read_header`; a file that is the same as before is not read again."""
+        try:
+            found = file.path.stat()
+        except OSError as error:
+            raise DeltaLogError(f"{file.where}: the file is missing") from error
+        version = (found.st_ino, found.st_size, found.st_mtime_ns)
+        known = self._headers.get(file.path)
+        if known is None or known[0] != version:
+            known = self._headers[file.path] = (version, read_header(file))
+        return known[1]
+
+    def base(self) -> StepHeader:
+        """The header of the log's first file, which says what belongs to the log.
+
+        Raises:
+            DeltaLogError: there is no file, the first is not the keyframe that the log began with, or it is damaged.
+        """
+        if self._base is None:
+            self._base = read_base(self, self.steps())
+        return self._base
+
+    @property
+    def layout(self) -> StateLayout:
+        """The tensors of the logged state."""
+        layout = self.base().layout
+        assert layout is not None  # the base is a keyframe
+        return layout
+
+    def mask(self, header: StepHeader) -> LogMask | None:
+        """The mask that a patch is coded over, None where it is coded over whole tensors."""
+        if not header.masked:
+            return None
+        if self._mask is None or self._mask.digest != header.mask_digest:
+            self._mask = LogMask.load(self.directory, header, self.layout)
+        return self._mask
+
+    def chain(self, step: int, after: StepHeader | None = None) -> list[StepHeader]:
+        """Headers from the nearest keyframe to `step`, each checked to follow the one before and to be of this log.
+
+        Args:
+            after: where the chain meets this step earlier than a keyframe, it begins with the patch on top of it.
+
+        Raises:
+            DeltaLogError: `step` is not logged, or a file of the chain is missing, damaged, foreign or out of place.
+        """
+        base, files = self.base(), self.steps()
+        if step not in files:
+            raise DeltaLogError(f"{self.directory}: step {step} is not logged")
+        chain = [self.header(files[step])]
+        require_member(base, chain[0])
+        while chain[-1].file.kind != KEYFRAME:
+            child = chain[-1]
+            parent_step = parent_of(child)
+            if after is not None and parent_step == after.file.step:
+                require_parent(child, after)
+                break
+            if parent_step not in files:
+                raise DeltaLogError(f"{child.file.where}: needs step {parent_step}, whose file is missing")
+            parent = self.header(files[parent_step])
+            require_member(base, parent)
+            require_parent(child, parent)
+            chain.append(parent)
+        return chain[::-1]
+
+    def state(self, step: int) -> dict[str, Tensor]:
+        """The verified state at a step, on the CPU."""
+        return self.rebuild(self.chain(step))
+
+    def rebuild(self, chain: Sequence[StepHeader]) -> dict[str, Tensor]:
+        """The verified state at the end of a chain, on the CPU."""
+        state = dict(read_keyframe(chain[0]))
+        self.advance_(state, chain[1:])
+        return state
+
+    def advance_(self, state: dict[str, Tensor], patches: Sequence[StepHeader]) -> None:
+        """Apply patches to the state they follow, in place, and verify the result. On an error the state is void."""
+        for header in patches:
+            require_digests(header, self.layout)
+            patch = unpack(header, self.layout, self.mask(header), read_payload(header))
+            patch.apply_(state, header.file.where, self.backend)
+        if patches:
+            for name, digest in zip(self.layout.names, patches[-1].tensor_digests, strict=True):
+                require_tensor(patches[-1], name, state[name], digest)
+
+    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """(step, the named tensor at that step), for ascending steps: one tensor, led on from step to step."""
+        number, patches = self.layout.names.index(name), TensorPatches(self.layout, name, self.backend)
+        at: StepHeader | None = None
+        tensor: Tensor | None = None
+        for step in steps:
+            chain = self.chain(step, after=at) if at is None or at.file.step != step else []
+            if chain and chain[0].file.kind == KEYFRAME:
+                # A private copy: what was yielded before may still be in use as a part of the caller's own tensors.
+                tensor = dict(read_keyframe(chain[0], [name]))[name]
+                followed = chain[1:]
+            else:
+                followed = chain
+            assert tensor is not None  # the first chain begins with a keyframe
+            if followed:
+                self._advance_tensor_(tensor, name, number, patches, followed)
+            at = chain[-1] if chain else at
+            yield step, tensor
+
+    def _advance_tensor_(
+        self, tensor: Tensor, name: str, number: int, patches: TensorPatches, chain: Sequence[StepHeader]
+    ) -> None:
+        last = chain[-1]
+        require_digests(last, self.layout)
+        try:
+            for header in chain:
+                patches.apply_(header, self.mask(header), tensor)
+            require_tensor(last, name, tensor, last.tensor_digests[number])
+        except DeltaLogError:
+            # The tensor alone does not tell which file of the chain is the broken one; their whole payloads do.
+            for header in chain:
+                read_payload(header)
+            raise
+
+
+def read_base(files: LogFiles, listed: Mapping[int, StepFile]) -> StepHeader:
+    """See `LogFiles.base`."""
+    if not listed:
+        raise DeltaLogError(f"{files.directory}: holds no delta log (no step_*.safetensors file)")
+    first = listed[min(listed)]
+    if first.kind != KEYFRAME:
+        raise DeltaLogError(f"{first.where}: is the first file and a patch: the keyframe that it needs is missing")
+    header = files.header(first)
+    if header.previous_step is not None:
+        raise DeltaLogError(
+            f"{first.where}: is the first file, but follows step {header.previous_step}, which is missing"
+        )
+    _require_company(files, header, [listed[step] for step in sorted(listed)[1:3]])
+    return header
+
+
+def _require_company(files: LogFiles, base: StepHeader, others: Sequence[StepFile]) -> None:
+    """Raise DeltaLogError where the first file is the stranger: it says what belongs to the log, and nothing does."""
+    runs = []
+    for file in others:
+        with contextlib.suppress(DeltaLogError):  # a broken file is named when its step is asked for
+            runs.append(files.header(file).run_id)
+    if runs and base.run_id not in runs:
+        raise DeltaLogError(
+            f"{base.file.where}: is the first file and belongs to run {base.run_id}, but step {others[0].step} "
+            f"belongs to run {runs[0]}"
+        )
+
+
+def parent_of(header: StepHeader) -> int:
+    """The step a patch is coded against. Raises DeltaLogError where it names none before itself."""
+    if header.parent_step is None or header.parent_step >= header.file.step:
+        raise DeltaLogError(f"{header.file.where}: is a patch and names no earlier step that it follows")
+    return header.parent_step
+
+
+def require_member(base: StepHeader, header: StepHeader) -> None:
+    """Raise DeltaLogError unless the file is of the log that the base began."""
+    where = header.file.where
+    if header.run_id != base.run_id:
+        raise DeltaLogError(f"{where}: belongs to run {header.run_id}, this log is of run {base.run_id}")
+    if header.layout is not None and header.layout != base.layout:
+        raise DeltaLogError(f"{where}: its layout is not that of {base.file.path.name}")
+    if header.mask_digest != base.mask_digest:
+        raise DeltaLogError(
+            f"{where}: is of a log with the mask {header.mask_digest or 'none'}, "
+            f"this one has the mask {base.mask_digest or 'none'}"
+        )
+
+
+def require_parent(child: StepHeader, parent: StepHeader) -> None:
+    """Raise DeltaLogError unless the child was coded against the state that the parent leads to."""
+    if child.parent_digest != parent.result_digest:
+        raise DeltaLogError(
+            f"{child.file.where}: follows the state {child.parent_digest}, "
+            f"but step {parent.file.step} is the state {parent.result_digest}"
+        )

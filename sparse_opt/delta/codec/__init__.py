@@ -1,0 +1,382 @@
+"""Patches: the bits that changed between two lists of tensors, coded small and exactly, on the tensors' device.
+
+    patch = encode(old, new, "packed")
+    apply_(old, patch)                      # old now has the bits of new
+
+docs/formats.md has every level byte by byte, and `reference` the same in numpy. All backends write the same bytes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends import why_unavailable
+from ...errors import BackendUnavailable, DeltaLogError
+from ...tensors import as_bits
+from . import torch_reference
+from .reference import WORD, fast_bytes
+from .tables import Sample, Tables, best_width, make_tables
+from .words import LEVELS as LEVELS
+from .words import RAW_BIT, WordKind, first_tiles, tile_lengths, word_kind
+
+Backend = Literal["native", "reference"]
+
+_LEVEL_NUMBER = {level: number for number, level in enumerate(LEVELS)}
+_RECORD_UNIT = {"fast": 4, "packed": 4, "tight": 2}  # bytes
+
+
+class PatchError(DeltaLogError):
+    """A patch is damaged, or is not one for the tensors it is given."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The coded changes of tensors of one dtype; all but `counts` on their device.
+
+    counts: int64 [tensors] on the CPU, the changed elements of each.
+    heads: uint16 [tiles], or None at `tight`. sizes: length of each record, uint16 [tiles] in units of 4 bytes, or at
+    `tight` uint32 [tiles] in units of 2, with the highest bit for raw ones. records: uint8.
+    width: of `packed`, else 0. tables: of `tight`, else None.
+    """
+
+    level: str
+    dtype: torch.dtype
+    numels: tuple[int, ...]
+    counts: Tensor
+    heads: Tensor | None
+    sizes: Tensor
+    records: Tensor
+    width: int
+    tables: Tables | None
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that a file holds of it, by the names of docs/formats.md less the group's."""
+        found = {"counts": self.counts, "records": self.records}
+        if self.heads is not None:
+            found["heads"] = self.heads
+        if self.level != "fast":
+            found["sizes"] = self.sizes
+        if self.level == "packed":
+            found["width"] = torch.tensor([self.width], dtype=torch.uint8, device="cpu")
+        if self.tables is not None:
+            found["tables"] = torch.frombuffer(bytearray(self.tables.to_bytes()), dtype=torch.uint8)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.nbytes for part in self.parts().values())
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], level: str, dtype: torch.dtype, numels: Sequence[int]) -> Patch:
+        """The patch of a file's tensors, which are on the CPU, checked as far as it goes without decoding.
+
+        Raises:
+            PatchError: the parts are not those of a patch for tensors of these sizes.
+        """
+        if "records" not in parts:
+            raise PatchError(f"it holds {sorted(parts)}, expected {sorted(PARTS[level])}")
+        records = _part(parts, "records", torch.uint8)
+        frame = {name: part for name, part in parts.items() if name != "records"}
+        return replace(cls._of_frame(frame, len(records), level, dtype, numels), records=records)
+
+    @classmethod
+    def of_tensor_in(
+        cls,
+        frame: Mapping[str, Tensor],
+        length: int,
+        read_records: Callable[[int, int], Tensor],
+        level: str,
+        dtype: torch.dtype,
+        numels: Sequence[int],
+        i: int,
+    ) -> Patch:
+        """The patch of tensor `i` alone out of a file's patch, of whose records only the tensor's own are read.
+
+        Args:
+            frame: the file's tensors but the records, as `from_parts` takes them.
+            length: of all records, in bytes.
+            read_records: called with (begin, end) in bytes, returns those records.
+
+        Raises:
+            PatchError: as `from_parts`.
+        """
+        whole = cls._of_frame(frame, length, level, dtype, numels)
+        begin, end = whole._records_of(i)
+        return whole._alone(i, _part({"records": read_records(begin, end)}, "records", torch.uint8, end - begin))
+
+    @classmethod
+    def _of_frame(
+        cls, frame: Mapping[str, Tensor], length: int, level: str, dtype: torch.dtype, numels: Sequence[int]
+    ) -> Patch:
+        """All of a patch but its records, which have `length` bytes."""
+        if {*frame, "records"} != set(PARTS[level]):
+            raise PatchError(f"it holds {sorted([*frame, 'records'])}, expected {sorted(PARTS[level])}")
+        tiles = first_tiles(numels, level)[-1]
+        counts = _part(frame, "counts", torch.int64, len(numels))
+        if any(not 0 <= count <= numel for count, numel in zip(counts.tolist(), numels, strict=True)):
+            raise PatchError("its counts have a number outside of its tensor's size")
+        heads = None if level == "tight" else _part(frame, "heads", torch.uint16, tiles)
+        width, tables = 0, None
+        kind = word_kind(dtype)
+        try:
+            if level == "fast":
+                assert heads is not None
+                sizes = _fast_sizes(heads, numels, kind)
+            else:
+                sizes = _part(frame, "sizes", torch.uint32 if level == "tight" else torch.uint16, tiles)
+            if level == "packed":
+                width = int(_part(frame, "width", torch.uint8, 1)[0])
+                if width >= kind.bits:
+                    raise PatchError(f"its width is {width}, wanted less than {kind.bits}")
+            if level == "tight":
+                tables = Tables.from_bytes(_part(frame, "tables", torch.uint8).numpy().tobytes(), len(numels), kind)
+        except ValueError as error:
+            raise PatchError(str(error)) from error
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        patch = cls(level, dtype, tuple(numels), counts, heads, sizes, none, width, tables)
+        if int(patch.offsets()[-1]) != length:
+            raise PatchError(f"its records take {length} bytes, its sizes say {int(patch.offsets()[-1])}")
+        return patch
+
+    def offsets(self) -> Tensor:
+        """[tiles + 1] int64 on the records' device: where each record begins, in bytes."""
+        lengths = self.sizes.to(torch.int64) & ~RAW_BIT
+        offsets = lengths.new_zeros(len(lengths) + 1)
+        torch.cumsum(lengths * _RECORD_UNIT[self.level], 0, out=offsets[1:])
+        return offsets
+
+    def of_tensor(self, i: int) -> Patch:
+        """The patch of tensor `i` alone, which shares this one's memory."""
+        begin, end = self._records_of(i)
+        return self._alone(i, self.records[begin:end])
+
+    def _records_of(self, i: int) -> tuple[int, int]:
+        """Begin and end of the records of tensor `i`, in bytes."""
+        first, last = first_tiles(self.numels, self.level)[i : i + 2]
+        begin, end = self.offsets()[[first, last]].tolist()
+        return begin, end
+
+    def _alone(self, i: int, records: Tensor) -> Patch:
+        first, last = first_tiles(self.numels, self.level)[i : i + 2]
+        return replace(
+            self,
+            numels=self.numels[i : i + 1],
+            counts=self.counts[i : i + 1],
+            heads=None if self.heads is None else self.heads[first:last],
+            sizes=self.sizes[first:last],
+            records=records,
+            tables=None if self.tables is None else replace(self.tables, row_of=self.tables.row_of[i : i + 1]),
+        )
+
+
+# The parts of each level, by name.
+PARTS = {
+    "fast": ("counts", "heads", "records"),
+    "packed": ("counts", "heads", "sizes", "width", "records"),
+    "tight": ("counts", "sizes", "tables", "records"),
+}
+
+
+def encode(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    level: str,
+    *,
+    advance: bool = False,
+    meanwhile: Callable[[], object] | None = None,
+    backend: Backend | None = None,
+) -> Patch:
+    """The patch that leads from the bits of `old` to those of `new`.
+
+    Runs on the tensors' device; the host waits once for the length of the records, and at `packed` and `tight` once
+    more for a sample.
+
+    Args:
+        old, new: contiguous tensors of one device and one dtype of 1, 2, 4 or 8 bytes; new[i] has the elements of
+            old[i]. At least one.
+        level: `fast`, `packed` or `tight`.
+        advance: give `old` the bits of `new` as well, which then costs little more than the stores. Where an error is
+            raised, what `old` holds is void.
+        meanwhile: called while a GPU takes the sample that `packed` and `tight` wait for, so that what it launches
+            keeps the GPU busy; at `fast`, and on the CPU, called first.
+        backend: `native` (C++ and CUDA) or `reference` (numpy); None takes the native one where it can run, and warns
+            once where not.
+
+    Raises:
+        ValueError: another level; tensors that do not fit each other (names the first one).
+        BackendUnavailable: the named backend cannot run.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}, wanted one of {', '.join(LEVELS)}")
+    _check_tensors(old, new)
+    old, new = list(old), list(new)
+    dtype, numels = new[0].dtype, tuple(tensor.numel() for tensor in new)
+    kind = word_kind(dtype)
+    run = _implementation(new[0].device, backend)
+    width, tables = 0, None
+    if level == "fast" or new[0].device.type != "cuda":
+        (meanwhile or _nothing)()
+        meanwhile = None
+    if level != "fast":
+        # `packed` wants to know of symbols alone.
+        class_shift = kind.class_shift if level == "tight" else kind.bits
+        sample = _sample(run, old, new, WordKind(kind.size, kind.is_float, class_shift), meanwhile)
+        if level == "packed":
+            width = best_width(sample.symbols, kind.bits)
+        else:
+            tables = make_tables(sample, numels, kind)
+    # A lane of `tight` reads the old words again after it has coded them.
+    at_once = advance and level != "tight"
+    heads, sizes, records, counts = run.patch_encode(
+        old,
+        new,
+        _LEVEL_NUMBER[level],
+        kind.is_float,
+        kind.class_shift,
+        width,
+        *_on_device(tables, new[0].device),
+        at_once,
+    )
+    moved = [i for i, count in enumerate(counts.tolist()) if count]
+    if advance and not at_once and moved:
+        torch._foreach_copy_([as_bits(old[i]) for i in moved], [as_bits(new[i]) for i in moved])
+    return Patch(level, dtype, numels, counts, None if level == "tight" else heads, sizes, records, width, tables)
+
+
+def _sample(
+    run: Any, old: list[Tensor], new: list[Tensor], kind: WordKind, meanwhile: Callable[[], object] | None
+) -> Sample:
+    parts = run.patch_sample(old, new, kind.is_float, kind.class_shift)
+    if new[0].device.type == "cuda":
+        with torch.cuda.device(new[0].device):
+            arrived = torch.cuda.Event()
+            arrived.record()
+            (meanwhile or _nothing)()
+        arrived.synchronize()
+    return Sample(*(part.numpy() for part in parts))
+
+
+def _nothing() -> None:
+    pass
+
+
+def count_changes(old: Sequence[Tensor], new: Sequence[Tensor], *, backend: Backend | None = None) -> Tensor:
+    """int64 [tensors] on the CPU, the elements of each tensor whose bits differ. Arguments as of `encode`."""
+    _check_tensors(old, new)
+    return _implementation(new[0].device, backend).count_changes(list(old), list(new))
+
+
+def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = None, check: bool = True) -> None:
+    """Give the tensors, which have the bits that the patch was made from, the bits that it leads to.
+
+    Whatever the patch holds, nothing but the tensors is written. Where it is damaged, what they hold is void.
+
+    Args:
+        dense: contiguous tensors on one device, of the patch's dtype and sizes; the patch may be on another device.
+        backend: as in `encode`.
+        check: wait for the device to say whether all records were sound. False is for a patch just made.
+
+    Raises:
+        PatchError: a record is damaged; or the tensors are not of the patch's sizes (names the first one).
+        BackendUnavailable: the named backend cannot run.
+    """
+    if len(dense) != len(patch.numels):
+        raise PatchError(f"dense holds {len(dense)} tensors, the patch is for {len(patch.numels)}")
+    for i, (tensor, numel) in enumerate(zip(dense, patch.numels, strict=True)):
+        if (tensor.dtype, tensor.numel()) != (patch.dtype, numel):
+            found, wanted = f"{tensor.dtype} of {tensor.numel()} elements", f"{patch.dtype} of {numel}"
+            raise PatchError(f"dense[{i}] is {found}, the patch is for {wanted}")
+    if not dense:
+        return
+    device, kind = dense[0].device, word_kind(patch.dtype)
+    run = _implementation(device, backend)
+    dense = list(dense)
+    heads = None if patch.heads is None else patch.heads.to(device)
+    sizes, records = patch.sizes.to(device), patch.records.to(device)
+    bad = run.patch_apply_(
+        dense,
+        heads,
+        sizes,
+        patch.offsets().to(device),
+        records,
+        _LEVEL_NUMBER[patch.level],
+        kind.is_float,
+        kind.class_shift,
+        patch.width,
+        *_on_device(patch.tables, device),
+    )
+    if check and int(bad) < len(sizes):
+        firsts = first_tiles(patch.numels, patch.level)
+        place = int(np.searchsorted(firsts, int(bad), side="right")) - 1
+        raise PatchError(f"tile {int(bad) - firsts[place]} of tensor {place} is damaged")
+
+
+def _implementation(device: torch.device, backend: Backend | None) -> ModuleType | Any:
+    if backend not in (None, "native", "reference"):
+        raise ValueError(f"backend is {backend!r}, wanted native, reference or None")
+    if backend == "reference":
+        return torch_reference
+    cause = why_unavailable(device.type if device.type in ("cpu", "cuda") else "cpu", device)
+    if not cause:
+        return torch.ops.sparse_opt_native
+    if backend == "native":
+        raise BackendUnavailable(f"patches cannot be coded natively: {cause}")
+    _warn_slow(device.type, cause)
+    return torch_reference
+
+
+@cache
+def _warn_slow(device_type: str, cause: str) -> None:
+    warnings.warn(f"sparse_opt codes patches of {device_type} tensors in numpy, which is slow: {cause}", stacklevel=5)
+
+
+def _check_tensors(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    if not new or len(old) != len(new):
+        raise ValueError(f"old holds {len(old)} tensors and new {len(new)}, wanted as many, and one or more")
+    if new[0].element_size() not in WORD:
+        raise ValueError(f"new[0] is {new[0].dtype}, of {new[0].element_size()} bytes, wanted 1, 2, 4 or 8")
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        for name, tensor in (("old", a), ("new", b)):
+            if (tensor.dtype, tensor.device) != (new[0].dtype, new[0].device):
+                raise ValueError(
+                    f"{name}[{i}] is {tensor.dtype} on {tensor.device}, new[0] is {new[0].dtype} on {new[0].device}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}[{i}] has strides {tensor.stride()}, wanted contiguous")
+        if a.numel() != b.numel():
+            raise ValueError(f"old[{i}] has {a.numel()} elements, new[{i}] has {b.numel()}")
+
+
+def _on_device(tables: Tables | None, device: torch.device) -> tuple[Tensor | None, ...]:
+    """row_of, rows, class_table and values, as the native code takes them."""
+    if tables is None:
+        return None, None, None, None
+    arrays = (tables.row_of, tables.rows, tables.class_table, tables.values)
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
+
+
+def _fast_sizes(heads: Tensor, numels: Sequence[int], kind: WordKind) -> Tensor:
+    """uint16 [tiles], the length of each record in units of 4 bytes. Raises ValueError on a head that is none."""
+    lengths = tile_lengths(numels, "fast")
+    pairs, inverse = torch.unique(heads.to(torch.int64) << 16 | lengths, return_inverse=True)
+    sizes = [fast_bytes(pair >> 16, pair & 0xFFFF, kind.size) // 4 for pair in pairs.tolist()]
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")[inverse].to(torch.uint16)
+
+
+def _part(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, length: int | None = None) -> Tensor:
+    part = parts[name]
+    if part.dtype != dtype or part.dim() != 1 or (length is not None and len(part) != length):
+        found = f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
+        wanted = f"{str(dtype).removeprefix('torch.')} {'of one dimension' if length is None else [length]}"
+        raise PatchError(f"its {name} is {found}, wanted {wanted}")
+    return part

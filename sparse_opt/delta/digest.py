@@ -1,0 +1,126 @@
+"""Digests of the bytes of many tensors, taken where the tensors lie.
+
+The digest of a tensor is xxh3_128 over the digests of its chunks: 16 bytes, big-endian, of each 65536 bytes of the
+tensor in row-major order, the last chunk as long as it is. An empty tensor has the digest of no bytes. Chunks can be
+hashed side by side, which one xxh3_128 over all bytes does not allow.
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from .. import backends
+from ..tensors import is_wrapper, materialized
+
+CHUNK = 65536  # bytes
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The digests of the chunks of one device's tensors, which are in host memory once `arrived` has happened."""
+
+    places: tuple[int, ...]  # of the tensors in the list
+    chunks: tuple[int, ...]  # of each tensor
+    digests: Tensor  # uint8 [sum(chunks), 16]
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class StateDigest:
+    """Digests under way: `StateDigest.start(tensors).result()`."""
+
+    _count: int
+    _parts: tuple[_Part, ...]
+
+    @classmethod
+    def start(cls, tensors: Sequence[Tensor]) -> StateDigest:
+        """Take the digests of tensors as they are now; what is written to them later does not show.
+
+        Tensors of a GPU are hashed on its current stream, where the host does not wait; those of the CPU are hashed
+        before this returns. Where the extension was not built for the tensors' device, they are copied to the host one
+        by one and hashed there, with one warning.
+
+        Args:
+            tensors: of any shapes, dtypes, strides and devices. What is not contiguous is copied to be hashed.
+
+        Raises:
+            ValueError: a tensor is made of others, as a DTensor is; the message names its place in the list.
+        """
+        places: dict[torch.device, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            if is_wrapper(tensor):
+                raise ValueError(f"tensors[{i}] is a {type(tensor).__name__}, which has no bytes of its own")
+            places.setdefault(tensor.device, []).append(i)
+        parts = []
+        for device, at in places.items():
+            parts.append(_start(device, at, [tensors[i].detach() for i in at]))
+        return cls(len(tensors), tuple(parts))
+
+    def result(self) -> tuple[str, ...]:
+        """One digest of 32 hex digits a tensor, in order. May be called from another thread than `start`."""
+        digests = [""] * self._count
+        for part in self._parts:
+            if part.arrived is not None:
+                part.arrived.synchronize()
+            data, begin = part.digests.numpy().tobytes(), 0
+            for place, chunks in zip(part.places, part.chunks, strict=True):
+                end = begin + chunks * _DIGEST_BYTES
+                digests[place] = xxhash.xxh3_128_hexdigest(data[begin:end])
+                begin = end
+        return tuple(digests)
+
+
+def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor]) -> _Part:
+    chunks = tuple(-(-tensor.nbytes // CHUNK) for tensor in tensors)
+    arrived = None
+    cause = _why_not_native(device)
+    if cause:
+        if device.type != "cpu":
+            _warn_copied(device.type, cause)
+        digests = torch.empty(sum(chunks), _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
+        digests.view(-1).numpy()[:] = memoryview(b"".join(map(_host_chunk_digests, tensors)))
+    else:
+        digests = torch.ops.sparse_opt_native.chunk_digests([materialized(tensor) for tensor in tensors])
+        if device.type == "cuda":
+            digests, arrived = _on_the_way_to_host(digests)
+    return _Part(tuple(places), chunks, digests, arrived)
+
+
+def _on_the_way_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    with torch.cuda.device(digests.device):
+        arrived = torch.cuda.Event(blocking=True)  # a thread that waits for it does not spin
+        copy = torch.empty(digests.shape, dtype=digests.dtype, device="cpu", pin_memory=True)
+        copy.copy_(digests, non_blocking=True)
+        arrived.record()
+    return copy, arrived
+
+
+def _host_chunk_digests(tensor: Tensor) -> bytes:
+    # A contiguous tensor of one element may have any stride, which a view as bytes refuses.
+    flat = materialized(tensor).cpu().as_strided((tensor.numel(),), (1,))
+    data = flat.view(torch.uint8).numpy().data
+    return b"".join(xxhash.xxh3_128_digest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
+
+
+def _why_not_native(device: torch.device | str) -> str:
+    """Empty where the extension hashes tensors on `device`, else the cause in one line."""
+    cause = backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
+    if not cause and not hasattr(torch.ops.sparse_opt_native, "chunk_digests"):
+        cause = "the extension is older than its sources, and has no chunk_digests: build it again"
+    return cause
+
+
+@functools.cache
+def _warn_copied(device_type: str, cause: str) -> None:
+    warnings.warn(
+        f"sparse_opt copies tensors from {device_type} to the host to take their digests: {cause}", stacklevel=4
+    )

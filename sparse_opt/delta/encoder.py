@@ -1,0 +1,223 @@
+"""From a model's state to a step that can be written: what changed is coded on the device, before training goes on."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import DeltaLogError, MaskError
+from ..masks.mask_set import MaskSet
+from ..tensors import materialized
+from .chain import LogFiles
+from .codec import Backend
+from .digest import StateDigest
+from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepFile, StepHeader, step_file, write_step
+from .lock import WriterLock, require_no_log
+from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, count_changes, encode
+from .state import StateLayout
+from .writer import HostCopy, StepJob
+
+
+@dataclass
+class StepCoder:
+    """What the next step is coded with.
+
+    shadow: the bits that its patch is coded against, on the model's devices. since_keyframe: patches after the last
+    keyframe. fresh: the shadow is of no step that was handed over, so that the next one has to be a keyframe. masked:
+    the mask's elements of the shadow, from the first step on that wants them.
+    """
+
+    base: StepHeader
+    mask: LogMask | None
+    shadow: dict[str, Tensor]
+    since_keyframe: int
+    backend: Backend | None
+    fresh: bool = False
+    masked: MaskedState | None = None
+
+    @property
+    def layout(self) -> StateLayout:
+        assert self.base.layout is not None  # the base is a keyframe
+        return self.base.layout
+
+    @property
+    def settings(self) -> LogSettings:
+        assert self.base.settings is not None  # the base is a keyframe
+        return self.base.settings
+
+    @torch.no_grad()
+    def job(self, step: int, tensors: Mapping[str, Tensor], *, fresh: bool) -> StepJob:
+        """The step as it is handed to a writer; the shadow follows it. `handed_over` follows, once it was.
+
+        Args:
+            tensors: the layout's.
+            fresh: make it a keyframe, whatever changed.
+        """
+        layout, settings, names = self.layout, self.settings, self.layout.names
+        new = _gathered(layout, tensors)
+        # The model may have moved since.
+        old = self.shadow = {name: tensor.to(new[name].device) for name, tensor in self.shadow.items()}
+        fresh = fresh or self.fresh
+        follows = settings.against == "previous"
+        digests: list[StateDigest] = []
+        # On a GPU all digests are taken while the host waits for a sample; on a CPU those of what changed, afterwards.
+        early = all(tensor.is_cuda for tensor in new.values())
+
+        def meanwhile() -> None:
+            if early and not digests:
+                digests.append(StateDigest.start([new[name] for name in names]))
+
+        # Until the step is handed over, the shadow is of none.
+        self.fresh = True
+        patch: StatePatch | None = None
+        changed: int | None = None
+        differ = list(range(len(names)))
+        if not fresh and settings.keyframe_every is not None and self.since_keyframe + 1 >= settings.keyframe_every:
+            changed = sum(count_changes(layout, old, new, self.backend).values())
+        elif not fresh:
+            patch = encode(
+                layout,
+                old,
+                new,
+                settings.level,
+                self.backend,
+                masked=self._masked(),
+                advance=follows,
+                meanwhile=meanwhile,
+            )
+            counts = patch.counts
+            changed = sum(counts.values())
+            if patch.nbytes > layout.nbytes:
+                patch = None
+            else:
+                differ = [i for i, name in enumerate(names) if counts[name]]
+        if patch is None and follows:
+            copy_(old, new, names)
+            self.masked = None  # of the old bits
+        if digests:
+            differ = list(range(len(names)))
+        else:
+            digests = [StateDigest.start([new[names[i]] for i in differ])]
+        header = StepHeader(
+            file=step_file(self.base.file.path.parent, step, KEYFRAME if patch is None else PATCH),
+            run_id=self.base.run_id,
+            previous_step=None,
+            parent_step=None,
+            parent_digest="",
+            result_digest="",
+            tensor_digests=(),
+            changed=changed,
+            numel=layout.numel,
+            mask_digest=self.base.mask_digest,
+            level="" if patch is None else settings.level,
+            masked=patch is not None and patch.mask is not None,
+            layout=layout if patch is None else None,
+            log_metadata=self.base.log_metadata if patch is None else None,
+            settings=settings if patch is None else None,
+        )
+        # Of a keyframe copies: the model goes on. The format refuses tensors that share a storage, as slices do.
+        payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
+        job = StepJob(
+            header=header,
+            layout=layout,
+            payload=HostCopy(payload),
+            digests=digests[0],
+            digested=tuple(differ),
+            against_base=settings.against == "base",
+            fresh=fresh,
+        )
+        return job
+
+    def _masked(self) -> MaskedState | None:
+        """Of the shadow, where the log has a mask."""
+        if self.mask is not None and self.masked is None:
+            self.masked = MaskedState(self.mask, self.layout, self.shadow)
+        return self.masked
+
+    def handed_over(self, job: StepJob) -> None:
+        """The writer has taken the last job."""
+        self.fresh = False
+        self.since_keyframe = 0 if job.header.file.kind == KEYFRAME else self.since_keyframe + 1
+
+
+def begin(
+    directory: Path,
+    layout: StateLayout,
+    tensors: Mapping[str, Tensor],
+    settings: LogSettings,
+    mask: MaskSet | None,
+    metadata: Mapping[str, str],
+    backend: Backend | None,
+    lock: WriterLock,
+) -> StepCoder:
+    """Write a log's mask and its first step, which is on disk on return.
+
+    Raises:
+        DeltaLogError: a file cannot be written, the lock was lost, or the mask does not fit the state.
+    """
+    log_mask = None if mask is None else LogMask(_resolved(mask, layout, tensors, directory))
+    shadow = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    digests = StateDigest.start([shadow[name] for name in layout.names]).result()
+    header = StepHeader(
+        file=step_file(directory, 0, KEYFRAME),
+        run_id=secrets.token_hex(16),
+        previous_step=None,
+        parent_step=None,
+        parent_digest="",
+        result_digest=layout.state_digest(digests),
+        tensor_digests=digests,
+        changed=0,
+        numel=layout.numel,
+        mask_digest="" if log_mask is None else log_mask.digest,
+        layout=layout,
+        log_metadata=dict(metadata),
+        settings=settings,
+    )
+    if log_mask is not None:
+        # A mask may be there from a creation that was killed, but not that of another log.
+        lock.require_held(header.file.where)
+        require_no_log(directory)
+        try:
+            log_mask.mask.save(directory / MASK_NAME)
+        except MaskError as error:
+            raise DeltaLogError(f"{header.file.where}: {error}") from error
+    write_step(header, {name: tensor.cpu() for name, tensor in shadow.items()}, require_lock=lock.require_held)
+    return StepCoder(header, log_mask, shadow, 0, backend)
+
+
+def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
+    """What the step after the last one is coded with, rebuilt from the files, and the header of the last one."""
+    base, listed = files.base(), files.steps()
+    assert base.settings is not None  # the base is a keyframe
+    chain = files.chain(max(listed))
+    shadow = files.rebuild(chain if base.settings.against == "previous" else [base])
+    mask = LogMask.load(files.directory, base, files.layout) if base.mask_digest else None
+    return StepCoder(base, mask, shadow, since_keyframe(listed), files.backend), chain[-1]
+
+
+def since_keyframe(listed: Mapping[int, StepFile]) -> int:
+    """Patches after the last keyframe of a log."""
+    kinds = [file.kind for file in listed.values()]
+    return kinds[::-1].index(KEYFRAME)
+
+
+def _resolved(mask: MaskSet, layout: StateLayout, tensors: Mapping[str, Tensor], directory: Path) -> MaskSet:
+    tied = {alias: tensors[name] for alias, name in layout.aliases.items()}
+    try:
+        return mask.resolve({**tensors, **tied})
+    except MaskError as error:
+        raise DeltaLogError(f"{directory}: {error}") from error
+
+
+def _gathered(layout: StateLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors whose memory holds their bits, those of one dtype on the device of the first."""
+    gathered: dict[str, Tensor] = {}
+    for specs in by_dtype(layout).values():
+        device = tensors[specs[0].name].device
+        gathered |= {spec.name: materialized(tensors[spec.name].to(device)) for spec in specs}
+    return gathered

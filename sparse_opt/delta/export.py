@@ -1,0 +1,256 @@
+"""A step of a log as files that other programs read.
+
+    export_state    the whole state, dense: one safetensors file, as `safetensors.torch.load_file` and loaders of
+                    checkpoints read it
+    export_values   what changed since another step: flat positions and new values, one safetensors file
+    export_pt       `base_state.pt` and `deltas_step_{n}.pt`: see `delta.pt_log`
+
+`export_values` writes for each tensor that changed
+
+    {name}.indices  int32 (int64 from 2**31 elements on) [changed], flat positions in row-major order, ascending
+    {name}.values   the tensor's dtype [changed], the new values, bit for bit
+
+These are the keys of grail's sparse updates (https://github.com/one-covenant/grail, `apply_sparse_delta`), and per
+tensor the fields of vLLM's `CheckpointWeightPatch` (https://docs.vllm.ai/en/latest/api/vllm/model_executor/model_loader/
+checkpoint_weight_patch/), whose loader takes floating-point values that are not NaN. NeMo-RL's and verl's sparse
+updates are messages between their processes; there is no file of theirs to write. Values overwrite: applied
+twice, or to a state in between, they give the same result. Metadata, all strings:
+
+    format, format_version     sparse-opt sparse values, 1
+    since, step                the two steps
+    since_digest, step_digest  `StateLog.digest` of them, which a reader may compare before and after
+    shapes                     JSON, name -> shape of every tensor that changed
+    aliases                    JSON, further name -> first name of tied tensors
+    model                      where the log says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from ..files import new_folder, one_line, write_safetensors
+from ..masks.mask_set import MaskSet
+from ..tensors import as_bits, compact_json
+from .files import MASK_NAME, LogSettings, list_steps
+from .log import DeltaLog
+from .open import step_states
+from .pt_files import pt_file_name
+from .state import StateLog
+
+OnTensor = Callable[[], None]
+
+
+def export_state(log: StateLog, step: int, path: str | Path, *, on_tensor: OnTensor | None = None) -> None:
+    """Write the state at a step as one safetensors file, tied tensors once. Holds the state in memory.
+
+    Raises:
+        DeltaLogError: the step is not logged, the log is damaged, or the file cannot be written or is in the folder of
+            a delta log.
+    """
+    _require_target(Path(path))
+    tensors = {}
+    for name in log.layout.names:
+        tensors[name] = _single(log, name, step)
+        _call(on_tensor)
+    # `format: pt` is what transformers wants to see before it loads a file.
+    metadata = {"format": "pt", "step": str(step), "digest": log.digest(step), **_model(log)}
+    _write(Path(path), tensors, metadata)
+
+
+def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_tensor: OnTensor | None = None) -> int:
+    """Write positions and new values of what differs, by its bits, between two steps; returns how many elements do.
+
+    Holds two states of one tensor, and the changes.
+
+    Raises:
+        DeltaLogError: `since` is not before `step`, one is not logged, the log is damaged, or the file cannot be
+            written or is in the folder of a delta log.
+    """
+    if since >= step:
+        raise DeltaLogError(f"{log.directory}: changes since step {since} at step {step}: wanted an earlier step")
+    _require_target(Path(path))
+    parts: dict[str, Tensor] = {}
+    shapes: dict[str, list[int]] = {}
+    changed = 0
+    for name in log.layout.names:
+        # A copy of the first: it is good until the second is read.
+        old, new = (tensor.clone() for _, tensor in log.tensor_states(name, [since, step]))
+        positions = (as_bits(old) != as_bits(new)).nonzero().squeeze(1)
+        if len(positions):
+            narrow = torch.int32 if new.numel() < 2**31 else torch.int64
+            parts[f"{name}.indices"] = positions.to(narrow)
+            parts[f"{name}.values"] = new.view(-1)[positions]
+            shapes[name] = list(new.shape)
+            changed += len(positions)
+        _call(on_tensor)
+    metadata = {
+        "format": "sparse-opt sparse values",
+        "format_version": "1",
+        "since": str(since),
+        "step": str(step),
+        "since_digest": log.digest(since),
+        "step_digest": log.digest(step),
+        "shapes": compact_json(shapes),
+        "aliases": compact_json(dict(log.layout.aliases)),
+        **_model(log),
+    }
+    _write(Path(path), parts, metadata)
+    return changed
+
+
+def export_pt(
+    log: StateLog, steps: Sequence[int], folder: str | Path, *, on_step: Callable[[int], None] | None = None
+) -> dict[int, int]:
+    """Write `base_state.pt` and one `deltas_step_{n}.pt` a step: fp32 weights, and fp32 differences to them.
+
+    Parameters of floating point only, tied ones once, as the tools that write such files take them. The folder appears
+    when all of it is written, or not at all. Holds the base, one state and one difference, the last in fp32.
+
+    Returns step -> elements whose bits base + difference does not give back: see `delta.pt_log`.
+
+    Args:
+        steps: logged ones, ascending, after the first.
+        folder: missing or empty.
+
+    Raises:
+        DeltaLogError: a step is not logged or is the first one, a parameter is fp64, which fp32 does not hold, the log
+            is damaged, or the folder cannot be written.
+    """
+    first = log.steps[0]
+    if not steps or min(steps) <= first:
+        raise DeltaLogError(f"{log.directory}: steps {list(steps)} to write, wanted ones after step {first}, the base")
+    specs = [spec for spec in log.layout.tensors if spec.name not in log.layout.buffers]
+    names = [spec.name for spec in specs if getattr(torch, spec.dtype).is_floating_point]
+    wide = [spec.name for spec in specs if spec.dtype == "float64"]
+    if wide:
+        raise DeltaLogError(f"{log.directory}: {wide[0]} is float64, which files of fp32 differences do not hold")
+    base: dict[str, Tensor] = {}
+    inexact = {}
+    try:
+        with new_folder(Path(folder)) as aside:
+            for step, state in step_states(log, (first, *steps)):
+                if not base:
+                    base = {name: state[name].to(torch.float32, copy=True) for name in names}
+                    _save_pt(base, aside / pt_file_name(0))
+                    continue
+                differences = {name: state[name].float() - base[name] for name in names}
+                _save_pt(differences, aside / pt_file_name(step))
+                inexact[step] = sum(_inexact(base[name], differences[name], state[name]) for name in names)
+                if on_step is not None:
+                    on_step(step)
+    except OSError as error:
+        raise DeltaLogError(f"{folder}: cannot be written: {one_line(error)}") from error
+    return inexact
+
+
+def _save_pt(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        # Given a name, torch.save writes it into the file; that of the temporary folder has no business there.
+        with path.open("wb") as file:
+            torch.save(tensors, file)
+    except RuntimeError as error:
+        raise OSError(f"{path.name}: {one_line(error)}") from error
+
+
+def _inexact(base: Tensor, difference: Tensor, wanted: Tensor) -> int:
+    found = (base + difference).to(wanted.dtype)
+    return int((as_bits(found) != as_bits(wanted)).sum())
+
+
+def _single(log: StateLog, name: str, step: int) -> Tensor:
+    return next(tensor for _, tensor in log.tensor_states(name, [step])).contiguous()
+
+
+def _model(log: StateLog) -> dict[str, str]:
+    return {"model": log.metadata["model"]} if "model" in log.metadata else {}
+
+
+def _call(callback: Callable[..., None] | None, *arguments: Any) -> None:
+    if callback is not None:
+        callback(*arguments)
+
+
+def _require_target(path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise DeltaLogError(f"{path}: the file ends in {path.suffix or 'no suffix'}, wanted .safetensors")
+    if list_steps(path.parent)[0]:
+        # It could replace a step or the mask of the log.
+        raise DeltaLogError(f"{path}: is in the folder of a delta log: choose another folder")
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(path, tensors, metadata)
+    except (OSError, SafetensorError) as error:
+        raise DeltaLogError(f"{path}: cannot be written: {one_line(error)}") from error
+
+
+def convert(
+    log: StateLog,
+    directory: str | Path,
+    *,
+    level: str | None = None,
+    against: Literal["previous", "base"] | None = None,
+    keyframe_every: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Write every step of a log into a new delta log whose states have the same bits, and the same digests.
+
+    The directory appears when all of it is written, or not at all. Two states are held in memory.
+
+    Args:
+        log: read from its first step to its last.
+        directory: missing or empty.
+        level, against, keyframe_every: as in `DeltaLog.create`; None takes those of a delta log that is converted,
+            whose mask is taken over as well, and else the usual ones.
+        metadata: beside that of `log`, and before it where both have a key.
+        on_step: called with each step that is written.
+
+    Raises:
+        DeltaLogError: the log is damaged, has buffers, which a state alone cannot tell from parameters, or does not
+            begin with step 0; the directory cannot be written.
+    """
+    target = Path(directory)
+    layout, steps = log.layout, log.steps
+    if layout.buffers:
+        raise DeltaLogError(
+            f"{log.directory}: {len(layout.buffers)} of its tensors are buffers, the first of them "
+            f"{min(layout.buffers)}: they would be parameters in the new log"
+        )
+    if steps[0] != 0:
+        raise DeltaLogError(f"{log.directory}: begins with step {steps[0]}, wanted 0")
+    settings, mask = LogSettings(), None
+    if isinstance(log, DeltaLog):
+        settings = log.settings
+        mask = MaskSet.load(log.directory / MASK_NAME) if log.mask_digest else None
+    states = (
+        (step, state | {alias: state[name] for alias, name in layout.aliases.items()})
+        for step, state in step_states(log, steps)
+    )
+    try:
+        with new_folder(target) as aside:
+            base = next(states)[1]
+            with DeltaLog.create(
+                aside,
+                base,
+                level=level or settings.level,
+                against=against or ("base" if settings.against == "base" else "previous"),
+                keyframe_every=settings.keyframe_every if keyframe_every is None else keyframe_every,
+                mask=mask,
+                metadata=dict(log.metadata) | dict(metadata or {}),
+            ) as written:
+                _call(on_step, 0)
+                for step, state in states:
+                    written.append(step, state)
+                    _call(on_step, step)
+    except OSError as error:
+        raise DeltaLogError(f"{target}: cannot be written: {one_line(error)}") from error

@@ -1,0 +1,340 @@
+"""The files of a delta log: one safetensors file a step, each self-describing. docs/formats.md has them byte by byte.
+
+step_00000000.keyframe.safetensors   the whole state, every tensor under its own name
+step_00000007.patch.safetensors      what changed since the parent step (`delta.codec`)
+mask.safetensors                     of a log with a mask: a `MaskSet` file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from ..files import one_line, write_safetensors
+from ..tensor_file import DamagedFile, TensorFile, open_tensors
+from ..tensors import combined_digest, compact_json, dtype_name, metadata_digest
+from .codec import LEVELS
+from .digest import StateDigest
+from .state import StateLayout
+
+FORMAT = "sparse-opt delta log"
+FORMAT_VERSION = "2"
+KEYFRAME = "keyframe"
+PATCH = "patch"
+MASK_NAME = "mask.safetensors"
+AGAINST = ("previous", "base")
+_NAME = re.compile(r"step_(\d{8,})\.(keyframe|patch)\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+# Elements that a patch is coded over: all of the state, or those of the log's mask.
+_SPACES = ("dense", "mask")
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """One file of a log, by its name alone."""
+
+    path: Path
+    step: int
+    kind: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}: step {self.step}"
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """How a log goes on: the level of its patches, what they are coded against, and how far keyframes lie apart."""
+
+    level: str = "packed"
+    against: str = "previous"
+    keyframe_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise DeltaLogError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}")
+        if self.against not in AGAINST:
+            raise DeltaLogError(f"against is {self.against!r}, wanted {' or '.join(AGAINST)}")
+        every = self.keyframe_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise DeltaLogError(f"keyframe_every is {every!r}, wanted 1 or more, or None")
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """What a step's file says of itself.
+
+    previous_step: the one logged before; None in the first file. parent_step, parent_digest: what a patch leads from;
+    None and empty of a keyframe. changed: elements whose bits differ from what the step is coded against, or would be
+    if it were no keyframe; None where a keyframe's writer did not have that. level, masked and payload_digest are
+    a patch's, the last three a keyframe's.
+    """
+
+    file: StepFile
+    run_id: str
+    previous_step: int | None
+    parent_step: int | None
+    parent_digest: str
+    result_digest: str
+    tensor_digests: tuple[str, ...]
+    changed: int | None
+    numel: int
+    mask_digest: str = ""
+    level: str = ""
+    masked: bool = False
+    payload_digest: str = ""
+    layout: StateLayout | None = None
+    log_metadata: Mapping[str, str] | None = None
+    settings: LogSettings | None = None
+
+
+def step_file(directory: Path, step: int, kind: str) -> StepFile:
+    return StepFile(directory / f"step_{step:08d}.{kind}.safetensors", step, kind)
+
+
+def list_steps(directory: Path) -> tuple[dict[int, StepFile], list[Path]]:
+    """The step files of a directory in ascending order, and the safetensors files in it that are none of a log."""
+    files: dict[int, StepFile] = {}
+    strays = []
+    for path in sorted(directory.glob("*.safetensors")):
+        match = _NAME.fullmatch(path.name)
+        file = step_file(directory, int(match[1]), match[2]) if match else None
+        if file is not None and file.path == path and file.step not in files:
+            files[file.step] = file
+        elif path.name != MASK_NAME:
+            strays.append(path)
+    return dict(sorted(files.items())), strays
+
+
+def write_step(
+    header: StepHeader,
+    payload: Mapping[str, Tensor],
+    *,
+    replace: bool = False,
+    require_lock: Callable[[str], object] | None = None,
+) -> None:
+    """Write one step's file, whole or not at all; a patch's payload digest is taken here.
+
+    Args:
+        replace: overwrite the step's file. If False, a step that has a file already, of either kind, is refused.
+        require_lock: `WriterLock.require_held`, called right before the file appears under its name.
+
+    Raises:
+        DeltaLogError: the file cannot be written (disk full, read-only folder), the step has a file, or the lock was
+            lost. This call leaves nothing under the file's name, and does not touch what others put there.
+    """
+    where = header.file.where
+    fields = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "kind": header.file.kind,
+        "step": str(header.file.step),
+        "run_id": header.run_id,
+        "previous_step": _written(header.previous_step),
+        "parent_step": _written(header.parent_step),
+        "parent_digest": header.parent_digest,
+        "result_digest": header.result_digest,
+        "tensor_digests": "".join(header.tensor_digests),
+        "changed": _written(header.changed),
+        "numel": str(header.numel),
+        "mask_digest": header.mask_digest,
+    }
+    if header.file.kind == PATCH:
+        fields |= {
+            "level": header.level,
+            "space": _SPACES[header.masked],
+            "payload_digest": header.payload_digest or payload_digest(payload),
+        }
+    else:
+        assert header.layout is not None and header.settings is not None
+        fields |= {
+            "layout": header.layout.to_json(),
+            "log_metadata": compact_json(dict(header.log_metadata or {})),
+            "settings": compact_json(asdict(header.settings)),
+        }
+    fields["header_digest"] = metadata_digest(fields)
+
+    def check() -> None:
+        if require_lock is not None:
+            require_lock(where)
+
+    try:
+        write_safetensors(header.file.path, payload, fields, replace=replace, before_publishing=check)
+        if not replace:
+            _require_single(header.file)
+    except (OSError, SafetensorError) as error:
+        check()  # whoever has the lock removes this writer's temporary files
+        if isinstance(error, FileExistsError):
+            raise DeltaLogError(_taken(header.file, header.file.path.name)) from error
+        raise DeltaLogError(f"{where}: cannot be written: {one_line(error)}") from error
+
+
+def _require_single(file: StepFile) -> None:
+    """Remove the step's new file again and raise DeltaLogError where the step has a file of the other kind as well.
+
+    Checked after the file appeared: of two writers that publish one step at once, at most one comes through.
+    """
+    other = step_file(file.path.parent, file.step, PATCH if file.kind == KEYFRAME else KEYFRAME)
+    if other.path.exists():
+        file.path.unlink()
+        raise DeltaLogError(_taken(file, other.path.name))
+
+
+def _taken(file: StepFile, found: str) -> str:
+    return f"{file.where}: not written: {found} exists already, from another writer of this log"
+
+
+def read_header(file: StepFile) -> StepHeader:
+    """Raises DeltaLogError, naming file and step, if the header is damaged or not this file's."""
+    with opened(file) as content:
+        fields = content.metadata
+    try:
+        return _parse_header(file, fields)
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DeltaLogError) and str(error).startswith(file.where):
+            raise
+        raise DeltaLogError(f"{file.where}: damaged: its header cannot be read: {one_line(error)}") from error
+
+
+def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
+    if fields.get("format") != FORMAT:
+        raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, wanted {FORMAT!r}")
+    if fields.get("format_version") != FORMAT_VERSION:
+        raise DeltaLogError(
+            f"{file.where}: the file is of format version {fields.get('format_version')!r}, "
+            f"this sparse-opt reads version {FORMAT_VERSION!r} alone"
+        )
+    written = fields.pop("header_digest", "")
+    if metadata_digest(fields) != written:
+        raise DeltaLogError(
+            f"{file.where}: damaged: its header has digest {metadata_digest(fields)}, it says {written!r}"
+        )
+    for key, wanted in (("step", str(file.step)), ("kind", file.kind)):
+        if fields[key] != wanted:
+            raise DeltaLogError(f"{file.where}: the file was written as {key} {fields[key]}; was it renamed?")
+    layout, log_metadata, settings, masked = None, None, None, False
+    if file.kind == KEYFRAME:
+        layout = StateLayout.from_json(fields["layout"])
+        # What is read later is allocated by the layout: it must not claim more than the file can hold.
+        if layout.nbytes > os.path.getsize(file.path):
+            raise DeltaLogError(
+                f"{file.where}: damaged: its layout has {layout.nbytes} bytes of tensors, "
+                f"the file has {os.path.getsize(file.path)}"
+            )
+        log_metadata = {str(k): str(v) for k, v in json.loads(fields["log_metadata"]).items()}
+        settings = LogSettings(**json.loads(fields["settings"]))
+    elif fields["level"] not in LEVELS or fields["space"] not in _SPACES:
+        raise DeltaLogError(f"{file.where}: damaged: its patch is {fields['level']!r} over {fields['space']!r}")
+    else:
+        masked = fields["space"] == "mask"
+    return StepHeader(
+        file=file,
+        run_id=fields["run_id"],
+        previous_step=_number(fields["previous_step"]),
+        parent_step=_number(fields["parent_step"]),
+        parent_digest=fields["parent_digest"],
+        result_digest=fields["result_digest"],
+        tensor_digests=tuple(_DIGEST.findall(fields["tensor_digests"])),
+        changed=_number(fields["changed"]),
+        numel=int(fields["numel"]),
+        mask_digest=fields["mask_digest"],
+        level=fields.get("level", ""),
+        masked=masked,
+        payload_digest=fields.get("payload_digest", ""),
+        layout=layout,
+        log_metadata=log_metadata,
+        settings=settings,
+    )
+
+
+def require_digests(header: StepHeader, layout: StateLayout) -> None:
+    """Raise DeltaLogError unless the header's tensor digests are of this layout and add up to its result digest."""
+    where = header.file.where
+    if len(header.tensor_digests) != len(layout.tensors):
+        raise DeltaLogError(f"{where}: {len(header.tensor_digests)} tensor digests, wanted {len(layout.tensors)}")
+    found = layout.state_digest(header.tensor_digests)
+    if found != header.result_digest:
+        raise DeltaLogError(f"{where}: its tensor digests make {found}, its result digest is {header.result_digest}")
+
+
+def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a keyframe, or of the named ones, in the layout's order, each a verified private copy.
+
+    Raises:
+        DeltaLogError: a tensor is missing or does not have the digest that the header states; names the tensor.
+    """
+    layout, where = header.layout, header.file.where
+    assert layout is not None  # read_header gives every keyframe one
+    require_digests(header, layout)
+    with opened(header.file) as content:
+        if set(content.names) != set(layout.names):
+            raise DeltaLogError(f"{where}: damaged: its tensors are not those of its layout")
+        for spec, digest in zip(layout.tensors, header.tensor_digests, strict=True):
+            if names is not None and spec.name not in names:
+                continue
+            tensor = content.read(spec.name)
+            if (dtype_name(tensor), tuple(tensor.shape)) != (spec.dtype, spec.shape):
+                raise DeltaLogError(
+                    f"{where}: {spec.name} is {dtype_name(tensor)} {list(tensor.shape)}, its layout says {spec}"
+                )
+            require_tensor(header, spec.name, tensor, digest)
+            yield spec.name, tensor
+
+
+def require_tensor(header: StepHeader, name: str, tensor: Tensor, digest: str) -> None:
+    """Raise DeltaLogError unless the tensor's bytes have the digest that the step's header states for them."""
+    found = StateDigest.start([tensor]).result()[0]
+    if found != digest:
+        raise DeltaLogError(f"{header.file.where}: damaged: {name} has digest {found}, the header says {digest}")
+
+
+def read_payload(header: StepHeader) -> dict[str, Tensor]:
+    """The tensors of a patch file, private copies with the digest that the header states.
+
+    Raises:
+        DeltaLogError: the payload is damaged.
+    """
+    with opened(header.file) as content:
+        payload = {key: content.read(key) for key in content.names}
+    found = payload_digest(payload)
+    if found != header.payload_digest:
+        raise DeltaLogError(
+            f"{header.file.where}: damaged: its payload has digest {found}, the header says {header.payload_digest}"
+        )
+    return payload
+
+
+def payload_digest(payload: Mapping[str, Tensor]) -> str:
+    """`combined_digest` of a patch file's tensors."""
+    digests = StateDigest.start(list(payload.values())).result()
+    entries = zip(payload.items(), digests, strict=True)
+    return combined_digest((key, dtype_name(t), tuple(t.shape), digest) for (key, t), digest in entries)
+
+
+@contextlib.contextmanager
+def opened(file: StepFile) -> Iterator[TensorFile]:
+    """The file, open for reading. Raises DeltaLogError where it cannot be read, also from inside."""
+    try:
+        with open_tensors(file.path) as content:
+            yield content
+    except FileNotFoundError as error:
+        raise DeltaLogError(f"{file.where}: the file is missing") from error
+    except (OSError, DamagedFile) as error:
+        raise DeltaLogError(f"{file.where}: damaged: {one_line(error)}") from error
+
+
+def _written(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text else None

@@ -1,0 +1,113 @@
+"""Who may write to a delta log's directory: one process at a time, by a lock on a file in it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import DeltaLogError
+from ..file_lock import FileLock
+from ..files import one_line
+from .files import list_steps
+
+LOCK_NAME = "writer.lock"
+_LEFTOVER = re.compile(r"\.(step_\d+\.(keyframe|patch)|mask)\.safetensors\..*\.tmp|\.tmp[0-9A-Za-z]{6}")
+
+
+class WriterLock:
+    """A directory taken for writing, until `release()` or the end of the process."""
+
+    def __init__(self, directory: Path, lock: FileLock) -> None:
+        self.directory = directory
+        self._lock = lock
+
+    @classmethod
+    def take(cls, directory: Path, *, make: bool = False) -> WriterLock:
+        """Lock a directory and remove what a killed writer left; `make` makes it where it is missing.
+
+        Raises:
+            DeltaLogError: another writer has it, or it cannot be written.
+        """
+        try:
+            lock = FileLock.take(directory / LOCK_NAME, make=make)
+        except BlockingIOError as error:
+            raise DeltaLogError(f"{directory}: another writer has this delta log open: {error}") from error
+        except OSError as error:
+            raise DeltaLogError(f"{directory}: cannot be written: {error}") from error
+        try:
+            _remove_leftovers(directory)
+        except OSError as error:
+            lock.undo()
+            raise DeltaLogError(f"{directory}: cannot be written: {error}") from error
+        return cls(directory, lock)
+
+    @property
+    def held(self) -> bool:
+        return self._lock.held
+
+    def require_held(self, where: str) -> None:
+        """Raise DeltaLogError, which begins with `where`, unless `writer.lock` is still the file that was locked.
+
+        Otherwise another process can lock a new file of that name, and write to the log as well.
+        """
+        if not self.held:
+            raise DeltaLogError(f"{where}: {self.path} was released by this process")
+        try:
+            loss = self._lock.loss()
+        except OSError as error:
+            raise DeltaLogError(f"{where}: {self.path} cannot be checked: {one_line(error)}") from error
+        if loss is not None:
+            raise DeltaLogError(
+                f"{where}: {self.path} was {loss} while this process held it, so that another one may write to the "
+                "log: close this log and open it again"
+            )
+
+    @property
+    def path(self) -> Path:
+        return self._lock.path
+
+    def release(self) -> None:
+        """Release the directory. Does nothing a second time."""
+        self._lock.release()
+
+    def undo(self) -> None:
+        """Release the directory and remove what taking it made, where nothing else has come to it."""
+        self._lock.undo()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Files that a killed writer was writing: ours, and those that safetensors writes its own aside in."""
+    for path in directory.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claim(directory: str | Path) -> Iterator[WriterLock]:
+    """Take a directory for a new delta log before any other file of a run is written.
+
+        with claim("delta_logs") as lock:
+            ...  # make the run's other files
+            log = DeltaLog.create("delta_logs", model, lock=lock)
+
+    Where no log was created by the end, the directory is as it was.
+
+    Raises:
+        DeltaLogError: it holds a log, another writer has it, or it cannot be written.
+    """
+    directory = Path(directory)
+    lock = WriterLock.take(directory, make=True)
+    try:
+        require_no_log(directory)
+        yield lock
+    finally:
+        if not list_steps(directory)[0]:
+            lock.undo()
+
+
+def require_no_log(directory: Path) -> None:
+    """Raise DeltaLogError where the directory holds a log."""
+    if list_steps(directory)[0]:
+        raise DeltaLogError(f"{directory}: holds a delta log already; open it, or choose another directory")

@@ -1,0 +1,187 @@
+"""A walk over a whole delta log that rebuilds every step and says which file costs which steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from ..files import fsync
+from .chain import LogFiles, parent_of, read_base, require_member, require_parent
+from .codec import Backend
+from .files import KEYFRAME, StepFile, StepHeader, list_steps, read_keyframe, write_step
+from .lock import WriterLock
+from .patches import LogMask, MaskedState, count_changes, encode
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The file at fault (its name), what is wrong, and the steps that cannot be rebuilt because of it."""
+
+    file: str
+    message: str
+    lost_steps: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lost = ", ".join(map(str, self.lost_steps))
+        return f"{self.message} (lost steps: {lost})" if lost else self.message
+
+
+@dataclass
+class _Finding:
+    file: str
+    message: str
+    lost: list[int] = field(default_factory=list)
+
+
+def verify(
+    directory: Path, backend: Backend | None = None, on_step: Callable[[int], None] | None = None
+) -> list[Problem]:
+    """Every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
+    listed, strays = list_steps(directory)
+    findings = [
+        _Finding(path.name, f"{path}: is no file of this log's naming, or a second one of its step") for path in strays
+    ]
+    files = LogFiles(directory, backend)
+    try:
+        base = read_base(files, listed)
+    except DeltaLogError as error:
+        # Without the base nothing says what belongs to the log.
+        first = listed[min(listed)].path.name if listed else str(directory)
+        findings.append(_Finding(first, str(error), list(listed)))
+    else:
+        findings += _Walk(files, base, listed).findings(on_step)
+    return [Problem(f.file, f.message, tuple(f.lost)) for f in findings]
+
+
+class _Walk:
+    def __init__(self, files: LogFiles, base: StepHeader, listed: Mapping[int, StepFile]) -> None:
+        self.files, self.base, self.listed = files, base, listed
+        self.at: StepHeader | None = None
+        self.state: dict[str, Tensor] = {}
+        self.cause: dict[int, _Finding] = {}
+
+    def findings(self, on_step: Callable[[int], None] | None) -> list[_Finding]:
+        found: list[_Finding] = []
+        for step, file in self.listed.items():
+            try:
+                header = self.files.header(file)
+                require_member(self.base, header)
+                missing = self._missing(header)
+                if missing is not None:
+                    found.append(missing)
+                if header.file.kind == KEYFRAME:
+                    self._rebuild(header)
+                elif parent_of(header) in self.cause:
+                    self._lose(step, self.cause[parent_of(header)])
+                else:
+                    self._rebuild(header)
+            except DeltaLogError as error:
+                found.append(_Finding(file.path.name, str(error)))
+                self._lose(step, found[-1])
+            if on_step is not None:
+                on_step(step)
+        return found
+
+    def _missing(self, header: StepHeader) -> _Finding | None:
+        """A step that this one names, that has no file, and that was not missed before."""
+        for step in (header.parent_step, header.previous_step):
+            if step is not None and step not in self.listed and step not in self.cause:
+                finding = _Finding(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
+                self._lose(step, finding)
+                return finding
+        return None
+
+    def _lose(self, step: int, finding: _Finding) -> None:
+        self.cause[step] = finding
+        finding.lost.append(step)
+
+    def _rebuild(self, header: StepHeader) -> None:
+        parent = self.at if self.at is not None and self.at.file.step == header.parent_step else None
+        self.at = None
+        if parent is not None:
+            require_parent(header, parent)
+        if header.file.kind == KEYFRAME:
+            self.state = dict(read_keyframe(header))
+        elif parent is not None:
+            self.files.advance_(self.state, [header])
+        else:
+            self.state = self.files.rebuild(self.files.chain(header.file.step))
+        self.at = header
+
+
+def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | None, lock: WriterLock) -> StepHeader:
+    """Take out the steps strictly between two; the header of step b as it is then. See `DeltaLog.squash`."""
+    listed = files.steps()
+    for step in (a, b):
+        if step not in listed:
+            raise DeltaLogError(f"{files.directory}: step {step} is not logged")
+    if a >= b:
+        raise DeltaLogError(f"{files.directory}: squash from step {a} to step {b}: wanted an earlier and a later step")
+    between = [step for step in listed if a < step < b]
+    for step in (step for step in listed if step > b):
+        header = files.header(listed[step])
+        if header.parent_step in between:
+            raise DeltaLogError(f"{header.file.where}: is coded against step {header.parent_step}, which would go")
+    header = files.header(listed[b])
+    if not between:
+        return header
+    _rewrite(files, a, header, lock)
+    _remove(files, between, on_step, lock)
+    return files.header(listed[b])
+
+
+def truncate(files: LogFiles, after: int, lock: WriterLock) -> None:
+    """Take out the steps after `after`. See `DeltaLog.truncate`."""
+    listed = files.steps()
+    if after < min(listed):
+        raise DeltaLogError(f"{files.directory}: truncating after step {after}: the log begins with step {min(listed)}")
+    _remove(files, [step for step in listed if step > after], None, lock)
+
+
+def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | None, lock: WriterLock) -> None:
+    """Remove steps, from the last one back: what is left after a crash can still be rebuilt."""
+    listed = files.steps()
+    for step in sorted(steps, reverse=True):
+        lock.require_held(listed[step].where)
+        try:
+            listed[step].path.unlink()
+            fsync(files.directory)
+        except OSError as error:
+            raise DeltaLogError(f"{listed[step].where}: cannot be removed: {error}") from error
+        if on_step is not None:
+            on_step(step)
+
+
+def _rewrite(files: LogFiles, a: int, header: StepHeader, lock: WriterLock) -> None:
+    """Step b as one that follows step a, with the same state and under the same name."""
+    layout, chain_a = files.layout, files.chain(a)
+    base = files.base()
+    assert base.settings is not None  # the base is a keyframe
+    parent = base if base.settings.against == "base" else chain_a[-1]
+    new = files.rebuild(files.chain(header.file.step))
+    if header.file.kind == KEYFRAME:
+        old = files.rebuild(chain_a)
+        changed = sum(count_changes(layout, old, new, files.backend).values())
+        written = replace(header, previous_step=a, changed=changed)
+        write_step(written, new, replace=True, require_lock=lock.require_held)
+        return
+    old = dict(read_keyframe(base)) if parent is base else files.rebuild(chain_a)
+    masked = None
+    if header.mask_digest:
+        masked = MaskedState(LogMask.load(files.directory, header, layout), layout, old)
+    patch = encode(layout, old, new, base.settings.level, files.backend, masked=masked)
+    written = replace(
+        header,
+        previous_step=a,
+        parent_step=parent.file.step,
+        parent_digest=parent.result_digest,
+        changed=sum(patch.counts.values()),
+        level=base.settings.level,
+        masked=patch.mask is not None,
+        payload_digest="",
+    )
+    write_step(written, patch.parts(), replace=True, require_lock=lock.require_held)

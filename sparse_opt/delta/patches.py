@@ -1,0 +1,283 @@
+"""The patch of a whole state: one `delta.codec.Patch` for each dtype, over whole tensors or over a mask's elements."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..backends import why_unavailable
+from ..errors import DeltaLogError, MaskError
+from ..files import one_line
+from ..masks.mask_set import MaskSet
+from ..tensors import as_bits
+from . import codec as patch_codec
+from .codec import Backend, Patch, PatchError
+from .files import MASK_NAME, StepHeader, opened
+from .state import StateLayout, TensorSpec
+
+
+class LogMask:
+    """The mask of a log: tensors' elements in it, taken out and put back, on the tensors' device.
+
+    Keeps the positions on each device that it was used on.
+    """
+
+    def __init__(self, mask: MaskSet) -> None:
+        self.mask = mask
+        self._positions: dict[tuple[tuple[str, ...], torch.device], _Positions] = {}
+
+    @classmethod
+    def load(cls, directory: Path, header: StepHeader, layout: StateLayout) -> LogMask:
+        """The mask kept beside a log's steps.
+
+        Raises:
+            DeltaLogError: it is missing or damaged, not the one that the header names, or not one for the layout.
+        """
+        path, where = directory / MASK_NAME, header.file.where
+        try:
+            mask = MaskSet.load(path)
+        except MaskError as error:
+            raise DeltaLogError(f"{where}: needs the mask of the log: {error}") from error
+        if mask.digest != header.mask_digest:
+            raise DeltaLogError(f"{where}: needs the mask {header.mask_digest}, but {path} is the mask {mask.digest}")
+        shapes = {spec.name: spec.shape for spec in layout.tensors}
+        for name in mask.names:
+            if shapes.get(name) != mask.shapes[name]:
+                raise DeltaLogError(f"{where}: the mask {path} has a tensor {name} that is not the log's")
+        return cls(mask)
+
+    @property
+    def digest(self) -> str:
+        return self.mask.digest
+
+    def numel(self, name: str) -> int:
+        """Elements of a tensor in the mask; 0 of one that the mask does not list."""
+        return len(self.mask.indices[name]) if name in self.mask.indices else 0
+
+    def take(self, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """[numel] of each tensor's dtype, copies. The tensors are contiguous, of one dtype and on one device."""
+        at = self._at(names, tensors[0].device)
+        compact = torch.empty(at.ends[-1], dtype=as_bits(tensors[0]).dtype, device=tensors[0].device)
+        dense = [as_bits(tensor) for tensor in tensors]
+        if why_unavailable(compact.device.type, compact.device):
+            for tensor, start, end in zip(dense, at.starts, at.ends, strict=True):
+                compact[start:end] = tensor[at.indices[start:end]]
+        else:
+            torch.ops.sparse_opt_native.indexed_take_(dense, compact, at.indices, at.starts, at.ends)
+        return [compact[s:e].view(tensors[0].dtype) for s, e in zip(at.starts, at.ends, strict=True)]
+
+    def put_(self, names: Sequence[str], tensors: Sequence[Tensor], compact: Sequence[Tensor]) -> None:
+        """Back into the tensors."""
+        at = self._at(names, tensors[0].device)
+        values = torch.cat([as_bits(part) for part in compact])
+        ops.delta_apply_([as_bits(tensor) for tensor in tensors], at.indices, values, at.starts, at.ends)
+
+    def _at(self, names: Sequence[str], device: torch.device) -> _Positions:
+        key = (tuple(names), device)
+        if key not in self._positions:
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
+            parts = [self.mask.indices.get(name, none) for name in names]
+            wide = any(part.dtype == torch.int64 for part in parts)
+            indices = torch.cat([part.to(torch.int64) if wide else part for part in parts])
+            ends = list(accumulate(len(part) for part in parts))
+            self._positions[key] = _Positions(indices.to(device), [0, *ends[:-1]], ends)
+        return self._positions[key]
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Of several tensors, flat: those of tensor i are [starts[i], ends[i])."""
+
+    indices: Tensor
+    starts: list[int]
+    ends: list[int]
+
+
+class MaskedState:
+    """The mask's elements of a state, on its devices."""
+
+    def __init__(self, mask: LogMask, layout: StateLayout, state: Mapping[str, Tensor]) -> None:
+        self.mask, self._layout = mask, layout
+        self._elements = self._taken(state)
+
+    def encode(self, new: Mapping[str, Tensor], level: str, backend: Backend | None, *, advance: bool) -> StatePatch:
+        """The patch over the mask's elements that leads to those of `new`; see `delta.patches.encode`."""
+        groups = {
+            dtype: patch_codec.encode(self._elements[dtype], after, level, advance=advance, backend=backend)
+            for dtype, after in self._taken(new).items()
+        }
+        return StatePatch(self._layout, groups, self.mask)
+
+    def _taken(self, state: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        kinds = {dtype: [spec.name for spec in specs] for dtype, specs in by_dtype(self._layout).items()}
+        return {dtype: self.mask.take(names, [state[name] for name in names]) for dtype, names in kinds.items()}
+
+
+@dataclass(frozen=True)
+class StatePatch:
+    """The changes of a state. groups: dtype (`bfloat16`) -> patch of its tensors in the layout's order."""
+
+    layout: StateLayout
+    groups: Mapping[str, Patch]
+    mask: LogMask | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Name -> changed elements."""
+        return {
+            spec.name: count
+            for dtype, specs in by_dtype(self.layout).items()
+            for spec, count in zip(specs, self.groups[dtype].counts.tolist(), strict=True)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(patch.nbytes for patch in self.groups.values())
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors of a patch file, on the devices where they were made."""
+        return {f"{dtype}.{name}": part for dtype, patch in self.groups.items() for name, part in patch.parts().items()}
+
+    def apply_(self, state: Mapping[str, Tensor], where: str, backend: Backend | None) -> None:
+        """Lead a state of contiguous tensors on. Raises DeltaLogError, which begins with `where`, if damaged."""
+        for dtype, specs in by_dtype(self.layout).items():
+            _apply_([(spec.name, state[spec.name]) for spec in specs], self.groups[dtype], self.mask, where, backend)
+
+
+def encode(
+    layout: StateLayout,
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    level: str,
+    backend: Backend | None,
+    *,
+    masked: MaskedState | None = None,
+    advance: bool = False,
+    meanwhile: Callable[[], object] | None = None,
+) -> StatePatch:
+    """The patch from `old` to `new`, contiguous tensors of the layout, those of one dtype on one device.
+
+    Over the mask's elements if there is a mask and nothing else has changed, which the patch over all elements shows.
+
+    Args:
+        masked: the mask's elements of `old`.
+        advance: give `old` and `masked` the bits of `new` as well. Where an error is raised, what they hold is void.
+        meanwhile: as `delta.codec.encode` takes it; called once, or more often.
+    """
+    groups = {}
+    for dtype, specs in by_dtype(layout).items():
+        before, after = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
+        groups[dtype] = patch_codec.encode(before, after, level, advance=advance, meanwhile=meanwhile, backend=backend)
+    whole = StatePatch(layout, groups)
+    if masked is None:
+        return whole
+    compact = masked.encode(new, level, backend, advance=advance)
+    return compact if compact.counts == whole.counts else whole
+
+
+def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Give the named tensors of `old` the bits of those of `new`."""
+    if names:
+        torch._foreach_copy_([as_bits(old[name]) for name in names], [as_bits(new[name]) for name in names])
+
+
+def count_changes(
+    layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor], backend: Backend | None
+) -> dict[str, int]:
+    """Name -> elements whose bits differ, of tensors as `encode` takes them. Waits for each device once."""
+    counts = {}
+    for specs in by_dtype(layout).values():
+        pairs = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
+        found = patch_codec.count_changes(*pairs, backend=backend).tolist()
+        counts.update({spec.name: int(count) for spec, count in zip(specs, found, strict=True)})
+    return counts
+
+
+def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payload: Mapping[str, Tensor]) -> StatePatch:
+    """The patch of a file's tensors, checked as far as it goes without decoding.
+
+    Raises:
+        DeltaLogError: the payload is not one for this layout.
+    """
+    kinds = by_dtype(layout)
+    parts: dict[str, dict[str, Tensor]] = {dtype: {} for dtype in kinds}
+    for key, tensor in payload.items():
+        dtype, _, part = key.partition(".")
+        if dtype not in kinds:
+            raise DeltaLogError(f"{header.file.where}: damaged: it holds {key}, and no tensor of the log is {dtype}")
+        parts[dtype][part] = tensor
+    groups = {}
+    for dtype, specs in kinds.items():
+        with _naming_patch(header, dtype):
+            numels = _numels(specs, mask)
+            groups[dtype] = Patch.from_parts(parts[dtype], header.level, specs[0].torch_dtype, numels)
+    return StatePatch(layout, groups, mask)
+
+
+class TensorPatches:
+    """Patch files read for one tensor alone: of the records, only the tensor's own are read."""
+
+    def __init__(self, layout: StateLayout, name: str, backend: Backend | None) -> None:
+        self._backend = backend
+        self._spec = next(spec for spec in layout.tensors if spec.name == name)
+        self._group = by_dtype(layout)[self._spec.dtype]
+
+    def apply_(self, header: StepHeader, mask: LogMask | None, tensor: Tensor) -> None:
+        """Apply one patch to the tensor. Raises DeltaLogError on a damaged one."""
+        spec, prefix = self._spec, f"{self._spec.dtype}."
+        with opened(header.file) as content, _naming_patch(header, spec.dtype):
+            names = {key.removeprefix(prefix): key for key in content.names if key.startswith(prefix)}
+            records = names.pop("records", None)
+            if records is None:
+                raise PatchError(f"it holds {sorted(names)}, and no records")
+            patch = Patch.of_tensor_in(
+                {part: content.read(key) for part, key in names.items()},
+                content.numel(records),
+                lambda begin, end: content.read_range(records, begin, end),
+                header.level,
+                spec.torch_dtype,
+                _numels(self._group, mask),
+                self._group.index(spec),
+            )
+        _apply_([(spec.name, tensor)], patch, mask, header.file.where, self._backend)
+
+
+def _numels(specs: Sequence[TensorSpec], mask: LogMask | None) -> list[int]:
+    """Of each tensor, the elements that a patch is coded over."""
+    return [spec.numel if mask is None else mask.numel(spec.name) for spec in specs]
+
+
+@contextlib.contextmanager
+def _naming_patch(header: StepHeader, dtype: str) -> Iterator[None]:
+    try:
+        yield
+    except PatchError as error:
+        raise DeltaLogError(f"{header.file.where}: damaged: the patch of {dtype}: {one_line(error)}") from error
+
+
+def by_dtype(layout: StateLayout) -> dict[str, list[TensorSpec]]:
+    """The tensors of each dtype, in the layout's order."""
+    kinds: dict[str, list[TensorSpec]] = {}
+    for spec in layout.tensors:
+        kinds.setdefault(spec.dtype, []).append(spec)
+    return kinds
+
+
+def _apply_(
+    tensors: Sequence[tuple[str, Tensor]], patch: Patch, mask: LogMask | None, where: str, backend: Backend | None
+) -> None:
+    names, dense = [name for name, _ in tensors], [tensor for _, tensor in tensors]
+    elements = dense if mask is None else mask.take(names, dense)
+    try:
+        patch_codec.apply_(elements, patch, backend=backend)
+    except PatchError as error:
+        raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error
+    if mask is not None:
+        mask.put_(names, dense, elements)

@@ -1,0 +1,157 @@
+"""The files of a log of `.pt` files: found by their names, and read as untrusted bytes.
+
+Each is the zip archive that torch.save has written since torch 1.6, of a plain dictionary, name -> dense tensor. The
+older form has no checksums and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from ..files import one_line
+from ..tensors import dtype_name, materialized
+
+BASE_FILE = "base_state.pt"
+_NAME = re.compile(r"deltas_step_(\d+)\.pt")
+
+# What a damaged or hostile file makes zipfile and torch.load raise: which of them depends on the byte that is wrong.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    pickle.PickleError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def pt_file_name(step: int) -> str:
+    """`deltas_step_50.pt`; of step 0, `base_state.pt`."""
+    return f"deltas_step_{step}.pt" if step else BASE_FILE
+
+
+def is_pt_delta_log(directory: Path) -> bool:
+    """Whether a directory has files of the names that such a log is kept in."""
+    return (directory / BASE_FILE).exists() or any(_NAME.fullmatch(path.name) for path in directory.glob("deltas_*.pt"))
+
+
+def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
+    """Step -> file, ascending; step 0 is the base.
+
+    Raises:
+        DeltaLogError: there is no base, or only one that is elsewhere; a file of step 0 beside it; two files of a step.
+    """
+    base = directory / BASE_FILE if base_state is None else base_state
+    files: dict[int, Path] = {}
+    for path in sorted(directory.glob("deltas_*.pt")):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        step = int(match[1])
+        if step == 0:
+            raise DeltaLogError(f"{path}: is of step 0, whose state is {base}: remove one of them")
+        if step in files:
+            raise DeltaLogError(f"{directory}: {files[step].name} and {path.name} are both of step {step}")
+        files[step] = path
+    if base_state is not None and not files:
+        raise DeltaLogError(f"{directory}: holds no deltas_step_*.pt file that could follow {base_state}")
+    if base_state is not None and not base.is_file():
+        raise DeltaLogError(f"{base}: there is no such file for the states of {directory} to start from")
+    if not base.is_file():
+        found = f"holds {pt_file_name(min(files))} but no {base.name}" if files else f"holds no {base.name}"
+        raise DeltaLogError(f"{directory}: {found}, which the states of such a log start from")
+    return {0: base} | dict(sorted(files.items()))
+
+
+def load_pt(path: Path, where: str) -> dict[str, Tensor]:
+    """The tensors of a file by name, mapped into memory; the checksum of its pickle is compared, theirs are not.
+
+    They change with the file: see `file_version`.
+
+    Raises:
+        DeltaLogError: the file is missing or damaged, or holds something else; `where` names it.
+    """
+    with _reading(where):
+        with zipfile.ZipFile(path) as archive:
+            for record in _records(archive, path, where):
+                if record.filename.endswith("/data.pkl"):
+                    archive.read(record)
+        # Sparse tensors are made anew, on the default device.
+        with torch.device("cpu"):
+            content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(content, Mapping):
+        raise DeltaLogError(f"{where}: holds a {type(content).__name__}, wanted a dictionary of tensors by name")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise DeltaLogError(f"{where}: entry {name!r} is {type(value).__name__}, wanted tensors by name")
+        # One whose strides are 0 has any size, and would be allocated at it.
+        if value.layout == torch.strided and value.nbytes > path.stat().st_size:
+            raise DeltaLogError(
+                f"{where}: {name} is {dtype_name(value)} {list(value.shape)}, more than the file has bytes for"
+            )
+    return {name: _aligned(tensor.detach()) for name, tensor in content.items()}
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The mapped tensor; a copy of one that begins anywhere, which torch.save does not write, or is lazily negated."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return tensor
+    unaligned = tensor.numel() > 0 and tensor.data_ptr() % tensor.element_size() != 0
+    return materialized(tensor) if unaligned or tensor.is_neg() or tensor.is_conj() else tensor
+
+
+def file_version(path: Path, where: str) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to. Raises DeltaLogError where it is missing."""
+    with _reading(where):
+        found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def require_checksums(path: Path, where: str) -> None:
+    """Compare the checksums of all records, which torch.load leaves unread. Reads the whole file.
+
+    Raises:
+        DeltaLogError: the file is missing, damaged, or without checksums.
+    """
+    with _reading(where), zipfile.ZipFile(path) as archive:
+        _records(archive, path, where)
+        broken = archive.testzip()
+    if broken is not None:
+        raise DeltaLogError(f"{where}: damaged: its record {broken} does not have its checksum")
+
+
+def _records(archive: zipfile.ZipFile, path: Path, where: str) -> list[zipfile.ZipInfo]:
+    # torch.save compresses nothing; what says otherwise could grow past any bound when it is read.
+    size = path.stat().st_size
+    for record in archive.infolist():
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:
+            raise DeltaLogError(f"{where}: damaged: its record {record.filename} is not as torch.save writes one")
+    return archive.infolist()
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except DeltaLogError:
+        raise
+    except FileNotFoundError as error:
+        raise DeltaLogError(f"{where}: the file is missing") from error
+    except _UNREADABLE as error:
+        raise DeltaLogError(f"{where}: damaged, or no file that torch.save wrote: {one_line(error)}") from error

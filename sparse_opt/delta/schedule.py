@@ -1,0 +1,84 @@
+"""Which steps of a run are logged: "every:5", "1,2,10", "1-10", "10-100:10", "last", "until:500"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+_COUNT = r"([1-9][0-9]{0,17})"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a run; step n is the state after the n-th optimizer step.
+
+    every: the steps that one of these divides. ranges: (first, last, stride), both ends included. last: the run's last
+    step, whatever its number. until: none after this one, the run's last step excepted.
+    """
+
+    every: tuple[int, ...] = ()
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    last: bool = False
+    until: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read items separated by commas, which are taken together.
+
+            7          that step
+            1-10       both ends included
+            10-100:10  every tenth of them: 10, 20, ... 100
+            every:5    5, 10, 15, ...
+            last       the run's last step
+            until:500  nothing that the other items name after step 500, but the last step
+
+        Raises:
+            ConfigError: an item of another form, a step below 1, or nothing that names a step.
+        """
+        every, ranges, last, until = [], [], False, None
+        where = f"step schedule '{_shortened(text)}'"
+        for item in (part.strip() for part in text.split(",")):
+            if item == "last":
+                last = True
+            elif match := re.fullmatch(f"every[: ]{_COUNT}", item):
+                every.append(int(match[1]))
+            elif match := re.fullmatch(f"until[: ]{_COUNT}", item):
+                until = int(match[1]) if until is None else min(until, int(match[1]))
+            elif match := re.fullmatch(f"{_COUNT}(?:-{_COUNT}(?::{_COUNT})?)?", item):
+                first, end, stride = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+                if end < first:
+                    raise ConfigError(f"{where}: the range '{item}' runs backwards")
+                ranges.append((first, end, stride))
+            else:
+                raise ConfigError(
+                    f"{where}: cannot read '{_shortened(item)}'; wanted a step, first-last, first-last:stride, "
+                    "every:k, last or until:n"
+                )
+        if not (every or ranges or last):
+            raise ConfigError(f"{where}: names no step; wanted a step, first-last, every:k or last")
+        return cls(tuple(every), tuple(ranges), last, until)
+
+    def due(self, step: int, n_steps: int | None = None) -> bool:
+        """True for a step to be logged; `n_steps` is the number of the run's last step, where that is known."""
+        if self.last and step == n_steps:
+            return True
+        if step < 1 or (self.until is not None and step > self.until):
+            return False
+        return any(step % k == 0 for k in self.every) or any(
+            first <= step <= end and (step - first) % stride == 0 for first, end, stride in self.ranges
+        )
+
+    def names_step(self, n_steps: int) -> bool:
+        """Whether a run of n_steps has a step to be logged; takes no longer for long runs than for short ones."""
+        end = n_steps if self.until is None else min(n_steps, self.until)
+        return self.last or any(k <= end for k in self.every) or any(first <= end for first, _, _ in self.ranges)
+
+    def steps(self, n_steps: int) -> tuple[int, ...]:
+        """The steps of a run of n_steps, ascending; what is named beyond its end is left out."""
+        return tuple(step for step in range(1, n_steps + 1) if self.due(step, n_steps))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

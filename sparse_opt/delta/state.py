@@ -1,0 +1,312 @@
+"""The state that a delta log keeps: which tensors a model has, ties stored once, and the digest of all their bits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import DeltaLogError
+from ..files import one_line
+from ..tensor_file import DTYPES, can_store
+from ..tensors import canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
+
+_SHOWN_MISMATCHES = 3
+_RESERVED_NAME = "__metadata__"
+_DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+_MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype (`bfloat16`) and shape of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def element_size(self) -> int:
+        return self.torch_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.element_size
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The tensors of a state in the model's order.
+
+    `aliases` maps each further name of a tied tensor to the first one; `buffers` are the tensors that are no
+    parameters, where a module said so.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: Mapping[str, str]
+    buffers: frozenset[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+    def state_digest(self, tensor_digests: Sequence[str]) -> str:
+        """xxh3_128 over names, dtypes, shapes and the digest of each tensor's bytes, given in the layout's order."""
+        pairs = zip(self.tensors, tensor_digests, strict=True)
+        return combined_digest((spec.name, spec.dtype, spec.shape, digest) for spec, digest in pairs)
+
+    def mismatches(self, other: StateLayout) -> list[str]:
+        """How `other` differs from this layout, one line a tensor; order and buffers take no part."""
+        mine, theirs = ({spec.name: spec for spec in layout.tensors} for layout in (self, other))
+        lines = [f"{name} is missing" for name in mine if name not in theirs]
+        lines += [f"{name} is not in the log" for name in theirs if name not in mine]
+        lines += [
+            f"{name} is {theirs[name]}, {spec} in the log"
+            for name, spec in mine.items()
+            if name in theirs and theirs[name] != spec
+        ]
+        if not lines and dict(self.aliases) != dict(other.aliases):
+            lines.append(f"tied names are {dict(other.aliases)}, {dict(self.aliases)} in the log")
+        return lines
+
+    def require_same(self, other: StateLayout, where: str) -> None:
+        """Raise DeltaLogError, listing the differences, unless `other` has the same tensors."""
+        lines = self.mismatches(other)
+        if lines:
+            more = len(lines) - _SHOWN_MISMATCHES
+            listed = "; ".join(lines[:_SHOWN_MISMATCHES]) + (f"; and {more} more" if more > 0 else "")
+            raise DeltaLogError(f"{where}: the model is not the logged one: {listed}")
+
+    def to_json(self) -> str:
+        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]
+        return compact_json({"tensors": tensors, "aliases": dict(self.aliases), "buffers": sorted(self.buffers)})
+
+    @classmethod
+    def from_json(cls, text: str) -> StateLayout:
+        """Raises ValueError, KeyError or TypeError on text that `to_json` did not write."""
+        content = json.loads(text)
+        tensors = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in content["tensors"])
+        for spec in tensors:
+            if getattr(torch, spec.dtype, None) not in DTYPES.values():
+                raise ValueError(f"{spec.name} has the dtype {spec.dtype!r}")
+            # So few dimensions, each below 2**63, that their product stays a small number.
+            sizes = len(spec.shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 2**63 for n in spec.shape)
+            if not sizes or spec.numel >= 2**63:
+                raise ValueError(f"{spec.name} has a shape that no tensor has")
+        names = {spec.name for spec in tensors}
+        if len(names) != len(tensors):
+            raise ValueError("a tensor is listed twice")
+        aliases = dict(content["aliases"])
+        if names & aliases.keys() or not names.issuperset(aliases.values()):
+            raise ValueError("its tied names are not those of its tensors")
+        return cls(tensors, aliases, frozenset(content["buffers"]))
+
+
+class StateReader:
+    """Reads the states that are logged one after the other, which all have the layout of the log.
+
+    Each read calls the module's `state_dict()` again. What it returns can change without a trace in the module's
+    parameters: methods and hooks of the instance, submodules exchanged under their names, other tensors at the same
+    address.
+    """
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout = layout
+        self._expected = {spec.name: (spec.torch_dtype, torch.Size(spec.shape)) for spec in layout.tensors}
+
+    def read(self, model_or_state: nn.Module | Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+        """The layout's tensors, as `read_state` returns them.
+
+        Raises:
+            DeltaLogError: as `read_state`; or the tensors are not the layout's. Begins with `where`.
+        """
+        try:
+            tensors, aliases = _read_tensors(model_or_state)
+        except DeltaLogError as error:
+            raise DeltaLogError(f"{where}: {error}") from error
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if found != self._expected or aliases != self._layout.aliases:
+            self._layout.require_same(_layout(tensors, aliases, frozenset()), where)
+        return tensors
+
+
+def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
+    """The layout of a module's `state_dict()`, or of a state dict, and its tensors under their first names.
+
+    The tensors share storage with the model and are not copied.
+
+    Raises:
+        DeltaLogError: an entry is no plain strided tensor in memory, has a dtype or a name that safetensors files
+            cannot hold; or the model is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
+    """
+    tensors, aliases = _read_tensors(model_or_state)
+    buffers: frozenset[str] = frozenset()
+    if isinstance(model_or_state, nn.Module):
+        parameters = model_or_state.named_parameters(remove_duplicate=False)
+        buffers = frozenset(tensors.keys() - {name for name, _ in parameters})
+    return _layout(tensors, aliases, buffers), tensors
+
+
+def _layout(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: frozenset[str]) -> StateLayout:
+    specs = tuple(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items())
+    return StateLayout(specs, aliases, buffers)
+
+
+def _read_tensors(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a state under their first names, and further name -> first name of tied ones."""
+    if isinstance(model_or_state, nn.Module):
+        _require_whole(model_or_state)
+        state = dict(model_or_state.state_dict())
+    else:
+        state = dict(model_or_state)
+    for name, tensor in state.items():
+        _require_name(name)
+        _require_plain(name, tensor)
+    firsts = canonical_names(state)
+    tensors = {name: tensor.detach() for name, tensor in state.items() if firsts[name] == name}
+    return tensors, {name: first for name, first in firsts.items() if first != name}
+
+
+def _require_whole(module: nn.Module) -> None:
+    for part in module.modules():
+        # By name: neither package need be there. `state_dict()` of the first would wait for all ranks.
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise DeltaLogError(
+                "the model is sharded by FullyShardedDataParallel: log a full state dict, gathered first"
+            )
+        for parameter in part._parameters.values():
+            if hasattr(parameter, "ds_id"):
+                names = (name for name, found in module.named_parameters() if found is parameter)
+                raise DeltaLogError(
+                    f"{next(names)} is sharded by DeepSpeed ZeRO-3: log a full state dict, gathered first"
+                )
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise DeltaLogError(f"state entry {name!r} is named by a {type(name).__name__}, expected a string")
+    if name == _RESERVED_NAME:
+        raise DeltaLogError(f"state entry {name} has a name that is reserved by the file format")
+    if not is_text(name):
+        raise DeltaLogError(f"state entry {name!r} is no name that can be written as UTF-8")
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be written as UTF-8: one with a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _require_plain(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, wanted a tensor")
+    if type(tensor) is not Tensor:
+        _require_plain_type(name, tensor)
+    if tensor.is_nested:
+        raise DeltaLogError(f"state entry {name} is nested, expected a tensor of one shape")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise DeltaLogError(
+            f"state entry {name} is {tensor.layout} on {tensor.device}, wanted a strided tensor in memory"
+        )
+    if not can_store(tensor.dtype):
+        raise DeltaLogError(
+            f"state entry {name} is {tensor.dtype}, expected a dtype that safetensors files hold: {_DTYPE_NAMES}"
+        )
+    try:
+        stored = tensor.untyped_storage().nbytes()
+    except RuntimeError as error:
+        raise DeltaLogError(f"state entry {name} has no memory of its own: {one_line(error)}") from error
+    if stored < _reach(tensor):
+        raise DeltaLogError(
+            f"state entry {name} is {dtype_name(tensor)} {list(tensor.shape)} and reaches to {_reach(tensor)} bytes in "
+            f"a storage of {stored} bytes: its memory was freed"
+        )
+
+
+def _require_plain_type(name: str, tensor: Tensor) -> None:
+    kind = type(tensor)
+    if is_lazy(tensor):
+        raise DeltaLogError(f"state entry {name} is {kind.__name__}, expected an initialized tensor")
+    if is_wrapper(tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise DeltaLogError(f"state entry {name} is {kind.__name__}, wanted a plain tensor: gather sharded ones first")
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes of its storage up to the last one of the tensor."""
+    if tensor.numel() == 0:
+        return 0
+    if tensor.is_contiguous():
+        elements = tensor.numel()
+    else:
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + elements) * tensor.element_size()
+
+
+class StateLog(Protocol):
+    """The states of a run at its logged steps, read tensor by tensor.
+
+    Every reader raises DeltaLogError, naming file and step, on a step that is not logged and on damage.
+    """
+
+    directory: Path
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The logged steps, ascending; the first one is the base W0."""
+
+    @property
+    def layout(self) -> StateLayout:
+        """The tensors of the logged state."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What was kept with the log, `model` among it where it is known."""
+
+    def digest(self, step: int) -> str:
+        """A digest of the state at a step, as 32 hex digits."""
+
+    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """(step, the named tensor at that step), on the CPU, for ascending logged steps.
+
+        Holds one tensor, whatever the number of steps: a yielded tensor is good until the next one is asked for.
+        """
+
+
+def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:
+    """Name -> the floating-point parameters of a log, tied ones once, in the model's order; buffers are none."""
+    layout = log.layout
+    return {
+        spec.name: spec
+        for spec in layout.tensors
+        if spec.name not in layout.buffers and getattr(torch, spec.dtype).is_floating_point
+    }

@@ -1,0 +1,274 @@
+"""Writing behind a training run: steps are handed over on the device, and copied, digested and written in a thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from .digest import StateDigest
+from .files import KEYFRAME, StepHeader, write_step
+from .lock import WriterLock
+from .state import StateLayout
+
+# Steps handed over and not yet on disk: one that is being written and one that waits.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One logged step.
+
+    changed: of `numel` elements, those whose bits differ from what patches of this log are coded against, the step
+    logged before or the base; None of a keyframe that followed a failed step. bytes: of its file. level: empty of a
+    keyframe. masked: the patch is coded over the elements of the log's mask. parent_step: what a patch is coded
+    against, None of a keyframe.
+    """
+
+    step: int
+    kind: str
+    changed: int | None
+    numel: int
+    bytes: int
+    level: str
+    masked: bool
+    parent_step: int | None
+
+    @property
+    def share(self) -> float | None:
+        """changed / numel."""
+        if self.changed is None:
+            return None
+        return self.changed / self.numel if self.numel else 0.0
+
+    @property
+    def bytes_per_change(self) -> float | None:
+        """Of a patch with changes, bytes / changed; else None."""
+        return self.bytes / self.changed if self.changed and self.kind != KEYFRAME else None
+
+    @classmethod
+    def of(cls, header: StepHeader) -> StepInfo:
+        size = header.file.path.stat().st_size
+        return cls(
+            header.file.step,
+            header.file.kind,
+            header.changed,
+            header.numel,
+            size,
+            header.level,
+            header.masked,
+            header.parent_step,
+        )
+
+
+class HostCopy:
+    """Tensors on their way to the host: of a GPU, to pinned memory on a stream beside the training's.
+
+    They are copied as they are when this is made, in the order of their device's current stream; until `result` they
+    are kept, and must not be written to. Tensors of the CPU are handed on as they are.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sources = dict(tensors)
+        self._copies: dict[str, Tensor] = {}
+        self._events: list[torch.cuda.Event] = []
+        for device in sorted({t.device for t in tensors.values() if t.is_cuda}, key=str):
+            stream = _copy_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for name, tensor in tensors.items():
+                    if tensor.device == device:
+                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                        self._copies[name] = copy.copy_(tensor, non_blocking=True)
+                event = torch.cuda.Event(blocking=True)  # the thread that waits for it does not spin
+                event.record(stream)
+                self._events.append(event)
+
+    def result(self) -> dict[str, Tensor]:
+        """The copies, once they are there. May be called from another thread."""
+        for event in self._events:
+            event.synchronize()
+        whole = {name: self._copies.get(name, tensor) for name, tensor in self._sources.items()}
+        self._sources = {}
+        return whole
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A step to be written. `header` lacks what the writer alone knows: previous and parent step, and the digests.
+
+    digests: of the tensors whose place in the layout is in `digested`; all others have those of the parent.
+    fresh: a keyframe that begins anew after a failed step.
+    """
+
+    header: StepHeader
+    layout: StateLayout
+    payload: HostCopy
+    digests: StateDigest
+    digested: tuple[int, ...]
+    against_base: bool
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class WriterStatus:
+    """stopped: the last step that was tried could not be written. wants_fresh: and no keyframe that begins anew was
+    handed over since. error: why, where nobody was told yet.
+    """
+
+    stopped: bool
+    wants_fresh: bool
+    error: BaseException | None
+
+
+class Append:
+    """A step handed to the log."""
+
+    def __init__(self, step: int, writer: StepWriter, future: Future[StepInfo]) -> None:
+        self.step, self._writer, self._future = step, writer, future
+
+    def done(self) -> bool:
+        """True once the step is on disk or has failed."""
+        return self._future.done()
+
+    def wait(self) -> StepInfo:
+        """Wait until the step is on disk, and say how it was logged.
+
+        Raises:
+            DeltaLogError: it could not be written, or was dropped with an earlier step that could not; or it is not
+                on disk yet, and this is a process forked from the one that writes it.
+        """
+        if not self._future.done():
+            self._writer.require_here(f"step {self.step}")
+        try:
+            return self._future.result()
+        except DeltaLogError:
+            if self._writer.is_here:
+                self._writer.reported()
+            raise
+
+
+class StepWriter:
+    """Writes steps in order, in one thread. After a failed step nothing is written until a fresh keyframe.
+
+    Args:
+        base, last: headers of the log's first and last step.
+        lock: of the log's directory; checked before each file appears.
+    """
+
+    def __init__(self, base: StepHeader, last: StepHeader, lock: WriterLock) -> None:
+        self._base, self._last, self._lock_file = base, last, lock
+        self._process = os.getpid()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="delta-log")
+        self._slots = threading.Semaphore(IN_FLIGHT)
+        self._lock = threading.Lock()
+        self._failed: int | None = None
+        self._unreported: BaseException | None = None
+        # Steps that failed, not those dropped with them, and how many of them a keyframe that begins anew followed.
+        self._failures = self._restarted = 0
+        self._futures: list[Future[StepInfo]] = []
+
+    @property
+    def last_step(self) -> int:
+        """The last step on disk."""
+        return self._last.file.step
+
+    @property
+    def is_here(self) -> bool:
+        """False in a process that was forked after this was made: it does not have the thread that writes."""
+        return os.getpid() == self._process
+
+    def require_here(self, where: str) -> None:
+        """Raise DeltaLogError, which begins with `where`, in a forked process."""
+        if not self.is_here:
+            raise DeltaLogError(
+                f"{where}: the log was opened for writing in process {self._process}, this is process {os.getpid()}, "
+                "forked from it: only the first one can write"
+            )
+
+    def reserve(self) -> None:
+        """Wait until a further step may be handed over. `submit` or `cancel` follows."""
+        self._slots.acquire()
+
+    def cancel(self) -> None:
+        self._slots.release()
+
+    def submit(self, job: StepJob) -> Append:
+        if job.fresh:
+            self._restarted = self._failures  # until it has failed too, which counts again
+        future = self._executor.submit(self._run, job)
+        self._futures = [f for f in self._futures if not f.done()] + [future]
+        return Append(job.header.file.step, self, future)
+
+    def refused(self, step: int, message: str) -> Append:
+        """A step that is not even tried."""
+        future: Future[StepInfo] = Future()
+        future.set_exception(DeltaLogError(message))
+        return Append(step, self, future)
+
+    def drain(self) -> None:
+        """Wait until all that was handed over is on disk or has failed."""
+        for future in self._futures:
+            future.exception()
+
+    def reported(self) -> WriterStatus:
+        """How things stand; the error in it counts as told."""
+        with self._lock:
+            stopped = self._failed is not None
+            found = WriterStatus(stopped, stopped and self._failures > self._restarted, self._unreported)
+            self._unreported = None
+        return found
+
+    def close(self) -> None:
+        """Write what was handed over, and end the thread; in a forked process, do nothing."""
+        if self.is_here:
+            self._executor.shutdown()
+
+    def _run(self, job: StepJob) -> StepInfo:
+        try:
+            # First, so that nothing is freed while it is copied.
+            payload, digests = job.payload.result(), job.digests.result()
+            if self._failed is not None and not job.fresh:
+                raise DeltaLogError(
+                    f"{job.header.file.where}: dropped with step {self._failed}, which could not be written"
+                )
+            return self._write(job, payload, digests)
+        except BaseException as error:
+            with self._lock:
+                if self._failed is None or job.fresh:
+                    self._failed, self._unreported = job.header.file.step, error
+                    self._failures += 1
+            raise
+        finally:
+            self._slots.release()
+
+    def _write(self, job: StepJob, payload: Mapping[str, Tensor], digests: tuple[str, ...]) -> StepInfo:
+        parent = self._base if job.against_base else self._last
+        whole = list(parent.tensor_digests)
+        for i, digest in zip(job.digested, digests, strict=True):
+            whole[i] = digest
+        patch = job.header.file.kind != KEYFRAME
+        header = replace(
+            job.header,
+            previous_step=self._last.file.step,
+            parent_step=parent.file.step if patch else None,
+            parent_digest=parent.result_digest if patch else "",
+            tensor_digests=tuple(whole),
+            result_digest=job.layout.state_digest(whole),
+        )
+        write_step(header, payload, require_lock=self._lock_file.require_held)
+        with self._lock:
+            self._last, self._failed = header, None
+        return StepInfo.of(header)

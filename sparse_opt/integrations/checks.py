@@ -1,0 +1,138 @@
+"""What a trainer is asked for and can't have together with SparseAdamW: the reason, and what works instead."""
+
+from __future__ import annotations
+
+import inspect
+from inspect import BoundArguments, Parameter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from .arguments import SparseArguments
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def of_call(bound: inspect.BoundArguments) -> None:
+    """Arguments of the trainer's constructor, before it runs.
+
+    Raises:
+        ConfigError: an optimizer or scheduler of the caller's, or a PEFT adapter.
+    """
+    given = named(bound)
+    optimizer, scheduler = given.get("optimizers") or (None, None)
+    if optimizer is not None or given.get("optimizer_cls_and_kwargs") is not None:
+        raise ConfigError(
+            "sparse_trainer makes the optimizer itself: pass neither optimizers nor optimizer_cls_and_kwargs"
+        )
+    if scheduler is not None:
+        raise ConfigError(
+            "the scheduler in optimizers is another optimizer's: set lr_scheduler_type, or override create_scheduler"
+        )
+    if given.get("peft_config") is not None:
+        raise ConfigError("peft_config trains an adapter, a mask the model's own weights: drop one of the two")
+    of_model(given.get("model"))
+
+
+def of_model(model: Any) -> None:
+    """Models whose weights are not the ones a mask is over.
+
+    Raises:
+        ConfigError: a PEFT model, or one that transformers has sharded.
+    """
+    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} with a PEFT adapter, a mask is over the model's own weights: "
+            "pass model.merge_and_unload().requires_grad_(True)"
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ConfigError("the model is sharded over devices (distributed_config): load it whole, one copy a device")
+
+
+def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> None:
+    """Ways of running that take gradients or weights where the optimizer does not find them.
+
+    Raises:
+        ConfigError: DeepSpeed, FSDP, Megatron-LM, XLA, DataParallel; with compact gradients, DistributedDataParallel
+            and a GradScaler without `amp_scaling`.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+        raise ConfigError(
+            f"{kind} keeps weights and gradients in buffers of its own, where no mask applies: run on one device, or "
+            "with DistributedDataParallel and SparseArguments(grads='dense')"
+        )
+    if kind != "NO" and options.grads == "compact":
+        raise ConfigError(
+            f"{kind}: DistributedDataParallel averages dense gradients between processes, and sees no compact ones: "
+            "use SparseArguments(grads='dense')"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs in one process run under DataParallel: start it with `accelerate launch`, or make one "
+            "visible with CUDA_VISIBLE_DEVICES"
+        )
+    if accelerator.mixed_precision == "fp16" and options.grads == "compact" and not options.amp_scaling:
+        raise ConfigError(
+            "fp16 mixed precision scales gradients, and sees no compact ones: use SparseArguments(amp_scaling=True), "
+            "grads='dense', or bf16"
+        )
+
+
+def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
+    """Training arguments that would do something else than they say.
+
+    Raises:
+        ConfigError: another optimizer; a cast of the trained weights in place; a log that can't follow.
+    """
+    if args.optim not in _ADAMW:
+        raise ConfigError(f"optim is {_value(args.optim)!r}: SparseAdamW stands in for {' and '.join(_ADAMW)}")
+    if args.auto_find_batch_size and options.delta_log_dir is not None:
+        raise ConfigError("auto_find_batch_size begins a run anew, which a delta log can't follow: set one of the two")
+    for option, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
+        if getattr(args, option):
+            _refuse_cast(model, dtype, f"{option}=True", f"load the model in {dtype}, or leave it out")
+    # TRL's GRPO. Generation there begins with `model.to(...)`, and nothing casts the weights back.
+    if getattr(args, "use_transformers_continuous_batching", False):
+        what = "use_transformers_continuous_batching=True"
+        if args.cast_lm_head_to_fp32:
+            raise ConfigError(f"{what} casts an fp32 lm_head to 16 bits and back: set cast_lm_head_to_fp32=False")
+        if args.bf16 or args.fp16:
+            dtype = torch.bfloat16 if args.bf16 else torch.float16
+            _refuse_cast(model, dtype, what, f"load the model in {dtype} (model_init_kwargs), or use vLLM")
+
+
+def _refuse_cast(model: nn.Module, dtype: torch.dtype, what: str, instead: str) -> None:
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype != dtype:
+            raise ConfigError(
+                f"{what} casts the trained weights to {dtype} in place, and {name} is {param.dtype}: {instead}"
+            )
+
+
+def _value(option: Any) -> Any:
+    return getattr(option, "value", option)
+
+
+def named(bound: BoundArguments) -> dict[str, Any]:
+    """The arguments that have a name: those in `**kwargs` too, those in `*args` not."""
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind is not Parameter.VAR_POSITIONAL:
+            found[name] = value
+    return found
+
+
+def set_named(bound: BoundArguments, name: str, value: Any) -> None:
+    """Give the call an argument, as a parameter where there is one of that name, else in `**kwargs`."""
+    parameters = bound.signature.parameters
+    if name in parameters:
+        bound.arguments[name] = value
+    else:
+        rest = next(p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD)
+        bound.arguments[rest] = {**bound.arguments.get(rest, {}), name: value}

@@ -1,0 +1,141 @@
+"""Masks found in a log of states, their file names, and the choice of tensors that take part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from ..delta.state import StateLog, TensorSpec, floating_parameters
+from ..errors import MaskError
+from ..masks.mask_set import MaskSet
+from ..masks.parameters import select_names
+from .log_scores import LogMethod, LogScores, plan_scores
+from .select import FoundMask, Pool, find_mask, require_arguments
+
+
+def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
+    """`sparsity_97.5pct_magnitude_step50.safetensors`; sparsity in percent.
+
+    Without a step, as of a model that was not trained, `sparsity_97.5pct_snip.safetensors`. A pattern other than
+    element stands after the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
+    """
+    return f"sparsity_{float(sparsity)}pct_{_made_how(method, step, pattern)}.safetensors"
+
+
+def top_file_name(percent: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
+    """`top_10.0pct_momentum_w25_step25.safetensors`: as `mask_file_name`, for the percent of elements to keep."""
+    return f"top_{float(percent)}pct_{_made_how(method, step, pattern)}.safetensors"
+
+
+def _made_how(method: str, step: int | None, pattern: str) -> str:
+    parts = [method, *([] if pattern == "element" else [pattern]), *([] if step is None else [f"step{step}"])]
+    return "_".join(parts)
+
+
+def find_from_log(
+    log: StateLog,
+    *,
+    method: LogMethod = "magnitude",
+    sparsity: float,
+    target_step: int | None = None,
+    momentum_window: int | None = None,
+    min_tensor_keep: float = 0.0025,
+    pool: Pool = "global",
+    pattern: str = "element",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+    device: torch.device | str = "cpu",
+    figures: bool = False,
+    progress: bool = False,
+) -> FoundMask:
+    """The mask of the elements that a method scores highest in a log of states.
+
+    `mask_finding.log_scores` has the methods' formulas and says which steps they read, `find_mask` how elements are
+    chosen. The tensors that take part are the floating-point parameters, tied ones once.
+
+    Args:
+        target_step, momentum_window: see `mask_finding.log_scores.plan_scores`.
+        include, exclude, mlp_only: which tensors take part: `select_names`.
+        device: where the scores are made; every device gives the same mask.
+        others: see `find_mask`.
+
+    Returns:
+        A mask over the chosen tensors. Its metadata: method, sparsity, step, base_step, steps_read (how many),
+        log_digest (of the target state), base_digest, momentum_window for momentum, model where the log names one;
+        include, exclude and mlp_only where they were given; and those of `find_mask`.
+
+    Raises:
+        MaskError: as `mask_finding.log_scores.plan_scores` and `find_mask`; or no tensor is chosen.
+        DeltaLogError: the log is damaged, or the step is not logged.
+    """
+    require_arguments(sparsity, min_tensor_keep, pool, pattern)
+    plan = plan_scores(log, method, target_step=target_step, momentum_window=momentum_window)
+    specs = _chosen(log, include, exclude, mlp_only)
+    metadata = {
+        "method": method,
+        "sparsity": str(float(sparsity)),
+        "step": str(plan.step),
+        "base_step": str(plan.steps[0]),
+        "steps_read": str(len(plan.steps)),
+        "log_digest": log.digest(plan.step),
+        "base_digest": log.digest(plan.steps[0]),
+        **({} if plan.window is None else {"momentum_window": str(plan.window)}),
+        **choice_metadata(include, exclude, mlp_only),
+    }
+    model = log.metadata.get("model")
+    if model is not None:
+        metadata["model"] = model
+    return find_mask(
+        LogScores(log, plan, specs, torch.device(device)),
+        sparsity=sparsity,
+        min_tensor_keep=min_tensor_keep,
+        pool=pool,
+        pattern=pattern,
+        metadata=metadata,
+        figures=figures,
+        progress=progress,
+    )
+
+
+def find_magnitude(
+    log: StateLog,
+    *,
+    sparsity: float,
+    target_step: int | None = None,
+    min_tensor_keep: float = 0.0025,
+    pool: Pool = "global",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+) -> MaskSet:
+    """The mask of the elements that moved furthest from the base weights: `find_from_log`, method magnitude."""
+    return find_from_log(
+        log,
+        sparsity=sparsity,
+        target_step=target_step,
+        min_tensor_keep=min_tensor_keep,
+        pool=pool,
+        include=include,
+        exclude=exclude,
+        mlp_only=mlp_only,
+    ).mask
+
+
+def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool) -> dict[str, str]:
+    """Which tensors were chosen, as a mask's metadata; nothing where all were."""
+    patterns = {"include": include, "exclude": exclude}
+    chosen = {key: json.dumps(list(value)) for key, value in patterns.items() if value is not None}
+    return chosen | ({"mlp_only": "true"} if mlp_only else {})
+
+
+def _chosen(
+    log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
+) -> dict[str, TensorSpec]:
+    specs = floating_parameters(log)
+    names = select_names(specs, include=include, exclude=exclude, mlp_only=mlp_only)
+    if not names:
+        raise MaskError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")
+    return {name: specs[name] for name in names}

@@ -1,0 +1,217 @@
+"""Scores of elements from a log of states: how far, how steadily, how variably training moved each weight.
+
+With delta_i = W_i - W_0, W_0 the first logged state, v_i = W_i - W_{i-1} since the state logged before, and t the
+target step:
+
+| method | score |
+|---|---|
+| magnitude | abs(delta_t) |
+| momentum, window w | abs(m) * (1 + abs(m) / s), m = mean(v), s = std(v) + 1e-8, v of the last w logged steps up to t |
+| fisher | Var(delta) + abs(mean(delta)) over the logged steps up to t, W_0 left out |
+| oracle | abs(delta) at the last logged step |
+
+Variances divide by one less than the number of values. `fisher` is a proxy that stands in for gradients where there are
+none; the diagonal Fisher itself is `mask_finding.model_scores`'s fisher_gradient.
+
+magnitude and oracle subtract in float32 (float64 weights in float64), the others in float64 throughout; scores are
+rounded to float32 at the end. All of it is elementwise, one rounding an operation: a CPU and a GPU get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..delta.state import StateLog, TensorSpec
+from ..errors import DeltaLogError, MaskError
+from .topk import positions
+
+LogMethod = Literal["magnitude", "momentum", "fisher", "oracle"]
+LOG_METHODS: tuple[LogMethod, ...] = ("magnitude", "momentum", "fisher", "oracle")
+# The velocities of a momentum score where no window was asked for and as many are logged.
+DEFAULT_WINDOW = 25
+
+# Elements worked on at a time, which bounds the scratch to some 100 MB.
+_CHUNK = 2**22
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """Which states a score is made of: ascending logged steps, the first one the base of the differences.
+
+    momentum: each state's difference is to the one before it; all others: to the first.
+    """
+
+    method: LogMethod
+    steps: tuple[int, ...]
+
+    @property
+    def step(self) -> int:
+        """The target step."""
+        return self.steps[-1]
+
+    @property
+    def window(self) -> int | None:
+        """Velocities of a momentum score, None for the other methods."""
+        return len(self.steps) - 1 if self.method == "momentum" else None
+
+    @property
+    def label(self) -> str:
+        """For file names: `fisher`, `momentum_w25`."""
+        return self.method if self.window is None else f"{self.method}_w{self.window}"
+
+
+def plan_scores(
+    log: StateLog, method: LogMethod, *, target_step: int | None = None, momentum_window: int | None = None
+) -> ScorePlan:
+    """Which steps of a log a method reads.
+
+    Args:
+        target_step: t, a logged step; the last one by default. oracle takes the last one only.
+        momentum_window: w, 2 or more; by default 25, or as many velocities as are logged up to t where they are fewer.
+
+    Raises:
+        MaskError: an argument is out of range, or the method needs more logged steps than there are.
+        DeltaLogError: the target step is not logged.
+    """
+    if method not in LOG_METHODS:
+        raise MaskError(f"method is {method!r}, wanted one of {', '.join(LOG_METHODS)}")
+    if momentum_window is not None and method != "momentum":
+        raise MaskError(f"momentum_window is {momentum_window}, and the method {method}: wanted method momentum")
+    if momentum_window is not None and momentum_window < 2:
+        raise MaskError(f"momentum_window is {momentum_window}, wanted 2 or more velocities")
+    logged = log.steps
+    step = logged[-1] if target_step is None else target_step
+    if step not in logged:
+        raise DeltaLogError(f"{log.directory}: step {step} is not logged")
+    if method == "oracle" and step != logged[-1]:
+        raise MaskError(f"target_step is {step}, and oracle scores the last logged step, {logged[-1]}")
+    upto = logged[: logged.index(step) + 1]
+    after = len(upto) - 1
+    if after == 0:
+        raise MaskError(
+            f"{log.directory}: no element of step {step} has changed since step {logged[0]}: it is the first logged "
+            "one, wanted a later one"
+        )
+    if method in ("magnitude", "oracle"):
+        return ScorePlan(method, (upto[0], step))
+    if method == "fisher":
+        if after < 2:
+            raise MaskError(_too_few(log, method, 2, after, step))
+        return ScorePlan(method, upto)
+    window = min(DEFAULT_WINDOW, max(2, after)) if momentum_window is None else momentum_window
+    if after < window:
+        raise MaskError(_too_few(log, f"momentum with window {window}", window, after, step))
+    return ScorePlan(method, upto[-window - 1 :])
+
+
+def _too_few(log: StateLog, what: str, wanted: int, found: int, step: int) -> str:
+    return (
+        f"{log.directory}: {what} needs {wanted} logged steps after the first, step {log.steps[0]}; "
+        f"up to step {step} there {'is' if found == 1 else 'are'} {found}"
+    )
+
+
+class LogScores:
+    """The scores of a log's tensors by one plan, tensor by tensor, as often as they are asked for.
+
+    Holds one tensor's statistics: the score, 4 bytes an element; two states; for momentum and fisher, two sums of 8
+    bytes.
+
+    Args:
+        specs: the tensors to score.
+        device: where the scores are made and stay.
+    """
+
+    def __init__(self, log: StateLog, plan: ScorePlan, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
+        self._log, self._plan, self._device = log, plan, device
+        self.shapes: dict[str, tuple[int, ...]] = {name: spec.shape for name, spec in specs.items()}
+        self.what = f"{plan.method} score"
+
+    def bits(self, name: str) -> Tensor:
+        """[numel] int32, the bits of one tensor's float32 scores."""
+        plan = self._plan
+        before: Tensor | None = None
+        moments: _Moments | None = None
+        bits = torch.empty(0, dtype=torch.int32, device=self._device)
+        for _, state in self._log.tensor_states(name, plan.steps):
+            after = state.reshape(-1)
+            if before is None:
+                # A copy: a state is good until the next one is asked for.
+                before = after.to(self._device, copy=True)
+            elif plan.method in ("magnitude", "oracle"):
+                bits = change_bits(before, after)
+            else:
+                if moments is None:
+                    moments = _Moments(after.numel(), self._device)
+                moments.add(before, after)
+                if plan.method == "momentum":
+                    before.copy_(after)
+        if moments is None:
+            return bits
+        return moments.momentum_bits() if plan.method == "momentum" else moments.fisher_bits()
+
+
+def change_bits(before: Tensor, after: Tensor) -> Tensor:
+    """[numel] int32, the bits of abs(after - before) in float32, of two flat floating-point tensors, where `before` is.
+
+    float64 is subtracted as such, since its change may be lost in float32; all other dtypes are exact in float32. A
+    NaN score has bits above those of infinity, 0x7F800000.
+    """
+    wide = torch.float64 if after.dtype == torch.float64 else torch.float32
+    bits = torch.empty(after.numel(), dtype=torch.int32, device=before.device)
+    for out, old, new in zip(*(t.split(_CHUNK) for t in (bits, before, after)), strict=True):
+        out.view(torch.float32).copy_((new.to(before.device).to(wide) - old.to(wide)).abs_())
+    return bits
+
+
+class _Moments:
+    """Sum and sum of squares of differences of states, in float64."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._sum = torch.zeros(numel, dtype=torch.float64, device=device)
+        self._squares = torch.zeros(numel, dtype=torch.float64, device=device)
+        self._n = 0
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Count the differences of two flat states; `before` is on the moments' device."""
+        self._n += 1
+        for total, squares, old, new in zip(
+            *(t.split(_CHUNK) for t in (self._sum, self._squares, before, after)), strict=True
+        ):
+            new = new.to(old.device)
+            # Most elements keep their value in a step, and adding their zeros would change nothing.
+            at = positions(new != old)
+            change = new[at].double() - old[at].double()
+            total.index_add_(0, at, change)
+            # Multiplied first and then added: a fused operation would round once where this rounds twice.
+            squares.index_add_(0, at, change * change)
+
+    def momentum_bits(self) -> Tensor:
+        return self._bits(_momentum)
+
+    def fisher_bits(self) -> Tensor:
+        return self._bits(lambda mean, variance: variance + mean.abs())
+
+    def _bits(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        bits = torch.zeros(self._sum.numel(), dtype=torch.int32, device=self._sum.device)
+        # Products with the reciprocal: that is how a GPU divides by a number, and a CPU does not.
+        per_value, per_freedom = 1.0 / self._n, 1.0 / (self._n - 1)
+        for out, totals, all_squares in zip(*(t.split(_CHUNK) for t in (bits, self._sum, self._squares)), strict=True):
+            # Where nothing moved, every score is zero.
+            at = positions(all_squares != 0)
+            total, squares = totals[at], all_squares[at]
+            mean = total * per_value
+            variance = ((squares - total * mean) * per_freedom).clamp_(min=0.0)
+            out.view(torch.float32)[at] = score(mean, variance).float()
+        return bits
+
+
+def _momentum(mean: Tensor, variance: Tensor) -> Tensor:
+    size = mean.abs()
+    return size * (1.0 + size / (variance.sqrt_() + _EPSILON))

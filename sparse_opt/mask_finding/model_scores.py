@@ -1,0 +1,224 @@
+"""Scores of a model that was not trained yet: of its weights alone, or of how it answers to calibration sequences.
+
+With w a weight, g its gradient and x the input that it multiplies:
+
+| method | score | source |
+|---|---|---|
+| weight_magnitude | abs(w) | S. Han et al., https://arxiv.org/abs/1506.02626 |
+| snip | abs(w * mean(g)) | N. Lee, T. Ajanthan, P. Torr, https://arxiv.org/abs/1810.02340 |
+| fisher_gradient | mean(g^2), the diagonal Fisher | Y.-L. Sung et al., https://arxiv.org/abs/2111.09839 |
+| wanda | abs(w) * norm(x), the 2-norm over all tokens | M. Sun et al., https://arxiv.org/abs/2306.11695 |
+
+Means are over sequences. g is the gradient of one sequence's loss: the mean negative log-likelihood of its completion's
+tokens, log-softmax in fp32, dropout off. The sequences go through the model one at a time, so nothing is padded.
+
+wanda scores the weights of linear layers, and no other tensors: only there an input meets each weight. A weight that is
+also used otherwise, as an embedding that is tied to the output layer is, is left out. The published method compares
+within each output row; here scores compete as everywhere, in one pool or tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..errors import MaskError
+
+CalibrationMethod = Literal["snip", "fisher_gradient", "wanda"]
+CALIBRATION_METHODS: tuple[CalibrationMethod, ...] = ("snip", "fisher_gradient", "wanda")
+
+
+class CalibrationSequence(Protocol):
+    """Token ids of a prompt and its completion; the completion starts at `prompt_length`."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def prompt_length(self) -> int: ...
+
+
+class ModelScores:
+    """The scores of a model's parameters, made when they are asked for: a `mask_finding.select.ScoreSource`.
+
+    Args:
+        what: what messages call a score.
+        parameters: name -> parameter, in the model's order.
+        score: the flat or shaped floating-point scores >= 0 of the parameter of a name.
+    """
+
+    def __init__(self, what: str, parameters: Mapping[str, Tensor], score: Callable[[str], Tensor]) -> None:
+        self.what = what
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._score = score
+
+    def bits(self, name: str) -> Tensor:
+        """[numel] int32, the bits of one tensor's scores in float32."""
+        return self._score(name).float().contiguous().view(-1).view(torch.int32)
+
+
+def weight_scores(parameters: Mapping[str, Tensor]) -> ModelScores:
+    """abs(w) of each parameter."""
+    return ModelScores("weight_magnitude score", parameters, lambda name: parameters[name].detach().abs())
+
+
+def calibrated_scores(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    sequences: Sequence[CalibrationSequence],
+    method: CalibrationMethod,
+    *,
+    progress: bool = False,
+) -> ModelScores:
+    """The scores of a causal language model's parameters on calibration sequences (see the module).
+
+    The model is left as it was: training mode, `requires_grad` and gradients. Beside it, snip and fisher_gradient hold
+    one fp32 sum for each scored element, and one parameter's gradient at a time; wanda one fp64 sum for each input.
+
+    Args:
+        model: called with `input_ids=` [1, T] int64, gives `.logits` [1, T, V].
+        parameters: name -> parameter of the model, those to score, tied ones once.
+        sequences: each with a completion of one token or more.
+        progress: show a bar on a terminal.
+
+    Raises:
+        MaskError: no sequence, or one without a completion; for wanda, no parameter that is a linear layer's weight.
+    """
+    if not sequences:
+        raise MaskError(f"{method} needs calibration sequences, and there are none")
+    for i, sequence in enumerate(sequences):
+        if len(sequence.ids) - max(sequence.prompt_length, 1) < 1:
+            raise MaskError(
+                f"calibration sequence {i} has {len(sequence.ids)} tokens and a prompt of {sequence.prompt_length}, "
+                "wanted a completion token that can be predicted"
+            )
+    shown = tqdm(sequences, desc=method, unit="sequence", leave=False, disable=None if progress else True)
+    training = model.training
+    model.eval()
+    try:
+        if method == "wanda":
+            return _wanda(model, parameters, shown)
+        return _of_gradients(model, parameters, shown, method, len(sequences))
+    finally:
+        model.train(training)
+
+
+def _of_gradients(
+    model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any, method: str, n_sequences: int
+) -> ModelScores:
+    squared = method == "fisher_gradient"
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+
+    def collect(name: str) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None  # called right after it was made
+            gradient = parameter.grad.float()
+            sums[name].add_(gradient.square() if squared else gradient)
+            # Freed at once, so that the model's gradients never exist together.
+            parameter.grad = None
+
+        return add
+
+    with _gradients_of(model, parameters):
+        hooks = [p.register_post_accumulate_grad_hook(collect(name)) for name, p in parameters.items()]
+        try:
+            for sequence in sequences:
+                _loss(model, sequence).backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def score(name: str) -> Tensor:
+        mean = sums[name] / n_sequences
+        return mean if squared else (parameters[name].detach().float() * mean).abs_()
+
+    return ModelScores(f"{method} score", parameters, score)
+
+
+@contextlib.contextmanager
+def _gradients_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, these parameters have gradients to be made, none so far, and no others do."""
+    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    wanted = {id(p) for p in parameters.values()}
+    for parameter, _, _ in before:
+        parameter.requires_grad_(id(parameter) in wanted)
+        parameter.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, required, gradient in before:
+            parameter.requires_grad_(required)
+            parameter.grad = gradient
+
+
+def _loss(model: nn.Module, sequence: CalibrationSequence) -> Tensor:
+    ids = torch.tensor([list(sequence.ids)], dtype=torch.int64, device=next(model.parameters()).device)
+    start = max(sequence.prompt_length, 1)
+    logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
+    return F.cross_entropy(logits.float(), ids[0, start:])
+
+
+def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -> ModelScores:
+    layers = _linear_layers(model)
+    chosen = {name: p for name, p in parameters.items() if id(p) in layers}
+    if not chosen:
+        raise MaskError(
+            f"wanda scores weights of linear layers, and none of the {len(parameters)} chosen tensors is one"
+        )
+    norms: dict[int, Tensor] = {}
+
+    def collect(key: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def add(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            squares = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double().square().sum(dim=0)
+            norms[key] = norms[key] + squares if key in norms else squares
+
+        return add
+
+    wanted = {id(p) for p in chosen.values()}
+    hooks = [layer.register_forward_pre_hook(collect(key)) for key in wanted for layer in layers[key]]
+    try:
+        with torch.no_grad():
+            for sequence in sequences:
+                device = next(model.parameters()).device
+                ids = torch.tensor([list(sequence.ids)], dtype=torch.int64, device=device)
+                model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    def score(name: str) -> Tensor:
+        weight = chosen[name].detach().float().abs()
+        if id(chosen[name]) not in norms:  # a layer that no sequence went through, as an expert may be
+            return torch.zeros_like(weight)
+        norm = norms[id(chosen[name])].sqrt().float()
+        # A Conv1D keeps its weight as [in, out].
+        return weight * (norm[:, None] if _is_conv1d(layers[id(chosen[name])][0]) else norm)
+
+    return ModelScores("wanda score", chosen, score)
+
+
+def _linear_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """id of a weight -> the linear layers that multiply by it, and nothing else uses it."""
+    layers: dict[int, list[nn.Module]] = {}
+    others = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "weight" and (isinstance(module, nn.Linear) or _is_conv1d(module)):
+                layers.setdefault(id(parameter), []).append(module)
+            else:
+                others.add(id(parameter))
+    return {key: found for key, found in layers.items() if key not in others}
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer of transformers; where that is not imported there is none."""
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    return pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D)

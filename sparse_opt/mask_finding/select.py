@@ -1,0 +1,285 @@
+"""Masks of the elements, runs or tiles that score highest, exactly as if all scores had been sorted at once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .. import __version__
+from ..errors import MaskError
+from ..masks.mask_set import MaskSet
+from ..masks.patterns import PATTERNS, expand_units
+from .topk import GlobalSelection, TensorSelection, UnitScores, unit_scores
+
+Pool = Literal["global", "tensor"]
+POOLS: tuple[Pool, ...] = ("global", "tensor")
+
+_INFINITY_BITS = 0x7F800000
+# Scores summed at a time, in float64.
+_CHUNK = 2**22
+
+
+class ScoreSource(Protocol):
+    """The scores of a model's chosen tensors, made one tensor at a time."""
+
+    @property
+    def what(self) -> str:
+        """`momentum score`, for messages."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of each tensor, in the model's order."""
+
+    def bits(self, name: str) -> Tensor:
+        """[numel] int32, the bits of a tensor's float32 scores >= 0; the same ones each time."""
+
+
+@dataclass(frozen=True)
+class TensorFigures:
+    """One tensor's part in a selection. Under a pattern scores are those of units; counts are always of elements.
+
+    kept, scoring, numel: elements kept, of those with a score above zero, of all.
+    threshold: the least score that is kept; None where none is.
+    least, mean, most: of all scores; None where there are none.
+    """
+
+    kept: int
+    scoring: int
+    numel: int
+    threshold: float | None
+    least: float | None
+    mean: float | None
+    most: float | None
+
+
+@dataclass(frozen=True)
+class PatternCapture:
+    """What a mask of whole units holds of the scores, beside the element-wise mask of the same options.
+
+    score, element_score: sums over the kept elements; nnz, element_nnz: their number.
+    """
+
+    score: float
+    element_score: float
+    nnz: int
+    element_nnz: int
+
+    @property
+    def share(self) -> float:
+        """score / element_score."""
+        return self.score / self.element_score
+
+
+@dataclass(frozen=True)
+class FoundMask:
+    """A mask and how it came about.
+
+    threshold: pool global: the least score that counted towards the quota, floors aside; None where the floors meet it.
+    capture: None for the pattern element.
+    tensors: only where figures were asked for.
+    """
+
+    mask: MaskSet
+    threshold: float | None
+    capture: PatternCapture | None
+    tensors: Mapping[str, TensorFigures]
+
+
+def require_arguments(sparsity: float, min_tensor_keep: float, pool: str, pattern: str) -> None:
+    """Raise MaskError where an argument of `find_mask` is out of range."""
+    if not 0.0 < sparsity < 100.0:
+        raise MaskError(f"sparsity is {sparsity} percent, wanted above 0 and below 100")
+    if not 0.0 <= min_tensor_keep <= 1.0:
+        raise MaskError(f"min_tensor_keep is {min_tensor_keep}, wanted a share from 0 to 1")
+    if pool not in POOLS:
+        raise MaskError(f"pool is {pool!r}, wanted {' or '.join(POOLS)}")
+    if pattern not in PATTERNS:
+        raise MaskError(f"pattern is {pattern!r}, wanted one of {', '.join(PATTERNS)}")
+
+
+def find_mask(
+    source: ScoreSource,
+    *,
+    sparsity: float,
+    min_tensor_keep: float = 0.0025,
+    pool: Pool = "global",
+    pattern: str = "element",
+    metadata: Mapping[str, str] | None = None,
+    figures: bool = False,
+    progress: bool = False,
+) -> FoundMask:
+    """Keep what scores highest.
+
+    Of the N elements of all tensors, round((100 - sparsity) % of N) are the quota. Pool `global`: each tensor first
+    keeps its own best ceil(min_tensor_keep * numel), then the best of all others fill the quota. Pool `tensor`: each
+    tensor keeps its own share, or its floor if that is more. The result is that of sorting all scores at once: ties go
+    to the earlier tensor, in the source's order, and then to the lower position.
+
+    Under a pattern whole units compete by the sum of their scores. A floor is kept by as few units as cover it; quota
+    and shares are filled until the next unit would exceed them, so that a mask may stay short of them by part of a
+    unit.
+
+    What scores zero is never kept, neither for the quota nor for a floor: nothing but its position would speak for it.
+    Where fewer elements score than were asked for, the mask keeps those that do, and a UserWarning says so; a tensor
+    that does not score at all is listed without active elements. Where none scores, there is no mask.
+
+    Scores are asked for tensor by tensor, three times over (once in pool `tensor`), and never kept: beside the mask,
+    one tensor's scores and those of its units are held, and a workspace of about 100 MB.
+
+    Args:
+        sparsity: percent of elements to leave out, above 0 and below 100.
+        min_tensor_keep: the floor, as a share of each tensor, 0 to 1.
+        pool: where units compete.
+        pattern: what is kept or left as a whole; see `masks.patterns`.
+        metadata: strings for the mask; pool, min_tensor_keep, made_by, and captured_score under a pattern are added.
+        figures: collect `FoundMask.tensors`, which reads each score once more.
+        progress: show a bar on a terminal.
+
+    Raises:
+        MaskError: an argument out of range, the floors alone exceed the quota, a score is NaN or below zero (names the
+            tensor), no element scores, the quota is no element, or no unit fits into it.
+    """
+    require_arguments(sparsity, min_tensor_keep, pool, pattern)
+    numels = {name: math.prod(shape) for name, shape in source.shapes.items()}
+    # Without the rounding 100 - 99.9 is a bit less than 0.1, and a half is missed.
+    percent = round(100.0 - sparsity, 10)
+    quota = _rounded(sum(numels.values()), percent)
+    floors = {name: math.ceil(min_tensor_keep * numel) for name, numel in numels.items()}
+    if pool == "global":
+        _require_room(sum(floors.values()), quota, min_tensor_keep, sparsity)
+    shares = {name: _rounded(numel, percent) for name, numel in numels.items()}
+    # Under a pattern the element-wise mask is found beside it, to tell how much of its score the pattern holds.
+    kinds = tuple(dict.fromkeys((pattern, "element")))
+    pooled = {kind: GlobalSelection(floors, quota) for kind in kinds} if pool == "global" else {}
+    selections: Mapping[str, GlobalSelection | TensorSelection] = pooled or {
+        kind: TensorSelection(floors, shares) for kind in kinds
+    }
+    chosen = selections[pattern]
+    indices: dict[str, Tensor] = {}
+    tensors: dict[str, TensorFigures] = {}
+    sums, counts = dict.fromkeys(selections, 0.0), dict.fromkeys(selections, 0)
+    with tqdm(
+        total=(3 if pooled else 1) * len(numels),
+        desc=source.what,
+        unit="tensor",
+        leave=False,
+        disable=None if progress else True,
+    ) as bar:
+        if pooled:
+            for name, kind, scores in _scores(source, kinds, bar):
+                pooled[kind].count(name, scores)
+            _require_room(pooled[pattern].floor_total, quota, min_tensor_keep, sparsity, pattern)
+            for name, kind, scores in _scores(source, kinds, bar):
+                pooled[kind].refine(name, scores)
+        for name, kind, scores in _scores(source, kinds, bar):
+            units = selections[kind].take(name, scores)
+            sums[kind] += _score_sum(scores.bits[units.to(scores.bits.device)])
+            counts[kind] += int(units.numel() if scores.sizes is None else scores.sizes.cpu()[units].sum())
+            if kind == pattern:
+                positions = expand_units(units, source.shapes[name], pattern)
+                # Half the memory, where positions allow it.
+                indices[name] = positions.to(torch.int32) if numels[name] < 2**31 else positions
+                if figures:
+                    tensors[name] = _figures(scores, units, positions.numel())
+    if not counts[pattern]:
+        raise MaskError(_nothing(source, chosen, pattern, sparsity))
+    if chosen.reachable < chosen.wanted:
+        warnings.warn(
+            f"only {chosen.reachable} elements have a {source.what} above zero where {chosen.wanted} were asked for: "
+            f"the mask keeps {counts[pattern]}",
+            stacklevel=2,
+        )
+    capture = None
+    if pattern != "element":
+        capture = PatternCapture(sums[pattern], sums["element"], counts[pattern], counts["element"])
+    made = {
+        **(metadata or {}),
+        "pool": pool,
+        "min_tensor_keep": str(min_tensor_keep),
+        "made_by": f"sparse-opt {__version__}",
+        **({} if capture is None else {"captured_score": f"{capture.share:.6f}"}),
+    }
+    mask = MaskSet(indices, source.shapes, pattern=pattern, metadata=made)
+    bits = chosen.threshold
+    threshold = None if bits is None else _score(bits)
+    return FoundMask(mask, threshold, capture, tensors)
+
+
+def _scores(source: ScoreSource, kinds: Sequence[str], bar: tqdm) -> Iterator[tuple[str, str, UnitScores]]:
+    """(name, kind, scores of that kind's units): one round over the tensors."""
+    for name, shape in source.shapes.items():
+        bits = source.bits(name)
+        _require_numbers(bits, source.what, name)
+        for kind in kinds:
+            yield name, kind, unit_scores(bits, shape, kind)
+        bar.update()
+
+
+def _require_numbers(bits: Tensor, what: str, name: str) -> None:
+    """Raise MaskError where a score is NaN or below zero: the bits of either sign of NaN, and those with a sign."""
+    if not bits.numel():
+        return
+    least, most = (int(end) for end in bits.aminmax())
+    if least >= 0 and most <= _INFINITY_BITS:
+        return
+    nans = int(bits.view(torch.float32).isnan().count_nonzero())
+    if nans:
+        raise MaskError(f"the {what} of {name} is NaN at {nans} of {bits.numel()} elements, wanted numbers")
+    below = int((bits < 0).count_nonzero())
+    raise MaskError(f"the {what} of {name} has a minus sign at {below} of {bits.numel()} elements, wanted 0 and more")
+
+
+def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity: float, pattern: str = "") -> None:
+    if floor_total > quota:
+        units = f" in whole units of {pattern}" if pattern not in ("", "element") else ""
+        raise MaskError(
+            f"min_tensor_keep {min_tensor_keep} keeps {floor_total} elements{units}, "
+            f"but sparsity {sparsity} leaves {quota}: lower one of the two"
+        )
+
+
+def _nothing(source: ScoreSource, selection: GlobalSelection | TensorSelection, pattern: str, sparsity: float) -> str:
+    if not selection.wanted:
+        each = " of any tensor by itself" if isinstance(selection, TensorSelection) else ""
+        numel = sum(map(math.prod, source.shapes.values()))
+        return f"sparsity {sparsity} leaves none of the {numel} elements{each}"
+    if selection.reachable:
+        return f"no unit of {pattern} fits: sparsity {sparsity} leaves {selection.wanted} elements in all"
+    return f"no element of the chosen tensors has a {source.what} above zero"
+
+
+def _figures(scores: UnitScores, units: Tensor, kept: int) -> TensorFigures:
+    if not scores.bits.numel():
+        return TensorFigures(0, 0, 0, None, None, None, None)
+    least_kept = int(scores.bits[units.to(scores.bits.device)].min()) if units.numel() else None
+    least, most = (int(bits) for bits in scores.bits.aminmax())
+    return TensorFigures(
+        kept=kept,
+        scoring=scores.scoring,
+        numel=int(scores.bits.numel() if scores.sizes is None else scores.sizes.sum()),
+        threshold=None if least_kept is None else _score(least_kept),
+        least=_score(least),
+        mean=_score_sum(scores.bits) / scores.bits.numel(),
+        most=_score(most),
+    )
+
+
+def _score(bits: int) -> float:
+    return float(torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32))
+
+
+def _score_sum(bits: Tensor) -> float:
+    """Sum of float32 scores, by their bits, in float64."""
+    return sum(float(part.view(torch.float32).double().sum()) for part in bits.split(_CHUNK))
+
+
+def _rounded(numel: int, percent: float) -> int:
+    """`percent` of so many elements, halves rounded up."""
+    return math.floor(percent * numel / 100.0 + 0.5)

@@ -1,0 +1,235 @@
+"""Mask files: one safetensors file of positions with string metadata, or a `.pt` dictionary of bool tensors.
+
+A `.pt` file is the zip archive that torch.save has written since torch 1.6; the older form has no checksums and is
+refused. It holds name -> bool tensor, plain or under the key `masks`, and then the metadata under `metadata`.
+
+The safetensors file holds, for each parameter, its name and the int32 (int64 from 2**31 elements on) tensor of its
+active positions. Its metadata:
+
+    format           sparse-opt mask
+    format_version   1
+    shapes           JSON, name -> shape of the parameter
+    pattern          element, run16, run32, tile64 or tile128
+    sparsity         percent, as asked for; where nothing was said, as it is
+    digest           xxh3_128 over names, shapes and positions
+    metadata_digest  xxh3_128 over all other metadata
+    method, step, model, ...   whatever the mask carried
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ..errors import MaskError
+from ..files import one_line, write_safetensors, written_aside
+from ..tensor_file import DamagedFile, open_tensors
+from ..tensors import compact_json, metadata_digest
+
+FORMAT = "sparse-opt mask"
+FORMAT_VERSION = "1"
+_RESERVED = ("format", "format_version", "shapes", "pattern", "digest", "metadata_digest")
+_PT_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class IndexMasks:
+    """What a safetensors mask file says; positions are not checked yet."""
+
+    indices: dict[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    pattern: str
+    metadata: dict[str, str]
+    digest: str
+
+
+@dataclass(frozen=True)
+class BoolMasks:
+    """What a `.pt` mask file says."""
+
+    masks: dict[str, Any]
+    metadata: dict[str, str]
+
+
+def write(
+    path: Path,
+    indices: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    pattern: str,
+    sparsity: float,
+    metadata: Mapping[str, str],
+    digest: str,
+) -> None:
+    """Write a mask file under its final name, whole or not at all. Makes missing parent folders."""
+    if path.suffix != ".safetensors":
+        raise MaskError(f"{path}: mask files end in .safetensors, found {path.suffix or 'no suffix'}")
+    taken = sorted(set(metadata) & set(_RESERVED))
+    if taken:
+        raise MaskError(f"{path}: metadata key {taken[0]} is reserved by the file format")
+    header = {
+        "sparsity": f"{100 * sparsity:.10g}",
+        **metadata,
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "shapes": compact_json({name: list(shape) for name, shape in shapes.items()}),
+        "pattern": pattern,
+        "digest": digest,
+    }
+    header["metadata_digest"] = metadata_digest(header)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(path, indices, header)
+    except (OSError, SafetensorError) as error:
+        raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
+
+
+def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, str], *, plain: bool) -> None:
+    """Write a `.pt` dictionary of bool tensors with torch.save, whole or not at all. Makes missing parent folders."""
+    if path.suffix not in _PT_SUFFIXES:
+        raise MaskError(f"{path}: files of bool tensors end in {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
+    if not masks:
+        raise MaskError(f"{path}: the mask lists no parameters, and a file of bool tensors cannot say so")
+    content: dict[str, Any] = dict(masks) if plain else {"masks": dict(masks), "metadata": dict(metadata)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Given a name, torch.save writes it into the file; the temporary one has no business there.
+        with written_aside(path) as aside, aside.open("wb") as file:
+            torch.save(content, file)
+    except (OSError, RuntimeError) as error:
+        raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
+
+
+def read(path: Path) -> IndexMasks | BoolMasks:
+    """Read a mask file by its suffix. Raises MaskError naming the file."""
+    if not path.is_file():
+        raise MaskError(f"{path}: no such mask file")
+    if path.suffix not in (".safetensors", *_PT_SUFFIXES):
+        raise MaskError(f"{path}: mask files end in .safetensors, {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
+    found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+    names = found.indices if isinstance(found, IndexMasks) else found.masks
+    for text in (*names, *found.metadata, *found.metadata.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # no file can be written with such a name
+            raise MaskError(f"{path}: {text[:80]!r} is no text: {error.reason}") from error
+    return found
+
+
+def _read_safetensors(path: Path) -> IndexMasks:
+    try:
+        with open_tensors(path) as file:
+            header = file.metadata
+            if header.get("format") != FORMAT:
+                raise MaskError(f"{path}: format is {header.get('format')!r}, wanted {FORMAT!r}")
+            if header.get("format_version") != FORMAT_VERSION:
+                raise MaskError(
+                    f"{path}: format version is {header.get('format_version')!r}, wanted {FORMAT_VERSION!r}"
+                )
+            written = header.pop("metadata_digest", None)
+            if metadata_digest(header) != written:
+                raise MaskError(
+                    f"{path}: damaged: the metadata has digest {metadata_digest(header)}, it says {written}"
+                )
+            missing = [key for key in _RESERVED[:-1] if key not in header]
+            if missing:
+                raise MaskError(f"{path}: metadata key {missing[0]} is missing")
+            shapes = _parsed_shapes(path, header["shapes"])
+            if set(file.names) != set(shapes):
+                raise MaskError(f"{path}: damaged: its tensors are not those of its shapes")
+            indices = {name: file.read(name) for name in shapes}
+    except (OSError, DamagedFile) as error:
+        raise MaskError(f"{path}: not a readable safetensors file: {one_line(error)}") from error
+    kept = {key: value for key, value in header.items() if key not in _RESERVED}
+    return IndexMasks(indices, shapes, header["pattern"], kept, header["digest"])
+
+
+def _parsed_shapes(path: Path, text: str) -> dict[str, tuple[int, ...]]:
+    try:
+        shapes = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of too many digits
+        raise MaskError(f"{path}: its shapes are not JSON: {one_line(error)}") from error
+    lists = isinstance(shapes, dict) and all(isinstance(shape, list) for shape in shapes.values())
+    if not lists or not all(type(size) is int and size >= 0 for shape in shapes.values() for size in shape):
+        raise MaskError(f"{path}: its shapes are not name -> list of sizes")
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _read_pt(path: Path) -> BoolMasks:
+    _require_sound_zip(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors and pickles that are refused here
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    # A pickle of other bytes can fail in any of these ways.
+    except (
+        OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        # torch's advice, to trust the file, comes before the cause.
+        cause = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or one_line(error)
+        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {cause}") from error
+    if not isinstance(content, dict):
+        raise MaskError(f"{path}: holds a {type(content).__name__}, wanted a dictionary of bool tensors")
+    beside: dict[Any, Any] = {}
+    masks = content
+    if isinstance(content.get("masks"), dict):
+        masks = content["masks"]
+        beside = {key: value for key, value in content.items() if key != "masks"}
+        tensors = [key for key, value in beside.items() if isinstance(value, Tensor)]
+        if tensors:
+            raise MaskError(f"{path}: holds a tensor {tensors[0]!r} beside 'masks', wanted all masks under that key")
+        if isinstance(beside.get("metadata"), dict):
+            beside |= beside.pop("metadata")
+    odd = [name for name in masks if not isinstance(name, str)]
+    if odd or not masks:
+        raise MaskError(f"{path}: holds {f'the key {odd[0]!r}' if odd else 'no masks'}, wanted parameter names")
+    for name, mask in masks.items():
+        if isinstance(mask, Tensor):
+            _require_stored(path, name, mask)
+    metadata = {str(key): str(value) for key, value in beside.items() if isinstance(value, (str, int, float))}
+    return BoolMasks(masks, {key: value for key, value in metadata.items() if key not in _RESERVED})
+
+
+def _require_stored(path: Path, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of which the file does not hold every element, before anything as large as its shape is made."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise MaskError(f"{path}: {name} is a {type(tensor).__name__}, expected a plain tensor")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        what = "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise MaskError(f"{path}: {name} is {what}, expected a dense tensor with values")
+    needed, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if needed > stored:
+        raise MaskError(
+            f"{path}: {name} is {list(tensor.shape)} with strides {list(tensor.stride())} over {stored} stored bytes, "
+            f"expected {needed}: a tensor that repeats its elements"
+        )
+
+
+def _require_sound_zip(path: Path) -> None:
+    """Compare the checksums of a torch.save archive, which torch.load leaves unread.
+
+    torch.save compresses nothing, and what is compressed can be any size larger than the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise MaskError(f"{path}: {packed[0]!r} is compressed, expected an archive as torch.save writes it")
+            broken = archive.testzip()
+    except MaskError:
+        raise
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise MaskError(f"{path}: not a readable archive as torch.save writes it: {one_line(error)}") from error
+    if broken is not None:
+        raise MaskError(f"{path}: damaged: {broken!r} does not have its checksum")

@@ -1,0 +1,187 @@
+"""What a parameter of a language model is, read from its name alone: its layer, and its part in it.
+
+Understood are the names of transformers' models (GPT-2, GPT-NeoX, GPT-J, OPT, Bloom, Llama, Mistral, Mixtral, Qwen 2
+and 3, Gemma 2 and 3, Phi, GPT-OSS and their relatives), under any prefix, and those of Mixtral's experts in
+checkpoints, where w1 is the gate, w3 up and w2 down. The part `other` is what is not understood, the routers of
+experts, and heads other than the language model's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+Part = Literal[
+    "embeddings",
+    "attention_q",
+    "attention_k",
+    "attention_v",
+    "attention_qkv",
+    "attention_o",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_gate_up",
+    "mlp_down",
+    "norms",
+    "lm_head",
+    "other",
+]
+# In the order in which data flows through a model, and in which tables and figures list them.
+PARTS: tuple[Part, ...] = get_args(Part)
+PART_LABELS: dict[Part, str] = {
+    "embeddings": "embeddings",
+    "attention_q": "attention q",
+    "attention_k": "attention k",
+    "attention_v": "attention v",
+    "attention_qkv": "attention qkv",
+    "attention_o": "attention o",
+    "mlp_gate": "MLP gate",
+    "mlp_up": "MLP up",
+    "mlp_gate_up": "MLP gate+up",
+    "mlp_down": "MLP down",
+    "norms": "norms",
+    "lm_head": "lm_head",
+    "other": "other",
+}
+
+_MODULES: dict[str, Part] = {
+    "q_proj": "attention_q",
+    "k_proj": "attention_k",
+    "v_proj": "attention_v",
+    "qkv_proj": "attention_qkv",
+    "c_attn": "attention_qkv",
+    "query_key_value": "attention_qkv",
+    "o_proj": "attention_o",
+    "gate_proj": "mlp_gate",
+    "up_proj": "mlp_up",
+    "gate_up_proj": "mlp_gate_up",
+    "down_proj": "mlp_down",
+    "c_fc": "mlp_up",
+    "fc1": "mlp_up",
+    "fc_in": "mlp_up",
+    "dense_h_to_4h": "mlp_up",
+    "fc2": "mlp_down",
+    "fc_out": "mlp_down",
+    "dense_4h_to_h": "mlp_down",
+    "embed_tokens": "embeddings",
+    "embed_positions": "embeddings",
+    "embed_in": "embeddings",
+    "word_embeddings": "embeddings",
+    "wte": "embeddings",
+    "wpe": "embeddings",
+    "lm_head": "lm_head",
+    "embed_out": "lm_head",
+}
+# Names that mean one thing in an attention block and another, or nothing, in a feed-forward block.
+_IN_ATTENTION: dict[str, Part] = {"c_proj": "attention_o", "out_proj": "attention_o", "dense": "attention_o"}
+_IN_MLP: dict[str, Part] = {"c_proj": "mlp_down", "w1": "mlp_gate", "w2": "mlp_down", "w3": "mlp_up"}
+_ATTENTION_BLOCKS = frozenset({"attn", "self_attn", "attention", "self_attention"})
+_MLP_BLOCKS = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "experts"})
+_CONV1D = frozenset({"c_attn", "c_proj", "c_fc"})
+_NORM = re.compile(r"norm|^ln_")
+
+
+@dataclass(frozen=True)
+class Component:
+    """A parameter's place in its model.
+
+    Attributes:
+        layer: number of the layer; None outside of all layers.
+        part: one of `PARTS`; biases are of the part whose weight they stand beside.
+        conv1d: True for a weight of GPT-2's c_attn, c_proj and c_fc, which transformers' Conv1D keeps transposed,
+            [in, out] where a Linear is [out, in]. GPTBigCode and GPT-Neo give some of these names to a Linear; a name
+            cannot tell.
+    """
+
+    layer: int | None
+    part: Part
+    conv1d: bool = False
+
+    @property
+    def label(self) -> str:
+        """`layer 3 attention q`; outside of layers the part alone."""
+        return PART_LABELS[self.part] if self.layer is None else f"layer {self.layer} {PART_LABELS[self.part]}"
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts as data flows: embeddings, the layers in turn with their parts as in `PARTS`, then the rest."""
+        stage = 1 if self.layer is not None else (0 if self.part == "embeddings" else 2)
+        return stage, self.layer or 0, PARTS.index(self.part)
+
+
+def layer_of(name: str) -> int | None:
+    """The first integer among a name's dotted parts, None without one."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(match[1]) if match else None
+
+
+def layer_label(layer: int | None) -> str:
+    """`3`; `none` for what is outside of all layers."""
+    return "none" if layer is None else str(layer)
+
+
+def in_layer_order(layers: Iterable[int | None]) -> list[int | None]:
+    """Each layer once, ascending; None, for what is outside of all layers, last."""
+    return sorted(set(layers), key=lambda layer: (layer is None, layer or 0))
+
+
+def component_of(name: str) -> Component:
+    """What the parameter of this name is; never fails, an unknown name is of the part `other`."""
+    # GPT-OSS's experts have parameters of their own, gate_up_proj and gate_up_proj_bias, in place of modules.
+    words = [word.removesuffix("_bias") for word in name.split(".")]
+    layer = layer_of(name)
+    # From the end: `q_proj.lora_A.weight` belongs to q_proj, and a norm inside an attention block is a norm.
+    for i in range(len(words) - 1, -1, -1):
+        part = _part_of(words[i], words[:i])
+        if part is not None:
+            return Component(layer, part, conv1d=words[i] in _CONV1D and words[i + 1 :] == ["weight"])
+    return Component(layer, "other")
+
+
+def _part_of(word: str, before: list[str]) -> Part | None:
+    if _NORM.search(word):
+        return "norms"
+    if word in _MODULES:
+        return _MODULES[word]
+    for block in reversed(before):
+        if block in _ATTENTION_BLOCKS:
+            return _IN_ATTENTION.get(word)
+        if block in _MLP_BLOCKS:
+            return _IN_MLP.get(word)
+    return None
+
+
+# What transformers' models call their feed-forward blocks: Llama, Qwen, Gemma, GPT-2 mlp; Mixtral block_sparse_moe; OPT
+# fc1 and fc2.
+_MLP_NAMES = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1", "fc2"})
+
+
+def is_mlp_parameter(name: str) -> bool:
+    """True if a dotted part of the name is mlp, feed_forward, ffn, block_sparse_moe, fc1 or fc2."""
+    return not _MLP_NAMES.isdisjoint(name.split("."))
+
+
+def select_names(
+    names: Iterable[str],
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+) -> list[str]:
+    """The names that a choice of tensors leaves, in their order.
+
+    Args:
+        include: shell patterns (`*.layers.3.*`), case-sensitive, over whole names; a name must match one. None: all do.
+        exclude: likewise; a name must match none.
+        mlp_only: only tensors of feed-forward blocks (`is_mlp_parameter`).
+    """
+    return [
+        name
+        for name in names
+        if (include is None or any(fnmatchcase(name, pattern) for pattern in include))
+        and not any(fnmatchcase(name, pattern) for pattern in exclude or ())
+        and (not mlp_only or is_mlp_parameter(name))
+    ]

@@ -1,0 +1,258 @@
+"""The benchmark of patches at a size that takes no time, and the sizes that it computes against plain loops."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from sparse_opt import backends
+from sparse_opt.bench.delta import bench as delta
+from sparse_opt.bench.delta import data as delta_data
+from sparse_opt.bench.delta import peers as delta_peers
+from sparse_opt.bench.delta import report as delta_report
+from sparse_opt.bench.delta import targets as delta_targets
+from sparse_opt.bench.delta.data import KINDS, Kind, code_sizes, find_lr, make_step, n_different
+from sparse_opt.delta import codec as patch_codec
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--numel", "200000", "--peer_numel", "50000", "--n_rounds", "2"]
+needs_native = pytest.mark.skipif(
+    bool(backends.why_unavailable("cpu", "cpu")), reason="needs the native extension, as patches are timed in it alone"
+)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return [word & 0xFFFF for word in tensor.view(torch.int16).tolist()]
+
+
+def ordered(word: int) -> int:
+    return 0xFFFF - word if word >> 15 else word | 0x8000
+
+
+@pytest.mark.parametrize("share", [0.03, 0.8])
+def test_computed_sizes_are_those_of_plain_loops(share):
+    step = make_step(Kind("x", share), {"a": (37, 80), "b": (500,)}, CPU)
+    given, joint, gaps, magnitudes = Counter(), Counter(), {}, {}
+    for old, new in zip(step.old, step.new, strict=True):
+        marked: dict[int, list[bool]] = {}
+        for a, b in zip(bits(old.view(-1)), bits(new.view(-1)), strict=True):
+            c = a >> 7 & 0xFF
+            given[c] += 1
+            joint[c, ordered(b) - ordered(a)] += 1
+            marked.setdefault(c, []).append(a != b)
+            if a != b:
+                magnitudes.setdefault(c, []).append(abs(ordered(b) - ordered(a)) - 1)
+        for c, flags in marked.items():
+            coded = 2 * sum(flags) <= len(flags)
+            run = 0
+            for flag in flags:
+                if flag == coded:
+                    gaps.setdefault(c, []).append(run)
+                    run = 0
+                else:
+                    run += 1
+
+    def rice(values: list[int]) -> int:
+        return min(sum(value >> k for value in values) + len(values) * (k + 1) for k in range(32))
+
+    entropy = -sum(count * math.log2(count / given[c]) for (c, _), count in joint.items())
+    sizes = code_sizes(step.old, step.new)
+    assert 8 * sizes.entropy == pytest.approx(entropy, rel=1e-9)
+    assert 8 * sizes.rice == sum(map(rice, gaps.values())) + sum(map(rice, magnitudes.values())) + step.changed
+
+
+def test_large_tensors_are_counted_in_chunks(monkeypatch):
+    step = make_step(KINDS[1], {"a": (5000,)}, CPU)
+    whole = code_sizes(step.old, step.new)
+    monkeypatch.setattr(delta_data, "CHUNK", 1000)
+    assert code_sizes(step.old, step.new).entropy == pytest.approx(whole.entropy, rel=1e-9)
+    again = make_step(KINDS[1], {"a": (5000,)}, CPU)
+    assert again.numel == 5000
+    assert 0 < again.changed < 500
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_steps_change_the_share_that_their_kind_says(kind):
+    step = make_step(kind, {"a": (512, 512), "b": (2**17,)}, CPU)
+    density = kind.density or 1.0
+    assert step.changed / step.numel == pytest.approx(kind.share * density, rel=0.05)
+    if step.mask is not None:
+        for name, old, new in zip(step.mask.names, step.old, step.new, strict=True):
+            changed = (old.view(-1) != new.view(-1)).nonzero().view(-1)
+            assert set(changed.tolist()) <= set(step.mask[name].tolist())
+
+
+def test_a_share_that_no_step_changes_is_an_error():
+    with pytest.raises(ValueError, match=r"share is 0\.0"):
+        find_lr(0.0)
+
+
+@needs_native
+def test_every_coder_is_checked_timed_shown_and_written(tmp_path, capsys):
+    path = tmp_path / "new" / "delta.json"
+    threads = torch.get_num_threads()
+    code = delta.main([*SMALL, "--output", str(path)])
+    assert torch.get_num_threads() == threads
+    report = json.loads(path.read_text())
+    # At this size tables weigh so much that the entropy is missed.
+    missed = [target for target in report["targets"] if not target["met"]]
+    assert code == 1 and "x the entropy" in {target["unit"] for target in missed}
+    assert report["completed"] and report["failures"] == []
+    assert [case["case"] for case in report["cases"]] == [kind.name for kind in KINDS]
+    for case in report["cases"]:
+        coders = [row["coder"] for row in case["rows"]]
+        assert coders[:3] == ["fast", "packed", "tight"]
+        assert {"int32 + value pairs", "torch.save of fp32 differences"} <= set(coders)
+        assert ("tight, over the mask" in coders) == (case["case"] == "mask")
+        for row in case["rows"]:
+            assert row["bytes"] == pytest.approx(row["bytes_per_change"] * row["changed"])
+            assert row["share_of_raw"] == pytest.approx(row["bytes"] / (2 * row["numel"]))
+            assert row["encode_gb_per_s"] == pytest.approx(2 * row["numel"] / row["encode"]["ms"] / 1e6)
+            assert row["numel"] == (200_000 if row["is_level"] or "pairs" in row["coder"] else 50_000)
+    peers = {peer.name for peer in delta_peers.peers(CPU, 1)}
+    timed = {row["coder"] for case in report["cases"] for row in case["rows"]}
+    assert peers <= set(report["left_out"]) | timed
+    out, err = capsys.readouterr()
+    assert err.count("MISSED: ") == len(missed)
+    assert "tight, over the mask" in out and "entropy" in out
+    shown = delta_report.patch_text(report)
+    assert "| entropy (computed) |" in shown and "| packed, over the mask |" in shown
+
+
+@needs_native
+def test_a_wrong_patch_is_not_timed(monkeypatch, tmp_path, capsys):
+    true_apply = patch_codec.apply_
+
+    def apply_(dense, patch, **options):
+        true_apply(dense, patch, **options)
+        if patch.level == "packed":
+            dense[0].view(torch.int16)[7] ^= 1
+
+    monkeypatch.setattr(patch_codec, "apply_", apply_)
+    path = tmp_path / "delta.json"
+    assert delta.main([*SMALL, "--cases", "1.2%", "--no_peers", "--output", str(path)]) == 1
+    assert "WRONG RESULT, not timed: packed, 1.2%: 1 of 200000 elements are wrong" in capsys.readouterr().err
+    (case,) = json.loads(path.read_text())["cases"]
+    assert "packed" not in [row["coder"] for row in case["rows"]]
+
+
+@needs_native
+def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
+    class Broken(delta_peers.TorchSaveCoder):
+        name = "broken"
+
+        def encode(self, start, new):
+            raise MemoryError("no room\nfor it")
+
+    peer = delta_peers.Peer("broken", ("torch",), "torch", None, Broken)
+    away = delta_peers.Peer("away", ("no-such", "nor-such"), "no_such_package.part", None, Broken)
+    gpu = delta_peers.Peer("gpu", ("torch",), "torch", "cuda", Broken)
+    monkeypatch.setattr(delta, "peers", lambda device, threads: [peer, away, gpu])
+    path = tmp_path / "delta.json"
+    delta.main([*SMALL, "--cases", "1.2%", "--output", str(path)])
+    report = json.loads(path.read_text())
+    assert report["left_out"] == {
+        "broken": "FAILED: MemoryError: no room",
+        "away": "not installed (no-such or nor-such)",
+        "gpu": "made for cuda, this is cpu",
+    }
+    assert report["peer_versions"] == {"broken": f"torch {torch.__version__}"}
+    assert report["completed"]
+
+
+@pytest.mark.parametrize("peer", delta_peers.peers(CPU, 1), ids=lambda peer: peer.name)
+def test_other_packages_give_the_new_bits(peer):
+    device = torch.device(peer.device_type or "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if why := peer.why_absent(device):
+        pytest.skip(f"needs {peer.packages[0]}: {why}")
+    step = make_step(KINDS[1], {"a": (50, 40), "b": (3000,)}, device)
+    coder = peer.make()
+    start = coder.start(step.old)
+    coded = coder.encode(start, step.new)
+    assert coder.nbytes(coded) > 0
+    assert n_different(coder.decode(coder.start([t.clone() for t in step.old]), coded), step.new) == 0
+    assert peer.version().startswith(peer.packages[0])
+
+
+def row(coder: str, bytes_per_change: float, *, rate: float, of_raw: float = 0.01, of_copy: float = 0.95) -> dict:
+    return {
+        "coder": coder,
+        "is_level": coder.partition(",")[0] in delta_targets.LEVELS,
+        "bytes": 1000 * bytes_per_change,
+        "bytes_per_change": bytes_per_change,
+        "share_of_raw": of_raw,
+        "encode_gb_per_s": rate,
+        "decode_gb_per_s": rate,
+        "encode_share_of_copy": of_copy,
+    }
+
+
+def good_report(device: str) -> dict:
+    sizes = {"entropy_bytes_per_change": 0.84, "computed_rice_bytes_per_change": 0.95}
+    few = [row("fast", 3.4, rate=1500), row("packed", 1.4, rate=1100), row("tight", 0.86, rate=250)]
+    mask = [*copy.deepcopy(few), *(row(f"{level}, over the mask", 0.8, rate=100) for level in delta_targets.LEVELS)]
+    return {
+        "device": device,
+        "threads": 2,
+        "cases": [
+            {"case": "1.2%", "layout": "one tensor", **sizes, "rows": [*few, row(delta_targets.PULSE, 0.9, rate=1)]},
+            {"case": "mask", "layout": "one tensor", **sizes, "rows": mask},
+        ],
+    }
+
+
+def test_targets_are_judged_where_they_are_set():
+    for device in ("cpu", "cuda"):
+        verdicts = delta_targets.judge(good_report(device))
+        assert all(verdict.met for verdict in verdicts)
+        units = Counter(verdict.unit for verdict in verdicts)
+        assert units["GB/s"] == (4 if device == "cuda" else 0)
+        assert units["GB/s a core"] == (0 if device == "cuda" else 2)
+        assert units["of the copy rate"] == (device == "cuda")
+        assert units["x the form without a mask"] == 3
+        assert units["of the raw tensor"] == 9
+
+
+@pytest.mark.parametrize(
+    ("device", "coder", "key", "value", "what"),
+    [
+        ("cpu", "fast", "bytes_per_change", 3.9, "fast, 1.2%, one tensor (cpu): 3.9 bytes a changed element"),
+        ("cpu", "packed", "bytes_per_change", 1.7, "1.7 bytes a changed element, wanted <= 1.6"),
+        ("cpu", "tight", "bytes_per_change", 0.895, "1.07 x the entropy, wanted <= 1.05"),
+        ("cpu", "tight", "encode_gb_per_s", 0.9, "0.45 GB/s a core, wanted >= 0.5"),
+        ("cpu", delta_targets.PULSE, "bytes_per_change", 0.8, "x PULSEPT1, format 3, wanted <= 1"),
+        ("cpu", "tight", "share_of_raw", 1.02, "1.02 of the raw tensor, wanted <= 1.01"),
+        ("cuda", "fast", "encode_share_of_copy", 0.8, "0.8 of the copy rate, wanted >= 0.9"),
+        ("cuda", "packed", "decode_gb_per_s", 900, "900 GB/s, wanted >= 1000"),
+        ("cuda", "tight", "decode_gb_per_s", 150, "150 GB/s, wanted >= 200"),
+    ],
+)
+def test_what_is_missed_is_named(device, coder, key, value, what):
+    report = good_report(device)
+    next(row for row in report["cases"][0]["rows"] if row["coder"] == coder)[key] = value
+    (missed,) = [verdict for verdict in delta_targets.judge(report) if not verdict.met]
+    assert what in missed.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cases", "1.2%,3%"], "case is '3%', wanted some of 1.2%, 2.6%"),
+        (["--numel", "0"], "--numel is 0, wanted 1 or more"),
+        (["--device", "meta"], "device is meta, wanted cpu or cuda"),
+        (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
+    ],
+)
+@needs_native
+def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        delta.main([*SMALL, *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,190 @@
+"""The checks that stand before every timed result: they pass what is right, and find what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_opt import backends
+from sparse_opt.bench.kernels import cases, inputs, sanitize_ops
+from sparse_opt.bench.kernels.cases import WrongResult, check
+
+SHAPES = {"matrix": (17, 33), "vector": (70,), "empty": (0,), "one": (1,)}
+
+
+def case_of(op: str, density: float = 0.3, dtype: torch.dtype = torch.bfloat16, **options: bool) -> cases.Case:
+    return inputs.random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), **options)
+
+
+@pytest.mark.parametrize("backend", backends.available("cpu"))
+@pytest.mark.parametrize("op", backends.OPS)
+def test_every_op_agrees_with_the_reference(op, backend):
+    for density in (0.0, 0.3, 1.0):
+        check(case_of(op, density), backend)
+    if "adamw" in op or "sgd" in op:
+        check(case_of(op, dense_grads=False), backend)
+
+
+def test_random_active_elements_are_sorted_unique_and_as_many_as_asked_for():
+    dense = [torch.empty(100, 1000), torch.empty(0), torch.empty(5000)]
+    active = inputs.random_active(dense, 0.1, torch.Generator().manual_seed(0))
+    assert active.indices.dtype == torch.int32
+    assert active.starts[0] == 0
+    assert active.starts[1:] == active.ends[:-1]
+    assert active.ends[-1] == active.nnz
+    for tensor, start, end in zip(dense, active.starts, active.ends, strict=True):
+        segment = active.indices[start:end]
+        assert torch.equal(segment, segment.unique())
+        assert end == start or 0 <= segment[0] <= segment[-1] < tensor.numel()
+    # Binomial: five standard deviations.
+    assert active.nnz == pytest.approx(10_500, abs=5 * (105_000 * 0.1 * 0.9) ** 0.5)
+
+
+def test_changed_elements_are_counted():
+    case = case_of("delta_encode")
+    assert isinstance(case, cases.DeltaEncodeCase)
+    pairs = zip(case.old, case.new, strict=True)
+    changed = sum(int((old.view(torch.int16) != new.view(torch.int16)).sum()) for old, new in pairs)
+    assert 0 < changed == case.n_changed
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, op: str, spoiled) -> None:
+    """Let the op on any backend but the reference end with ``spoiled``, whose tuple, if any, replaces the result."""
+    true_op = getattr(cases.ops, op)
+
+    def run(*args, backend, **kwargs):
+        result = true_op(*args, backend="reference", **kwargs)
+        changed = None if backend == "reference" else spoiled(result, *args, **kwargs)
+        return changed if isinstance(changed, tuple) else result
+
+    monkeypatch.setattr(cases.ops, op, run)
+
+
+def flip(tensor: torch.Tensor, at: int) -> None:
+    tensor.view(-1).view(torch.int16)[at] ^= 1
+
+
+def test_one_wrong_bit_outside_the_mask_is_found(monkeypatch):
+    case = case_of("indexed_swap_")
+    assert isinstance(case, cases.SwapCase)
+    outside = min(set(range(case.dense[0].numel())) - set(case.active.indices[: case.active.ends[0]].tolist()))
+    spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: flip(dense[0], outside))
+    message = rf"indexed_swap_ on backend fast: dense\[0\]: 1 of 561 elements.* at {outside} "
+    with pytest.raises(WrongResult, match=message):
+        check(case, "fast")
+
+
+def test_one_wrong_bit_of_a_moment_is_found(monkeypatch):
+    case = case_of("indexed_adamw_")
+
+    def spoiled(result, params, indices, starts, ends, exp_avg, exp_avg_sq, *rest, **kwargs):
+        exp_avg_sq.view(torch.int32)[3] ^= 1
+
+    spoil(monkeypatch, "indexed_adamw_", spoiled)
+    with pytest.raises(WrongResult, match=r"exp_avg_sq\[0\]: 1 of"):
+        check(case, "fast")
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.001])
+def test_an_unwritten_or_wrong_sum_is_found(monkeypatch, value):
+    spoil(monkeypatch, "masked_grad_gather_", lambda result, *args, sum_sq, **kwargs: sum_sq.mul_(value))
+    with pytest.raises(WrongResult, match=r"sum_sq\[0\] is"):
+        check(case_of("masked_grad_gather_"), "fast")
+
+
+def test_an_unwritten_output_is_found(monkeypatch):
+    spoil(monkeypatch, "masked_grad_gather_", lambda result, out, *args, **kwargs: out[5:6].fill_(float("nan")))
+    with pytest.raises(WrongResult, match=r"out\[0\]: 1 of .* at 5 found nan"):
+        check(case_of("masked_grad_gather_"), "fast")
+
+
+def test_a_missing_change_is_found(monkeypatch):
+    spoil(monkeypatch, "delta_encode", lambda result, *args: (result[0][:-1], result[1][:-1], result[2]))
+    with pytest.raises(WrongResult, match="indices is torch.int32 of shape"):
+        check(case_of("delta_encode"), "fast")
+
+
+@pytest.mark.parametrize("dtype", sanitize_ops.DTYPES)
+def test_the_sanitized_tile_products_cut_their_tokens_into_parts(dtype):
+    """Few tiles of many tokens, whose parts are a cluster on an H200, of 132 multiprocessors (tile_weight_grad.cu)."""
+    in_parts = set()
+    for density in sanitize_ops.DENSITIES:
+        for case in sanitize_ops.cases_of("tile_weight_grad_", dtype, density):
+            aligned = all(t.shape[1] % 8 == 0 for t in (*case.grad_outputs, *case.inputs))
+            most_tiles = 132 * (0.3 if case.tile_size == 64 else 0.16)
+            if len(case.tiles) <= most_tiles and case.grad_outputs[0].shape[0] >= 2048:
+                in_parts.add((case.tile_size, aligned))
+    assert in_parts == {(64, True), (128, True), (128, False)}
+
+
+def cluster_rules() -> dict[int, list[tuple[int, float, int]]]:
+    """Of tile_weight_grad.cu, by tile size: blocks, most tiles for each multiprocessor, least tokens, first match."""
+    source = (Path(__file__).parents[3] / "csrc/kernels/cuda/tiles/tile_weight_grad.cu").read_text()
+    found = {}
+    for tile_size, rules in re.findall(r"constexpr SplitRule kRules(\d+)\[\] = \{(.*?)\};", source, re.DOTALL):
+        rows = re.findall(r"\{(\d+), ([\d.]+), (\d+)\}", rules)
+        found[int(tile_size)] = [(int(blocks), float(tiles), int(tokens)) for blocks, tiles, tokens in rows]
+    return found
+
+
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+def test_the_sanitized_clusters_are_of_every_size(multiprocessors, monkeypatch):
+    """By the rules of the CUDA kernel, on H100 PCIe and H200; on a GPU the program asks the kernel."""
+    rules, tokens, seen = cluster_rules(), sanitize_ops.CLUSTER_TOKENS, set()
+    monkeypatch.setattr(sanitize_ops, "CLUSTER_TOKENS", 1)  # the operands take time to draw, and are not multiplied
+    for dtype in sanitize_ops.DTYPES[:2]:
+        for blocks, case in sanitize_ops.cluster_cases(dtype, multiprocessors):
+            tiles = len(case.tiles) / multiprocessors
+            matching = [n for n, most, least in rules[case.tile_size] if tiles <= most and tokens >= least]
+            assert matching[0] == blocks
+            aligned = all(t.shape[1] % 8 == 0 for t in (*case.grad_outputs, *case.inputs))
+            seen.add((case.tile_size, blocks, aligned))
+    assert seen == set(itertools.product((64, 128), (2, 3, 4, 8), (False, True)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_sanitized_clusters():
+    if "cuda" not in backends.available(torch.device("cuda")):
+        pytest.skip("needs backend cuda: the extension with code for this GPU")
+    assert sanitize_ops.find_wrong_clusters(torch.device("cuda")) == []
+
+
+def test_a_cluster_of_another_size_fails_the_sanitized_set(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = types.SimpleNamespace(multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(sanitize_ops, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(sanitize_ops, "CLUSTERS", {64: {2: 0.25}, 128: {3: 0.125}})
+    monkeypatch.setattr(sanitize_ops, "_agrees", lambda case, backend, device: case.tile_size == 128)
+    monkeypatch.setattr(sanitize_ops, "blocks_in_cluster", lambda case, device: 2)
+    assert sanitize_ops.find_wrong_clusters(torch.device("cpu")) == [
+        "tile64, bfloat16, 2 tiles: wrong result of 2 blocks in a cluster",
+        "tile128, bfloat16, 1 tiles: 2 blocks in a cluster, expected 3",
+    ]
+    monkeypatch.setattr(sanitize_ops, "_agrees", lambda *_: True)
+    monkeypatch.setattr(sanitize_ops, "_patches_agree", lambda *_: True)
+    monkeypatch.setattr(sanitize_ops, "cases_of", lambda *_: [case_of("indexed_swap_")])
+    monkeypatch.setattr(backends, "available", lambda device: ("reference", "cuda"))
+    assert sanitize_ops.main(["--device", "cpu"]) == 1
+    assert "WRONG CLUSTER: tile128, bfloat16, 1 tiles: 2 blocks" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert sanitize_ops.main(["--device", "cpu"]) == 0
+    assert "clusters: skipped, a GPU of compute capability 8.0 has none" in capsys.readouterr().out
+
+
+def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
+    names = [name for name in backends.available("cpu") if name != "reference"]
+    if not names:
+        pytest.skip("needs a backend besides the reference: the extension, or TRITON_INTERPRET=1")
+    assert sanitize_ops.main(["--device", "cpu"]) == 0
+    # tile_weight_grad_ runs twice: with aligned operands and with ragged ones.
+    n_calls = (len(backends.OPS) + 1) * len(sanitize_ops.DTYPES) * len(sanitize_ops.DENSITIES) * len(names)
+    assert f"{n_calls} calls of {len(backends.OPS)} ops on {', '.join(names)}: 0 wrong" in capsys.readouterr().out
+
+    spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: dense[0].zero_())
+    assert sanitize_ops.main(["--device", "cpu"]) == 1

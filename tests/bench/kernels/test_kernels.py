@@ -1,0 +1,154 @@
+"""`sparse-opt bench kernels`: its own end of the table that gpu_check prints too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet, backends
+from sparse_opt.bench.kernels import bench as kernel_bench
+from sparse_opt.bench.kernels import optimizers, targets
+from sparse_opt.bench.kernels import table as kernels
+from sparse_opt.bench.kernels.cases import Active, WrongResult
+from sparse_opt.bench.kernels.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
+
+WORDS = [
+    "--device",
+    "cpu",
+    "--numel",
+    "2000000",
+    "--delta_numel",
+    "5000",
+    "--n_rounds",
+    "1",
+    "--no_peers",
+    "--no_tiles",
+]
+
+
+def test_the_table_is_printed_written_and_judged(tmp_path, capsys, monkeypatch):
+    if "cpu" not in backends.available("cpu"):
+        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
+    path = tmp_path / "kernels.json"
+    assert kernels.main([*WORDS, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["completed"]
+    rows = {row["work"] for row in report["kernels"]["rows"]}
+    assert "SparseAdamW.step, dense gradients, tile64" in rows
+    assert report["kernels"]["left_out"] == {}
+    narrow = [row for row in report["kernels"]["rows"] if "bf16 moments" in row["work"]]
+    # Two bf16 moments and a two-byte index, and of its bases 1/64 and some for each matrix.
+    assert all(6.0 < row["bytes_per_active"] < 6.05 for row in narrow)
+    out = capsys.readouterr().out
+    assert kernels.text(report) in out
+    assert "targets, set for an H200" in out
+
+
+def test_one_part_alone(tmp_path):
+    path = tmp_path / "kernels.json"
+    words = ["--device", "cpu", "--numel", "50000", "--n_rounds", "1", "--only", "tiles", "--json", str(path)]
+    assert kernels.main(words) == 0
+    found = json.loads(path.read_text())["kernels"]
+    assert found["parts"] == ["tiles"]
+    assert found["rows"][0]["work"] == "copy"
+    assert all(targets.is_weight_gradient(row) for row in found["rows"][1:])
+    assert {row["density"] for row in found["rows"][1:]} == {None, 0.025, 0.1, 1.0}
+    assert all(row["floor_ms"] > 0 for row in found["rows"])
+
+
+def test_a_part_that_there_is_not(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--device", "cpu", "--only", "tile"])
+    assert stopped.value.code == 2
+    assert "--only tile: no part 'tile', wanted some of weights,backward,tiles,deltas" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--device", "cuda"])
+    assert stopped.value.code == 2
+    assert "finds no CUDA device here" in capsys.readouterr().err
+
+
+def swap_of_two_matrices() -> tuple[BaseWeightsSwap, optimizers.Named]:
+    weights = {name: torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) for name in "ab"}
+    grads = {name: torch.ones(40, 50) for name in "ab"}
+    mask = MaskSet.random(weights, density=0.1)
+    params = parameters(weights)
+    return BaseWeightsSwap(sparse_adamw(params, grads, mask, "dense", keep_base_weights=True)), params
+
+
+def test_base_weights_are_checked_inside_and_outside():
+    check_base_weights(*swap_of_two_matrices())
+    swap, params = swap_of_two_matrices()
+    swap.be_inside()
+    swap.be_inside()  # it is already
+    swap.be_outside()
+    true_leave = swap.leave
+
+    def wrong_leave() -> None:
+        true_leave()
+        params["b"].detach().view(-1)[7] += 1
+
+    swap.leave = wrong_leave  # type: ignore[method-assign]
+    with pytest.raises(WrongResult, match="base_weights: b outside again: 1 of 2000"):
+        check_base_weights(swap, params)
+
+
+def test_a_step_that_does_nothing_proves_nothing_about_base_weights(monkeypatch):
+    swap, params = swap_of_two_matrices()
+    monkeypatch.setattr(swap.optimizer, "step", lambda: None)
+    with pytest.raises(WrongResult, match="a step changed no weight"):
+        check_base_weights(swap, params)
+
+
+def fine_fetches(monkeypatch, setting):
+    """The rows with fetches of 32 bytes, on a GPU that is not touched: `setting` stands in for what sets them."""
+    monkeypatch.setattr(kernel_bench, "set_l2_fetch_granularity", setting)
+    bench = kernel_bench.KernelBench({}, torch.device("cpu"), [])
+    bench.device = torch.device("cuda")
+    active = Active(torch.empty(0, dtype=torch.int32), [], [])
+    bench._fine_fetches([], [], MaskSet({}, {}), active, 0.025, with_dense=False)
+    return bench
+
+
+def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
+    def refuse(n_bytes, device):
+        raise RuntimeError("CUDA error: limit is not supported\nand more")
+
+    bench = fine_fetches(monkeypatch, refuse)
+    assert bench.left_out == {"rows, 32-byte fetches": "CUDA error: limit is not supported"}
+    assert bench.rows == []
+
+
+def test_fetches_are_as_they_were_after_an_error(monkeypatch):
+    told = []
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(kernel_bench.inputs, "gather_case", fail)
+    monkeypatch.setattr(kernel_bench.inputs, "narrowed", lambda active: active)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fine_fetches(monkeypatch, lambda n_bytes, device: told.append(n_bytes) or 64)
+    assert told == [32, 64]
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_device_is_found():
+    x = torch.ones(3, device="cuda")
+    optimizers.check_no_sync("adding", lambda: x.add_(1), x.device)
+    with pytest.raises(WrongResult, match="reading waits for the device"):
+        optimizers.check_no_sync("reading", x.sum().item, x.device)
+
+
+@pytest.mark.parametrize("gradients", ["dense", "compact"])
+def test_a_timed_step_has_gradients_each_time(gradients):
+    weights = {"a": torch.randn(40, 50, generator=torch.Generator().manual_seed(0))}
+    mask, params = MaskSet.random(weights, density=0.5), parameters(weights)
+    optimizer = sparse_adamw(params, {"a": torch.ones(40, 50)}, mask, gradients)
+    assert [optimizers.changed_share(optimizer, params, mask.nnz) for _ in range(3)] == [1.0] * 3

@@ -1,0 +1,167 @@
+"""Which rows are judged by what, on rows written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparse_opt.bench.kernels import peers, targets
+from sparse_opt.bench.kernels import table as kernels
+
+
+def row(work: str, ms: float, **values: Any) -> dict[str, Any]:
+    found = {
+        "work": work,
+        "backend": "cuda",
+        "is_auto": True,
+        "density": 0.025,
+        "ms": ms,
+        "p20_ms": ms,
+        "p80_ms": ms,
+        "host_ms": 0.05,
+        "wall_ms": ms,
+        "bytes": 1e9,
+        "floor_ms": 1.0,
+        "bytes_per_active": None,
+        **values,
+    }
+    floor_ms = found["floor_ms"]
+    return {**found, "share_of_floor": None if floor_ms is None else floor_ms / ms}
+
+
+def peer(work: str, ms: float, density: float | None = None) -> dict[str, Any]:
+    return row(work, ms, backend="torch", is_auto=False, density=density)
+
+
+def judged(*rows: dict[str, Any]) -> dict[str, tuple[float, bool]]:
+    return {verdict.unit: (pytest.approx(verdict.found), verdict.met) for verdict in targets.judge(rows)}
+
+
+def test_a_step_has_a_floor_a_host_time_and_a_dense_peer():
+    fused = peer(peers.FUSED, 5.5)
+    assert judged(row(targets.STEP_DENSE, 1.1), fused) == {
+        "x floor": (1.1, True),
+        "ms host": (0.05, True),
+        "times as fast as fused AdamW": (5.0, True),
+    }
+    assert judged(row(targets.STEP_DENSE, 1.11, host_ms=0.11), fused) == {
+        "x floor": (1.11, False),
+        "ms host": (0.11, False),
+        "times as fast as fused AdamW": (5.5 / 1.11, False),
+    }
+    # At 10 % the floor is nearer, and the dense step no yardstick.
+    assert judged(row(targets.STEP_DENSE, 1.06, density=0.1), fused) == {
+        "x floor": (1.06, False),
+        "ms host": (0.05, True),
+    }
+
+
+def test_narrow_moments_have_to_save_what_their_bytes_say():
+    wide = row(targets.STEP_DENSE, 2.0, bytes=4e9, density=0.1)
+    narrow = row(targets.STEP_DENSE + targets.BF16, 1.5, bytes=3e9, density=0.1, bytes_per_active=8.0)
+    unit = "x the time that its bytes say"
+    assert judged(wide, narrow)[unit] == (1.0, True)
+    assert judged(wide, {**narrow, "ms": 1.6})[unit] == (1.6 / 1.5, False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "units"),
+    [
+        ("run16", set()),
+        ("run32", {"times as fast as fused AdamW"}),
+        ("tile64", {"x floor", "times as fast as fused AdamW"}),
+        ("tile128", set()),
+    ],
+)
+def test_tiles_are_judged_by_their_floor_and_long_runs_by_the_dense_step(pattern, units):
+    found = judged(row(f"{targets.STEP_DENSE}, {pattern}", 1.2), peer(peers.FUSED, 20.0))
+    limits = {"x floor": (1.2, True), "times as fast as fused AdamW": (20 / 1.2, False)}
+    assert found == {unit: limits[unit] for unit in units}
+
+
+@pytest.mark.parametrize("fetches", ["", targets.FINE])
+@pytest.mark.parametrize("work", [targets.STEP_COMPACT, targets.BASE_IN, targets.BASE_OUT])
+def test_scattered_writes_of_all_active_weights_have_no_floor_to_reach_at_2_5_percent(work, fetches):
+    assert "x floor" not in judged(row(work + fetches, 2.0))
+    assert judged(row(work + fetches, 2.0, density=0.1))["x floor"] == (2.0, False)
+    small = row(targets.STEP_COMPACT + targets.SMALL + fetches, 2.0)
+    assert judged(small)["x floor"] == (2.0, False)  # few of them are written
+
+
+def test_an_applied_delta_has_a_floor_to_reach_where_neighbours_are_written_together():
+    found = {density: judged(row(targets.APPLY, 1.2, density=density)) for density in (0.01, 0.025, 0.1)}
+    assert found == {0.01: {}, 0.025: {"x floor": (1.2, False)}, 0.1: {"x floor": (1.2, False)}}
+
+
+def test_an_encoder_is_judged_by_the_copy_rate_and_by_torch_at_the_same_density():
+    rows = [
+        row(targets.ENCODE, 1.1, density=0.01),
+        peer(targets.TORCH_ENCODE, 4.4, 0.01),
+        row(targets.ENCODE, 1.1, density=0.1),
+        peer(targets.TORCH_ENCODE, 3.3, 0.1),
+    ]
+    found = {(v.density, v.unit): (v.found, v.met) for v in targets.judge(rows)}
+    assert found == {
+        (0.01, "of the copy rate"): (pytest.approx(1 / 1.1), False),
+        (0.01, "times as fast as torch"): (pytest.approx(4.0), True),
+        (0.1, "of the copy rate"): (pytest.approx(1 / 1.1), True),
+        (0.1, "times as fast as torch"): (pytest.approx(3.0), False),
+    }
+
+
+def test_the_slower_backend_is_told_by_how_much():
+    cuda, triton = row("indexed_swap_", 1.0), row("indexed_swap_", 1.2, backend="triton", is_auto=False)
+    slower = [v for v in targets.judge([cuda, triton]) if v.unit == "x the faster backend"]
+    assert [(v.backend, v.found, v.met) for v in slower] == [("triton", pytest.approx(1.2), False)]
+    encoders = [{**r, "work": targets.ENCODE} for r in (cuda, triton)]
+    assert [v for v in targets.judge(encoders) if v.unit == "x the faster backend"] == []
+    slower_cuda = [{**encoders[0], "ms": 1.5}, encoders[1]]
+    assert [v.backend for v in targets.judge(slower_cuda) if v.unit == "x the faster backend"] == ["cuda"]
+    # A backend that is not taken by itself has no other target, and one that stands alone none of this kind.
+    assert [v.unit for v in targets.judge([triton])] == []
+
+
+def test_a_backward_pass_is_judged_by_the_gpu_and_by_the_wall():
+    hooks = row(targets.BACKWARD_HOOKS, 41.0, wall_ms=52.0)
+    plain = row(targets.BACKWARD_PLAIN, 40.0, wall_ms=50.0, is_auto=False, backend="torch")
+    found = judged(hooks, plain)
+    assert found["x the plain backward, GPU"] == (41 / 40, True)
+    assert found["x the plain backward, wall"] == (52 / 50, False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tokens", "limit"),
+    [("tile64", 8192, 8.0), ("tile128", 8192, 5.0), ("tile64", 1024, 1.6), ("tile128", 1024, 1.2)],
+)
+def test_weight_gradients_by_tiles_have_a_time_to_reach_at_their_density(pattern, tokens, limit):
+    name = targets.tile_gradient(pattern, tokens)
+    assert judged(row(name, limit)) == {"ms": (limit, True)}
+    assert judged(row(name, 1.01 * limit)) == {"ms": (1.01 * limit, False)}
+    assert judged(row(name, 100.0, density=0.1), row(name + targets.A_CALL_A_MATRIX, 100.0)) == {}
+
+
+def test_names_of_weight_gradients_say_their_tokens():
+    for name in (targets.tile_gradient("tile64", 96), targets.dense_gradient(96), targets.gathered_gradient(96)):
+        for calls in ("", targets.A_CALL_AN_INPUT):
+            assert targets.is_weight_gradient(row(name + calls, 1.0))
+            assert targets.tokens_of(row(name + calls, 1.0)) == 96
+    assert not targets.is_weight_gradient(row(targets.GATHER, 1.0))
+
+
+def test_what_cannot_be_measured_is_not_judged():
+    assert judged(row(targets.BACKWARD_HOOKS, 41.0)) == {}
+    assert judged(row(targets.GATHER, 1.0, floor_ms=None)) == {}
+
+
+def test_a_line_of_the_table_says_met_only_if_all_targets_are():
+    rows = [row(targets.STEP_DENSE, 1.05), row(targets.STEP_COMPACT, 1.05, density=0.1, host_ms=0.2)]
+    verdicts = targets.judge(rows)
+    lines = [kernels.cells(r, verdicts) for r in rows]
+    assert [line[-2] for line in lines] == ["met", "missed"]
+    assert lines[0][-1] == "<= 1.1 x floor; <= 0.1 ms host"
+    assert lines[0][-3] == "1.05"
+    report = {"kernels": {"rows": rows}}
+    assert [v.text for v in kernels.missed(report["kernels"])] == [
+        "SparseAdamW.step, compact gradients at 10.0% (cuda): 0.2 ms host, wanted <= 0.1 ms host"
+    ]

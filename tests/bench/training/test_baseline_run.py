@@ -1,0 +1,371 @@
+"""What a mode of the end-to-end benchmark trains, in this process and on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
+
+from sparse_opt import MaskSet
+from sparse_opt.bench.common.shapes import LLAMA_3_2_3B_SIZES
+from sparse_opt.bench.training.baseline import run as baseline_run
+from sparse_opt.bench.training.baseline.inputs import (
+    SMALL,
+    make_checkpoint,
+    preference_pairs,
+    without_weights,
+    word_tokenizer,
+    words_config,
+    write_pairs,
+)
+from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, ratios, summary, text, wrong_results
+from sparse_opt.bench.training.baseline.run import Job, Sections, compile_layers, covered, even_share, prepare, run
+from sparse_opt.errors import SparseOptError
+from sparse_opt.trainers.data.encoding import TokenSequence, collate
+from sparse_opt.trainers.policy.logprobs import token_logprobs
+from sparse_opt.trainers.policy.models import load_policy
+
+MODES = ("dense", "sparse", "lora", "shira")
+
+
+@pytest.fixture(autouse=True)
+def private_dataset_cache(tmp_path_factory, monkeypatch):
+    """Keep what `datasets` caches out of the user's home."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    """DPO, sparse, on a small model, with steps large enough to show in bf16."""
+    folder = tmp_path_factory.mktemp("baseline")
+    config = words_config(SMALL, 24)
+    make_checkpoint(folder / "model", config, seed=0, device=torch.device("cpu"))
+    MaskSet.random(without_weights(config), density=0.1, seed=0).save(folder / "mask.safetensors")
+    write_pairs(folder / "pairs.jsonl", preference_pairs(6, 24, seed=0))
+    return Job(
+        algorithm="dpo",
+        mode="sparse",
+        model_name=str(folder / "model"),
+        checkpoint=None,
+        dataset=str(folder / "pairs.jsonl"),
+        subset_size=None,
+        mask=str(folder / "mask.safetensors"),
+        sequence_length=24,
+        n_generations=3,
+        max_new_tokens=8,
+        n_steps=3,
+        batch_size=2,
+        learning_rate=1e-3,
+        lora_rank=4,
+        shira_rank=4,
+        gradient_checkpointing=False,
+        compile=False,
+        kernel_time=False,
+        device="cpu",
+        seed=0,
+    )
+
+
+def changed(job: Job, **changes) -> Job:
+    return dataclasses.replace(job, **changes)
+
+
+def test_the_shape_is_llama_3_2_3bs():
+    model = without_weights(words_config(LLAMA_3_2_3B_SIZES, 512))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 3_212_749_824
+
+
+def test_pairs_have_exactly_the_length_asked_for():
+    tokenizer = word_tokenizer()
+    for n_prompt in (8, 40):
+        pairs = preference_pairs(5, 64, seed=1, n_prompt=n_prompt)
+        assert len({pair["chosen"] for pair in pairs} | {pair["rejected"] for pair in pairs}) == 10
+        for pair in pairs:
+            prompt = tokenizer(pair["prompt"])["input_ids"]
+            assert len(prompt) == n_prompt
+            for completion in (pair["chosen"], pair["rejected"]):
+                ids = tokenizer(pair["prompt"] + completion)["input_ids"]
+                assert len(ids) + 1 == 64  # the trainer adds the EOS
+                assert ids[: len(prompt)] == prompt
+                assert tokenizer.unk_token_id not in ids
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
+    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
+    results = {mode: run(changed(job, mode=mode, algorithm=algorithm)) for mode in MODES}
+    rows = [summary(result, n_warmup=1) for result in results.values()]
+    assert wrong_results(algorithm, rows) == []
+    assert len({result["data_digest"] for result in results.values()}) == 1
+    if algorithm == "dpo":
+        for result in results.values():
+            losses = [step["loss"] for step in result["steps"]]
+            assert losses[0] == pytest.approx(math.log(2), abs=FIRST_LOSS_ATOL)
+            assert losses[1] != losses[0] or losses[2] != losses[0]  # it trains
+    else:
+        for result in results.values():
+            assert all(step["ratio_error"] <= 1e-3 for step in result["steps"])  # one update a rollout
+            assert result["steps"][2]["k3"] > 0  # the policy has left its reference
+
+
+@pytest.fixture(scope="module")
+def tile_masks(tmp_path_factory) -> dict[str, str]:
+    """The small edge tile of every feed-forward matrix, and the same elements in a mask that knows of no tiles."""
+    folder = tmp_path_factory.mktemp("tile_masks")
+    model = without_weights(words_config(SMALL, 24))
+    bools = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters() if ".mlp." in n}
+    for name, active in bools.items():
+        (active[:, 128:] if "down_proj" in name else active[128:]).fill_(True)
+    tiles = MaskSet.from_bool(bools)
+    assert tiles.pattern == "tile128"
+    tiles.save(folder / "tiles.safetensors")
+    MaskSet({name: tiles[name] for name in bools}, tiles.shapes).save(folder / "elements.safetensors")
+    return {"tiles": str(folder / "tiles.safetensors"), "sparse": str(folder / "elements.safetensors")}
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+def test_tiles_train_as_their_elements_do(job, tile_masks, algorithm):
+    tiles, sparse = (
+        run(changed(job, mode=mode, mask=mask, algorithm=algorithm, n_steps=2)) for mode, mask in tile_masks.items()
+    )
+    assert (tiles["n_tiled"], sparse["n_tiled"]) == (6, 0)
+    assert tiles["n_trained"] == sparse["n_trained"]
+    assert wrong_results(algorithm, [summary(result, n_warmup=0) for result in (tiles, sparse)]) == []
+    first = tiles["steps"][0], sparse["steps"][0]
+    assert first[0]["loss"] == first[1]["loss"]
+    # One sums a gradient in fp32 and rounds it to bf16, and so does the other, in another order: a unit in the last
+    # place of each gradient, 2^-8 of it, bounds the norms' difference.
+    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=2**-8)
+
+
+def test_the_order_follows_the_seed(job):
+    first, again, other = (run(changed(job, seed=seed))["data_digest"] for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_dense_and_sparse_with_everything_active_have_one_gradient(job, tmp_path):
+    full = tmp_path / "full.safetensors"
+    MaskSet.random(without_weights(words_config(SMALL, 24)), density=1.0).save(full)
+    dense, sparse = (
+        run(changed(job, mode=mode, mask=str(full), n_steps=1))["steps"][0] for mode in ("dense", "sparse")
+    )
+    assert dense["loss"] == sparse["loss"]
+    # Sums of 217,408 squares of the same bf16 gradients, in bf16 norms of each tensor there and in fp32 here.
+    assert sparse["grad_norm"] == pytest.approx(dense["grad_norm"], rel=2**-7)
+
+
+def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
+    policy = load_policy(job.options(), torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    trained = prepare(job, policy)
+    assert trained.reference is policy
+    sequences = [TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)]
+    step = baseline_run.dpo_step(trained, [collate(sequences, 0)] * 2, Sections(torch.device("cpu")))
+    for i in range(2):
+        step(i)
+    mask = MaskSet.load(job.mask, policy)
+    moved = 0
+    for name, parameter in policy.named_parameters():
+        differs = (parameter != before[name]).view(-1)
+        moved += int(differs.sum())
+        differs[mask[name].long()] = False
+        assert not differs.any(), name
+    assert moved > 0.1 * mask.nnz
+    with trained.reference_weights():
+        assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+
+
+@pytest.mark.parametrize("mode", ["lora", "shira"])
+def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
+    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
+    policy = load_policy(job.options(), torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    batch = collate([TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)], 0)
+    with torch.no_grad():
+        expected = token_logprobs(policy, batch)
+    trained = prepare(changed(job, mode=mode), policy)
+    assert trained.reference is policy
+    step = baseline_run.dpo_step(trained, [batch] * 2, Sections(torch.device("cpu")))
+    for i in range(2):
+        step(i)
+    after = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert trained.n_trained == sum(after[name].numel() for name in after.keys() - before.keys())
+    with torch.no_grad():
+        assert not torch.equal(token_logprobs(policy, batch), expected)
+        with trained.reference_weights():
+            assert torch.equal(token_logprobs(policy, batch), expected)
+
+
+def test_compiled_layers_train_the_same(job, tile_masks):
+    with torch.compiler.set_stance("force_eager"):  # the layers are compiled functions that run as they are
+        compiled = run(changed(job, mode="tiles", mask=tile_masks["tiles"], compile=True))
+    plain = run(changed(job, mode="tiles", mask=tile_masks["tiles"]))
+    assert [step["loss"] for step in compiled["steps"]] == [step["loss"] for step in plain["steps"]]
+    assert compiled["n_tiled"] == plain["n_tiled"] == 6
+
+
+def test_compiling_wants_layers():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(SparseOptError, match="Sequential has no list of layers of one class"):
+        compile_layers(model)
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    compile_layers(torch.nn.Sequential(layers))
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "shira"])
+def test_gradient_checkpointing_changes_no_figure(job, mode):
+    if mode == "shira":
+        pytest.importorskip("peft", reason="mode shira needs peft: pip install 'sparse-opt[bench]'")
+    plain, checkpointed = (run(changed(job, mode=mode, gradient_checkpointing=flag)) for flag in (False, True))
+    for a, b in zip(plain["steps"], checkpointed["steps"], strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_the_reward_counts_even_tokens_of_the_completion():
+    batch = collate([TokenSequence([2, 2, 4, 5, 7], 2), TokenSequence([2, 6, 8], 1)], pad_id=0)
+    assert even_share(batch).tolist() == pytest.approx([1 / 3, 1.0])
+
+
+def test_kernels_that_overlap_count_once():
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (7.0, 8.0)]) == 6.0
+
+
+# Reports
+
+
+def gpu_result(mode: str, host_s: float, peak: int, kernel_s: float | None = None) -> dict:
+    step = {
+        "loss": math.log(2),
+        "grad_norm": 1.0,
+        "step_s": 0.11,
+        "host_s": host_s,
+        "section_s": {"forward": 0.08, "step": 0.02},
+        "section_host_s": {"forward": host_s, "step": 0.001},
+    }
+    return {
+        "mode": mode,
+        "n_trained": 2 * 10**9,
+        "n_tiled": 0,
+        "data_digest": "d",
+        "peak_memory_bytes": peak,
+        "peak_reserved_bytes": peak,
+        "bytes": {"weights": 2**32, "grad": 2**31, "base": 0},
+        "kernel_s": kernel_s,
+        "steps": [{**step, "step_s": 9.0}, *({**step, "step_s": 0.1 + 0.01 * i} for i in range(3))],
+    }
+
+
+def test_what_limits_and_what_is_compared():
+    rows = [
+        summary(gpu_result("dense", host_s=0.03, peak=2**34, kernel_s=0.09), n_warmup=1),
+        summary(gpu_result("sparse", host_s=0.079, peak=2**33, kernel_s=0.06), n_warmup=1),
+    ]
+    assert [row["limit"] for row in rows] == ["GPU", "host"]
+    assert [row["host_bound_share"] for row in rows] == [0, pytest.approx(0.8)]
+    assert rows[0]["step_s"] == pytest.approx(0.11)  # the warm-up step is left out
+    assert rows[0]["sections_s"] == pytest.approx(0.1)
+    assert ratios(rows) == {"sparse": {"step": 1.0, "peak_memory": 0.5, "kernels": pytest.approx(2 / 3)}}
+    assert ratios(rows[1:]) == {}
+    report = {
+        "algorithm": "dpo",
+        "environment": {"machine": {"cpu": "c", "gpu": {"name": "g"}}},
+        "settings": {
+            "modes": ["dense", "sparse"],
+            "batch_size": 1,
+            "sequence_length": 8,
+            "gradient_checkpointing": True,
+        },
+        "mask": {"nnz": 10},
+        "numel": 400,
+        "ratios": ratios(rows),
+        "rows": rows,
+    }
+    lines = text(report).splitlines()
+    assert lines[0].startswith("400 bf16 weights, 2.50% active") and lines[0].endswith("checkpointed; g")
+    assert lines[1].split()[-5:] == ["kernels", "peak", "GiB", "reserved", "limit"]
+    assert lines[4].split() == [
+        "sparse",
+        "80.0",
+        "20.0",
+        "110.0",
+        "104.0",
+        "-",
+        "116.0",
+        "79.0",
+        "60.0",
+        "8.00",
+        "8.00",
+        "host",
+    ]
+    assert [cell.strip() for cell in lines[6].split("  ") if cell] == [
+        "held, GiB",
+        "weights",
+        "grad",
+        "activations and scratch at the peak",
+        "values trained",
+    ]
+    assert lines[8].split() == ["dense", "4.00", "2.00", "10.00", "2.00", "B"]
+    assert lines[9].split() == ["sparse", "4.00", "2.00", "2.00", "2.00", "B"]
+    assert "sparse/dense: step 1.00, peak memory 0.50, kernels 0.67" in lines
+
+
+def test_mode_tiles_has_to_compute_tiles():
+    rows = [summary(gpu_result(mode, host_s=0.01, peak=1), n_warmup=1) for mode in ("sparse", "tiles")]
+    rows[1]["n_tiled"] = 14
+    assert wrong_results("dpo", rows) == []
+    rows[1]["n_tiled"] = 0
+    assert wrong_results("dpo", rows) == [
+        "mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first", "message"),
+    [
+        ("dpo", {"loss": float("nan")}, "begins at a DPO loss of nan"),
+        ("dpo", {"grad_norm": 0.0}, "has a gradient norm of 0 in step 1"),
+        ("grpo", {"ratio_error": 0.1, "k3": 0.0}, "begins with ratios off by 0.1, wanted 1"),
+        ("grpo", {"ratio_error": 0.0, "k3": 0.1}, "begins at a divergence of 0.1, wanted 0"),
+    ],
+)
+def test_wrong_first_steps(algorithm, first, message):
+    result = gpu_result("sparse", host_s=0.01, peak=1)
+    result["steps"][0] |= first
+    (line,) = wrong_results(algorithm, [summary(result, n_warmup=1)])
+    assert line.startswith("mode sparse ") and message in line
+
+
+def test_a_plot_shows_every_section_and_the_peak(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-opt[plot]'")
+    from matplotlib.figure import Figure
+
+    from sparse_opt.bench.training.baseline.plot import plot
+
+    drawn = []
+
+    class Kept(Figure):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            drawn.append(self)
+
+    rows = [summary(gpu_result(mode, host_s=0.03, peak=2**34), n_warmup=1) for mode in ("dense", "sparse")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure", Kept)
+        plot({"algorithm": "dpo", "rows": rows}, Path(tmp_path / "plot.png"), "a title")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["dense", "sparse"]
+    assert axes.get_ylabel() == "ms a step, median"
+    texts = [item.get_text() for item in axes.texts]
+    assert texts.count("110.0 ms\npeak 16.0 GiB") == 2
+    assert texts.count("80.0") == 2  # forward
+    tops = [sum(bar.get_height() for bar in axes.patches[i::2]) for i in range(2)]
+    assert tops == pytest.approx([110.0, 110.0])

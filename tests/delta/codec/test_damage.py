@@ -1,0 +1,196 @@
+"""What the reference refuses the native decoder refuses, what it reads the native one reads to the same words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from patch_damage import as_op_arguments, damaged, with_record
+from patch_words import any_words, bits, changed_words, name_of
+from torch import Tensor
+
+from sparse_opt.delta.codec import LEVELS, Patch, PatchError, apply_, encode, torch_reference
+from sparse_opt.delta.codec.words import TILE, first_tiles
+
+
+def words_of_tiles(tensors: list[Tensor], patch: Patch) -> list[Tensor]:
+    tile = TILE[patch.level]
+    return [part for tensor in tensors if tensor.numel() for part in bits(tensor).split(tile)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2, torch.int64], ids=name_of)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_verdict_of_the_reference(place, level, dtype):
+    source = np.random.default_rng(14)
+    numels = [150, 0, 40] if level == "tight" else [2 * 8192 + 300, 0, 700]
+    refused = 0
+    for density, step in [(0.02, 2), (0.05, None), (0.4, 1), (1.0, None)]:
+        old = [any_words(source, numel, dtype) for numel in numels]
+        new = [changed_words(source, tensor, density, step) for tensor in old]
+        sound = encode(old, new, level, backend="reference")
+        for _ in range(60):
+            patch, tile = damaged(source, sound)
+            wanted, found = [bits(t).clone() for t in old], [bits(t).clone().to(place) for t in old]
+            reference = int(torch_reference.patch_apply_(wanted, *as_op_arguments(patch, torch.device("cpu"))))
+            native = int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place)))
+            assert native == reference
+            is_bad = native < len(patch.sizes)
+            refused += is_bad
+            # The reference stops at a damaged tile, the native decoder reads all others.
+            expected = words_of_tiles(new if is_bad else wanted, patch)
+            for i, (mine, theirs) in enumerate(zip(words_of_tiles(found, patch), expected, strict=True)):
+                assert torch.equal(mine, theirs) or (is_bad and i == tile)
+    assert 40 < refused < 220, "some of both"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_lowest_damaged_tile_is_named(place, level):
+    source = np.random.default_rng(15)
+    numels = [500, 300, 200] if level == "tight" else [3 * 8192, 100, 2 * 8192]
+    old = [any_words(source, numel, torch.bfloat16).to(place) for numel in numels]
+    new = [changed_words(source, tensor.cpu(), 0.05, 2).to(place) for tensor in old]
+    sound = encode(old, new, level, backend="native")
+    patch = replace(sound, records=sound.records.cpu(), sizes=sound.sizes.cpu())
+    patch = replace(patch, heads=None if sound.heads is None else sound.heads.cpu())
+    last = len(patch.sizes) - 1
+    for tile in (last, 1):  # the first one stays damaged
+        head = None if patch.heads is None else int(patch.heads[tile])
+        patch = with_record(patch, tile, np.full(4, 255, np.uint8), False, head)
+        tensor = int(np.searchsorted(first_tiles(numels, level), tile, side="right")) - 1
+        with pytest.raises(PatchError, match=f"of tensor {tensor} is damaged"):
+            apply_([t.clone() for t in old], patch, backend="native")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_offsets_that_fit_nothing(place, level):
+    source = np.random.default_rng(16)
+    numels = [500, 300] if level == "tight" else [8192, 300]
+    old = [any_words(source, numel, torch.bfloat16) for numel in numels]
+    new = [changed_words(source, tensor, 0.05, 2) for tensor in old]
+    patch = encode(old, new, level, backend="reference")
+    offsets = patch.offsets()
+    shifted = offsets + len(patch.records)
+    past_the_end = offsets + (2**63 - 4)  # all but the first have become negative
+    for bad in (
+        -offsets - 4,
+        shifted,
+        offsets.flip(0),
+        offsets + 1,
+        offsets + 2**62,
+        offsets.clamp(max=4),
+        past_the_end,
+    ):
+        found = [bits(t).clone().to(place) for t in old]
+        # Tile 0 is the first whose record is not where it should be; with its end alone displaced, too.
+        assert int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place, bad))) == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sizes_that_do_not_fit_the_offsets(place, level):
+    source = np.random.default_rng(18)
+    old = [any_words(source, numel, torch.float32) for numel in (500, 300)]
+    new = [changed_words(source, tensor, 0.05, 2) for tensor in old]
+    patch = encode(old, new, level, backend="reference")
+    for by in (-1, 1, 20):
+        sizes = patch.sizes.numpy().copy()
+        sizes[1] = int(sizes[1]) + by
+        arguments = as_op_arguments(replace(patch, sizes=torch.from_numpy(sizes)), place, patch.offsets())
+        found = [bits(t).clone().to(place) for t in old]
+        assert int(torch.ops.sparse_opt_native.patch_apply_(found, *arguments)) == 1
+        assert torch.equal(found[0].cpu(), bits(new[0]))
+
+
+def test_tensors_that_the_patch_is_not_for():
+    old = [torch.zeros(10), torch.zeros(7)]
+    patch = encode(old, [tensor + 1 for tensor in old], "fast", backend="reference")
+    for dense, message in [
+        (old[:1], "dense holds 1 tensors, the patch is for 2"),
+        ([old[0], old[1][:6]], r"dense\[1\] is torch.float32 of 6 elements, the patch is for torch.float32 of 7"),
+        ([old[0].half(), old[1]], r"dense\[0\] is torch.float16 of 10 elements, the patch is for torch.float32 of 10"),
+    ]:
+        with pytest.raises(PatchError, match=message):
+            apply_(dense, patch)
+
+
+def test_tables_that_fit_nothing():
+    """What a file holds is checked before; what comes straight to the op is damage, or an error when encoding."""
+    source = np.random.default_rng(17)
+    old = any_words(source, 3000, torch.bfloat16)
+    new = changed_words(source, old, 0.05, 2)
+    patch = encode([old], [new], "tight", backend="native")
+    tables = patch.tables
+    assert tables is not None
+    values = tables.values.copy()
+    values[0, 0] += 1
+    native = torch.ops.sparse_opt_native
+    for bad in (
+        replace(tables, row_of=tables.row_of + np.uint16(len(tables.rows))),
+        replace(tables, class_table=np.full_like(tables.class_table, len(tables.values))),
+        replace(tables, values=values),
+        replace(tables, rows=np.zeros_like(tables.rows)),
+    ):
+        arguments = as_op_arguments(replace(patch, tables=bad), torch.device("cpu"))
+        assert int(native.patch_apply_([bits(old).clone()], *arguments)) == 0
+        with pytest.raises(ValueError, match="row_of|class_table|values|rows"):
+            native.patch_encode([bits(old)], [bits(new)], *arguments[4:], False)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """The same numbers, one byte behind an aligned address, as a mapped file may have them."""
+    data = torch.zeros(tensor.nbytes + 17, dtype=torch.uint8)
+    found = torch.from_numpy(np.frombuffer(data.numpy()[1 : 1 + tensor.nbytes].data, dtype=tensor.numpy().dtype))
+    found = found.view(tensor.shape).copy_(tensor)
+    assert found.data_ptr() % tensor.element_size() == 1
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_arguments_that_are_not_aligned(level):
+    source = np.random.default_rng(19)
+    old = any_words(source, 9000, torch.float32)
+    new = changed_words(source, old, 0.05, 2)
+    patch = encode([old], [new], level, backend="native")
+    cpu, native = torch.device("cpu"), torch.ops.sparse_opt_native
+    names = ("heads", "sizes", "offsets", "records", "level", "", "", "", "row_of", "rows", "class_table", "values")
+    for place, name in enumerate(names):
+        arguments = as_op_arguments(patch, cpu)
+        if not isinstance(arguments[place], Tensor) or arguments[place].element_size() == 1:
+            continue
+        arguments[place] = unaligned(arguments[place])
+        with pytest.raises(ValueError, match=rf"{name} begins 1 bytes past a multiple of \d, expected an aligned"):
+            native.patch_apply_([bits(old).clone()], *arguments)
+    arguments = as_op_arguments(patch, cpu)
+    odd = unaligned(bits(old))
+    for call in (
+        lambda: native.patch_apply_([bits(old).clone(), odd], *arguments),
+        lambda: native.count_changes([bits(old), odd], [bits(old), bits(new)]),
+        lambda: native.patch_sample([bits(old)] * 2, [bits(new), odd], True, 23),
+        lambda: native.patch_encode([bits(old)] * 2, [bits(new), odd], 0, True, 23, 0, *(None,) * 4, False),
+    ):
+        with pytest.raises(ValueError, match=r"(dense|old|new)\[1\] begins 1 bytes past a multiple of 4"):
+            call()
+
+
+def test_arguments_that_do_not_fit():
+    native = torch.ops.sparse_opt_native
+    old, none = [torch.zeros(10, dtype=torch.int16)], (None,) * 4
+    with pytest.raises(ValueError, match=r"level is 3"):
+        native.patch_encode(old, old, 3, True, 7, 0, *none, False)
+    with pytest.raises(ValueError, match=r"width is 16"):
+        native.patch_encode(old, old, 1, True, 7, 16, *none, False)
+    with pytest.raises(ValueError, match=r"level 2 wants row_of"):
+        native.patch_encode(old, old, 2, True, 7, 0, *none, False)
+    with pytest.raises(ValueError, match="advance is not for level 2"):
+        native.patch_encode(old, old, 2, True, 7, 0, *none, True)
+    with pytest.raises(ValueError, match=r"old\[0\] has 10 elements, new\[0\] has 9"):
+        native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none, False)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_words_of_16_bytes_are_refused(level, backend):
+    old = [torch.zeros(4, dtype=torch.complex128)]
+    with pytest.raises(ValueError, match=r"new\[0\] is torch.complex128, of 16 bytes, wanted 1, 2, 4 or 8"):
+        encode(old, old, level, backend=backend)

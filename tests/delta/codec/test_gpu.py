@@ -1,0 +1,389 @@
+"""What a GPU alone can get wrong: several launches, addresses past 2^31, alignment, streams, other devices, no memory.
+
+The patches of the CPU, which are the reference's, are what those of the GPU are compared with.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from patch_damage import as_op_arguments, damaged, with_record
+from patch_words import any_words, bits, changed_words, name_of
+from torch import Tensor
+
+from sparse_opt import backends
+from sparse_opt.delta.codec import LEVELS, Patch, PatchError, apply_, count_changes, encode
+from sparse_opt.delta.codec.words import TILE, first_tiles
+from sparse_opt.delta.digest import StateDigest
+
+pytestmark = pytest.mark.gpu
+
+# One launch takes 320 tensors. Some without elements at the ends of launches, and several beside each other.
+MANY = 700
+EMPTY = {0, 1, 318, 319, 320, 321, 500, 639, 640, 698, 699}
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int64]
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if cause := backends.why_unavailable("cuda", "cuda"):
+        pytest.skip(f"needs the native backend of cuda: {cause}")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def assert_same_patch(found: Patch, wanted: Patch) -> None:
+    assert (found.level, found.numels, found.width) == (wanted.level, wanted.numels, wanted.width)
+    parts = found.parts()
+    for name, part in wanted.parts().items():
+        assert parts[name].dtype == part.dtype
+        assert np.array_equal(parts[name].cpu().numpy(), part.numpy()), name
+    assert np.array_equal(found.sizes.cpu().numpy(), wanted.sizes.numpy())
+
+
+def assert_same_words(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(bits(a), bits(b)), i
+
+
+def on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+def many_tensors(source: np.random.Generator, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Small ones and some of several tiles; unchanged, changed in part, and changed so that a GPU keeps no record."""
+    numels = [0 if i in EMPTY else int(source.integers(1, 300)) for i in range(MANY)]
+    for i in (2, 317, 322, 638, 641, 697):
+        numels[i] = 2 * 8192 + int(source.integers(8192))
+    old = [any_words(source, numel, dtype) for numel in numels]
+    ways = [(0.0, None), (0.02, 2), (0.3, None), (1.0, None)]
+    return old, [changed_words(source, tensor, *ways[i % 4]) for i, tensor in enumerate(old)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("level", LEVELS)
+def test_more_tensors_than_one_launch_takes(gpu, level, dtype):
+    old, new = many_tensors(np.random.default_rng(20), dtype)
+    wanted = encode(old, new, level, backend="native")
+    here_old, here_new = on(gpu, old), on(gpu, new)
+    patch = encode(here_old, here_new, level, backend="native")
+    assert_same_patch(patch, wanted)
+    assert_same_words(here_old, old)
+    assert torch.equal(count_changes(here_old, here_new, backend="native"), wanted.counts)
+    dense = on(gpu, old)
+    apply_(dense, patch, backend="native")
+    assert_same_words(dense, new)
+    assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), wanted)
+    assert_same_words(here_old, new)
+    assert_same_words(here_new, new)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_damaged_tile_of_another_launch_is_named(gpu, level):
+    old, new = many_tensors(np.random.default_rng(21), torch.bfloat16)
+    sound = encode(old, new, level, backend="native")
+    firsts = first_tiles(sound.numels, level)
+    for tensor in (641, 322, 2):
+        tile = firsts[tensor]
+        head = None if sound.heads is None else 1
+        patch = with_record(sound, tile, np.full(8, 255, np.uint8), False, head)
+        dense = on(gpu, old)
+        with pytest.raises(PatchError, match=f"tile 0 of tensor {tensor} is damaged"):
+            apply_(dense, patch, backend="native")
+        # All other tiles are decoded.
+        words = TILE[level]
+        for i, (found, wanted) in enumerate(zip(dense, new, strict=True)):
+            begin = words if i == tensor else 0
+            assert torch.equal(bits(found)[begin:], bits(wanted)[begin:]), i
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("level", LEVELS)
+def test_tensors_of_any_alignment(gpu, level, dtype):
+    source = np.random.default_rng(22)
+    numel, room = 2 * 8192 + 77, 3 * 8192
+    offsets = [(0, 1), (1, 0), (1, 1), (3, 2), (7, 7), (15, 9)]
+    old = [any_words(source, numel, dtype) for _ in offsets]
+    for density, step in [(0.01, 2), (0.5, None)]:
+        new = [changed_words(source, tensor, density, step) for tensor in old]
+        memory = [(torch.zeros(room, dtype=dtype, device=gpu), torch.zeros(room, dtype=dtype, device=gpu)) for _ in old]
+        here_old = [whole[at : at + numel] for (whole, _), (at, _) in zip(memory, offsets, strict=True)]
+        here_new = [whole[at : at + numel] for (_, whole), (_, at) in zip(memory, offsets, strict=True)]
+        for target, words in zip([*here_old, *here_new], [*old, *new], strict=True):
+            target.copy_(words)
+        wanted = encode(old, new, level, backend="native")
+        patch = encode(here_old, here_new, level, backend="native")
+        assert_same_patch(patch, wanted)
+        assert torch.equal(count_changes(here_old, here_new, backend="native"), wanted.counts)
+        if density < 0.1:
+            apply_(here_old, patch, backend="native")
+        else:
+            assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), wanted)
+        assert_same_words(here_old, new)
+        for (whole, _), (at, _) in zip(memory, offsets, strict=True):
+            around = torch.cat([bits(whole)[:at], bits(whole)[at + numel :]])
+            assert not around.any(), "what lies beside a tensor is not written"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_tensor_of_more_than_2_to_the_31_words(gpu, level):
+    numel = 2**31 + 3 * 8192 + 5
+    old = torch.zeros(numel, dtype=torch.uint8, device=gpu)
+    new = old.clone()
+    new[:: 2**20 + 7] = 3
+    new[2**31 - 70 : 2**31 + 70] = 1
+    new[-9000:] = 255
+    changed = int((new != 0).sum())
+    patch = encode([old], [new], level, backend="native")
+    assert patch.counts.tolist() == [changed] == count_changes([old], [new], backend="native").tolist()
+    assert_same_patch(patch, encode([old.cpu()], [new.cpu()], level, backend="native"))
+    apply_([old], patch, backend="native")
+    assert torch.equal(old, new)
+
+
+@pytest.fixture
+def much_memory(gpu: torch.device) -> Iterator[None]:
+    wanted = 90 << 30
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(gpu)
+    if free < wanted:
+        pytest.skip(f"needs {wanted} bytes of a GPU's memory, {free} are free")
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("every", [1, 97], ids=["records", "slots"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_records_and_scratch_of_more_than_2_to_the_31_bytes(gpu, level, every):
+    """The scratch for records that are short has an eighth of the tensor's bytes."""
+    numel = 2**31 + 2 * TILE["tight"] + 3
+    old = torch.zeros(numel, dtype=torch.int64, device=gpu)
+    new = old.clone()
+    new[::every] = torch.arange(1, 8, device=gpu).repeat(-(-numel // every // 7) + 1)[: -(-numel // every)]
+    if every == 1:
+        new *= 0x0123456789ABCDEF  # far changes, so that `fast` and `packed` take the words as they are
+    patch = encode([old], [new], level, backend="native")
+    assert patch.counts.tolist() == [-(-numel // every)]
+    if every == 1 and level != "tight":
+        assert len(patch.records) > 2**33
+    encode([old], [new], level, advance=True, backend="native")
+    assert torch.equal(old, new)
+    old.zero_()
+    apply_([old], patch, backend="native")
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("level", LEVELS)
+def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
+    """Any bytes for a record, and small damage: nothing beside the tensors is written, and other tiles are read."""
+    source = np.random.default_rng(23)
+    numels = [2 * 8192 + 300, 0, 700, 8192]
+    starts = [64, 24_000, 25_000, 26_000]
+    refused = 0
+    for density, step in [(0.02, 2), (0.4, None)]:
+        old = [any_words(source, numel, dtype) for numel in numels]
+        new = [changed_words(source, tensor, density, step) for tensor in old]
+        sound = encode(old, new, level, backend="native")
+        for _ in range(40):
+            patch, tile = damaged(source, sound)
+            if source.integers(3) == 0:
+                begin, end = patch.offsets()[[tile, tile + 1]].tolist()
+                patch = replace(patch, records=patch.records.clone())
+                patch.records[begin:end] = torch.from_numpy(source.integers(0, 256, end - begin, dtype=np.uint8))
+            memory = torch.zeros(40_000, dtype=dtype, device=gpu)
+            dense = [memory[at : at + numel] for at, numel in zip(starts, numels, strict=True)]
+            for target, words in zip(dense, old, strict=True):
+                target.copy_(words)
+            op = torch.ops.sparse_opt_native.patch_apply_
+            bad = int(op([bits_of(t) for t in dense], *as_op_arguments(patch, gpu)))
+            host = [bits(t).clone() for t in old]
+            assert bad == int(op(host, *as_op_arguments(patch, torch.device("cpu"))))
+            refused += bad < len(sound.sizes)
+            firsts = first_tiles(numels, level)
+            for i, (found, mine) in enumerate(zip(dense, host, strict=True)):
+                tiles = zip(bits(found).split(TILE[level]), mine.split(TILE[level]), strict=True)
+                for k, (a, b) in enumerate(tiles):
+                    assert (bad == tile == firsts[i] + k) or torch.equal(a, b)
+            beside = bits(memory).clone()
+            for at, numel in zip(starts, numels, strict=True):
+                beside[at : at + numel] = 0
+            assert not beside.any()
+    assert 10 < refused < 80, "some of both"
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """As `bits`, where the tensor lies."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def test_tables_that_fit_nothing_stay_within_memory(gpu):
+    """Tables of a file are checked before; those that come straight to the op give void words, and no fault."""
+    source = np.random.default_rng(27)
+    old = any_words(source, 200_000, torch.float16)
+    new = changed_words(source, old, 0.05, None)
+    patch = encode([old], [new], "tight", backend="native")
+    tables = patch.tables
+    assert tables is not None
+    native, here_old, here_new = torch.ops.sparse_opt_native, old.to(gpu), new.to(gpu)
+    for bad in (
+        replace(tables, row_of=np.full_like(tables.row_of, 65535)),
+        replace(tables, class_table=np.full_like(tables.class_table, 255)),
+        replace(tables, values=np.zeros_like(tables.values)),
+        replace(tables, values=np.full_like(tables.values, 65535)),
+        replace(tables, rows=np.zeros_like(tables.rows)),
+        replace(tables, rows=np.full_like(tables.rows, 65535)),
+    ):
+        arguments = as_op_arguments(replace(patch, tables=bad), gpu)
+        memory = torch.zeros(300_000, dtype=torch.float16, device=gpu)
+        memory[50_000:250_000] = here_old
+        native.patch_apply_([memory[50_000:250_000]], *arguments)
+        beside = bits_of(memory)
+        assert not beside[:50_000].any() and not beside[250_000:].any()
+        _, sizes, records, counts = native.patch_encode([here_old], [here_new], *arguments[4:], False)
+        assert counts.tolist() == patch.counts.tolist()
+        numbers = int(sizes.to(torch.int64).bitwise_and(2**31 - 1).sum())
+        assert len(records) == 2 * numbers <= new.nbytes
+        assert torch.equal(bits(here_old), bits(old))
+    assert_same_patch(encode([here_old], [here_new], "tight", backend="native"), patch)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_records_that_are_not_aligned_are_refused(gpu, level):
+    old = torch.zeros(1000, dtype=torch.bfloat16, device=gpu)
+    new = old.clone()
+    new[::10] = 1
+    patch = encode([old], [new], level, backend="native")
+    records = torch.zeros(len(patch.records) + 1, dtype=torch.uint8, device=gpu)[1:]
+    records.copy_(patch.records)
+    with pytest.raises(ValueError, match="records begin 1 bytes past a multiple of"):
+        apply_([old], replace(patch, records=records), backend="native")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_current_stream_is_followed(gpu, level):
+    source = np.random.default_rng(24)
+    old = any_words(source, 300_000, torch.bfloat16)
+    steps = [changed_words(source, old, density, 2) for density in (0.01, 0.2)]
+    wanted = [encode([old], [new], level, backend="native") for new in steps]
+    here, here_old = on(gpu, steps), old.to(gpu)
+    streams = [torch.cuda.Stream(gpu) for _ in steps]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream, words, new, expected in zip(streams, here, steps, wanted, strict=True):
+            with torch.cuda.stream(stream):
+                before, after = torch.empty_like(words), torch.empty_like(words)
+                torch.cuda._sleep(2_000_000)  # what comes too early reads memory that is not filled yet
+                before.copy_(here_old)
+                after.copy_(words)
+                patch = encode([before], [after], level, backend="native")
+                dense = before.clone()
+                apply_([dense], patch, backend="native", check=False)
+                moved = encode([before], [after], level, advance=True, backend="native")
+                left = encode([before], [after], level, backend="native")
+            found.append((patch, moved, left, dense, before, new, expected))
+    torch.cuda.synchronize()
+    for patch, moved, left, dense, before, new, expected in found:
+        assert_same_patch(patch, expected)
+        assert_same_patch(moved, expected)
+        assert len(left.records) == 0
+        assert_same_words([dense, before], [new, new])
+
+
+@pytest.mark.parametrize("level", ["fast", "packed"])
+def test_how_often_the_host_waits(gpu, level, capfd):
+    old = torch.zeros(100_000, device=gpu)
+    new = old.clone()
+    new[::100] = 1
+    encode([old], [new], level, backend="native")
+    torch.cuda.synchronize()
+
+    def waits(call):
+        # Those of the extension's own calls are printed, and no Python warnings.
+        capfd.readouterr()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                result = call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        told = [str(warning.message) for warning in caught] + capfd.readouterr().err.splitlines()
+        return result, sum("called a synchronizing CUDA operation" in line for line in told)
+
+    patch, count = waits(lambda: encode([old], [new], level, backend="native"))
+    assert count == 1  # at `packed` it waits for an event as well, which torch does not count
+    assert waits(lambda: apply_([old], patch, backend="native", check=False))[1] == 0
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tensors_on_another_device(gpu, level):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", (gpu.index + 1) % torch.cuda.device_count())
+    source = np.random.default_rng(25)
+    old = [any_words(source, numel, torch.float32) for numel in (50_000, 0, 3)]
+    new = [changed_words(source, tensor, 0.2, None) for tensor in old]
+    wanted = encode(old, new, level, backend="native")
+    there_old, there_new = on(other, old), on(other, new)
+    patch = encode(there_old, there_new, level, backend="native")
+    assert patch.records.device == other
+    assert_same_patch(patch, wanted)
+    assert torch.equal(count_changes(there_old, there_new, backend="native"), wanted.counts)
+    dense, here = [tensor.clone() for tensor in there_old], on(gpu, old)
+    apply_(dense, patch, backend="native")
+    apply_(here, patch, backend="native")  # the patch goes over
+    assert_same_words([*dense, *here], [*new, *new])
+    assert StateDigest.start(there_new).result() == StateDigest.start(new).result()
+    assert_same_patch(encode(there_old, there_new, level, advance=True, backend="native"), wanted)
+    assert_same_words(there_old, new)
+    assert torch.cuda.current_device() == gpu.index
+    with pytest.raises(ValueError, match=r"is on cuda"):
+        torch.ops.sparse_opt_native.patch_encode(
+            [there_old[0], here[0]], [there_new[0], here[0]], 0, True, 23, 0, None, None, None, None, False
+        )
+
+
+# In a process of its own: the blocks of memory that other tests have left partly free would be room for the records.
+_NO_MEMORY = """
+import sys
+import torch
+from sparse_opt.patch_codec import apply_, encode
+
+level, gpu = sys.argv[1], torch.device("cuda:0")
+source = torch.Generator(gpu)
+
+def words(seed):
+    return torch.randint(-(2**15), 2**15, (2**28,), dtype=torch.int16, device=gpu, generator=source.manual_seed(seed))
+
+old, new = words(26), words(27)
+torch.cuda.empty_cache()
+total, held = torch.cuda.get_device_properties(gpu).total_memory, torch.cuda.memory_reserved(gpu)
+torch.cuda.set_per_process_memory_fraction((held + (300 << 20)) / total, gpu)
+try:
+    encode([old], [new], level, backend="native")
+except torch.OutOfMemoryError:
+    print("no memory")
+torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+assert torch.equal(old, words(26)) and torch.equal(new, words(27))
+apply_([old], encode([old], [new], level, backend="native"), backend="native")
+assert torch.equal(old, new)
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_memory_for_the_records(gpu, level):
+    """The scratch fits and the records do not: a torch error, the tensors as they were, and the next call is sound."""
+    done = subprocess.run([sys.executable, "-c", _NO_MEMORY, level], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "no memory\n"), done.stderr

@@ -1,0 +1,204 @@
+"""The native codec writes the bytes of the reference, and reads them back to the bits of the new tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from patch_words import DTYPES, any_words, bits, changed_words, name_of
+from torch import Tensor
+
+from sparse_opt.delta.codec import LEVELS, Patch, apply_, count_changes, encode, torch_reference
+from sparse_opt.delta.codec.words import LANE_ROWS, TILE, word_kind
+
+# Densities with the most that a word moves by: None is to any bits.
+CHANGES = [(0.0, None), (0.004, 1), (0.02, 3), (0.1, None), (0.3, 40), (0.7, 1), (1.0, 1), (1.0, None)]
+
+
+def assert_same_bytes(found: Patch, wanted: Patch) -> None:
+    assert found.level == wanted.level and found.width == wanted.width
+    parts, wanted_parts = found.parts(), wanted.parts()
+    assert parts.keys() == wanted_parts.keys()
+    for name, part in wanted_parts.items():
+        assert parts[name].dtype == part.dtype
+        # torch compares no uint16 and no uint32
+        assert np.array_equal(parts[name].cpu().numpy(), part.cpu().numpy()), name
+    # `fast` does not store its sizes, and decodes with them
+    assert np.array_equal(found.sizes.cpu().numpy(), wanted.sizes.cpu().numpy())
+
+
+def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor], level: str) -> Patch:
+    here_old, here_new = [t.to(place) for t in old], [t.to(place) for t in new]
+    patch = encode(here_old, here_new, level, backend="native")
+    assert_same_bytes(patch, encode(old, new, level, backend="reference"))
+    dense = [t.clone() for t in here_old]
+    apply_(dense, patch, backend="native")
+    for found, wanted, untouched, before in zip(dense, new, here_old, old, strict=True):
+        assert torch.equal(bits(found), bits(wanted))
+        assert torch.equal(bits(untouched), bits(before))
+    return patch
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("level", LEVELS)
+def test_bytes_of_the_reference(place, level, dtype):
+    source = np.random.default_rng(5)
+    # Ragged, empty and of one element; a tile, one more and one less.
+    numels = [700, 0, 1, 33] if level == "tight" else [8191, 0, 8192, 1, 3 * 8192 + 31, 65, 300]
+    for density, step in CHANGES:
+        old = [any_words(source, numel, dtype) for numel in numels]
+        new = [changed_words(source, tensor, density, step) for tensor in old]
+        check(place, old, new, level)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 255, 257, 8192])
+def test_one_tensor(place, numel):
+    source = np.random.default_rng(numel)
+    old = any_words(source, numel, torch.bfloat16)
+    for level in ("fast", "packed"):
+        for density, step in CHANGES:
+            check(place, [old], [changed_words(source, old, density, step)], level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_changes_at_the_ends_of_runs_and_tiles(place, level):
+    source = np.random.default_rng(6)
+    old = any_words(source, 700 if level == "tight" else 2 * 8192 + 256, torch.int16)
+    for where in ([0], [255], [256], [-1], [0, -1], range(256), range(255), range(256, 513), range(0, 700, 7)):
+        new = old.clone()
+        new[list(where)] += 1
+        check(place, [old], [new], level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=name_of)
+def test_the_largest_differences(place, level, dtype):
+    """From any of the words that stand at an end of the order to any other: signs, zeros, infinities, NaNs."""
+    size = dtype.itemsize
+    top = 1 << (8 * size - 1)
+    special = [
+        0,
+        1,
+        2,
+        top - 1,
+        top,
+        top + 1,
+        2 * top - 1,
+        top // 2,
+        top // 2 - 1,
+        top + top // 2,
+        0x7F80 << 8 * size - 16,
+    ]
+    words = np.array(special, f"u{size}")
+    old = torch.from_numpy(np.repeat(words, len(words)).view(f"i{size}")).view(dtype)
+    new = torch.from_numpy(np.tile(words, len(words)).view(f"i{size}")).view(dtype)
+    check(place, [old], [new], level)
+    check(place, [old[:7]], [new[:7]], level)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel"),
+    [
+        (torch.bfloat16, 2 * LANE_ROWS + 4001),  # the last row has 2 words of 3
+        (torch.float32, LANE_ROWS + 7000),
+        (torch.float8_e4m3fn, LANE_ROWS + 1),
+        (torch.float64, 5 * LANE_ROWS),
+        (torch.bfloat16, 9 * LANE_ROWS - 4),
+        (torch.bfloat16, 17 * LANE_ROWS - 9),
+        (torch.bfloat16, TILE["tight"] + 2 * LANE_ROWS),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_lanes_of_tight(place, dtype, numel):
+    source = np.random.default_rng(7)
+    old = torch.from_numpy(source.standard_normal(numel, dtype=np.float32) * np.float32(0.02)).to(dtype)
+    old[::1000] = any_words(source, len(old[::1000]), dtype)
+    new = changed_words(source, old, 0.012, 1)
+    new[5::997] = any_words(source, len(new[5::997]), dtype)
+    patch = check(place, [old], [new], "tight")
+    assert int(patch.sizes[0]) < 2**31, "the record is not raw"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.float64, torch.int32], ids=name_of)
+def test_samples_of_the_reference(place, dtype):
+    source = np.random.default_rng(8)
+    # Whole tensors up to 2^20 words, blocks of the others; small ones between, as threads share them out.
+    numels = [5, 2**20 + 70_000, 0, 2**20, 3000, 2**20 + 1]
+    old = [any_words(source, numel, dtype) for numel in numels]
+    new = [changed_words(source, tensor, 0.05, None) for tensor in old]
+    kind = word_kind(dtype)
+    wanted = torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.class_shift)
+    here = [[bits(t).to(place) for t in tensors] for tensors in (old, new)]
+    found = torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.class_shift)
+    one_class = [torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.bits)]
+    one_class.append(torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.bits))
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    for mine, reference in [*zip(found, wanted, strict=True), *zip(*one_class, strict=True)]:
+        assert mine.device.type == "cpu"
+        assert torch.equal(mine, reference)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_words_at_all(place, level):
+    empty = [torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.bfloat16)]
+    patch = check(place, empty, empty, level)
+    assert len(patch.records) == 0 and len(patch.sizes) == 0
+
+
+def test_the_records_do_not_depend_on_the_number_of_threads():
+    source = np.random.default_rng(9)
+    old = [any_words(source, numel, torch.bfloat16) for numel in (3 * 2**20, 700_000, 5)]
+    new = [changed_words(source, tensor, 0.02, 2) for tensor in old]
+    before = torch.get_num_threads()
+    patches = {}
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            patches[threads] = [encode(old, new, level, backend="native") for level in LEVELS]
+    finally:
+        torch.set_num_threads(before)
+    for threads in (2, 3):
+        for found, wanted in zip(patches[threads], patches[1], strict=True):
+            assert_same_bytes(found, wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_patch_of_one_tensor_of_many(place, level):
+    source = np.random.default_rng(10)
+    old = [any_words(source, numel, torch.float16).to(place) for numel in (300, 9000, 0, 77)]
+    new = [changed_words(source, tensor.cpu(), 0.1, 2).to(place) for tensor in old]
+    patch = encode(old, new, level, backend="native")
+    parts = {name: part.cpu() for name, part in patch.parts().items()}
+    read = Patch.from_parts(parts, level, torch.float16, patch.numels)
+    for i, tensor in enumerate(old):
+        dense = tensor.clone()
+        apply_([dense], read.of_tensor(i), backend="native")
+        assert torch.equal(bits(dense), bits(new[i]))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_encoding_that_leads_the_old_tensors_on(place, level, backend):
+    source = np.random.default_rng(11)
+    # None, a few changes, and more than a GPU keeps of a tile.
+    for density in (0.0, 0.01, 0.6):
+        old = [any_words(source, numel, torch.float32).to(place) for numel in (700, 0, 8192, 1)]
+        new = [changed_words(source, tensor.cpu(), density, None).to(place) for tensor in old]
+        ahead = [tensor.clone() for tensor in old]
+        patch = encode(ahead, new, level, advance=True, backend=backend)
+        assert_same_bytes(patch, encode(old, new, level, backend=backend))
+        for found, wanted in zip(ahead, new, strict=True):
+            assert torch.equal(bits(found), bits(wanted))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8], ids=name_of)
+def test_counts_of_changes(place, dtype, backend):
+    source = np.random.default_rng(12)
+    old = [any_words(source, numel, dtype) for numel in (20_000, 0, 1, 8192)]
+    new = [changed_words(source, tensor, 0.3, None) for tensor in old]
+    found = count_changes([t.to(place) for t in old], [t.to(place) for t in new], backend=backend)
+    assert found.tolist() == [int((bits(a) != bits(b)).sum()) for a, b in zip(old, new, strict=True)]

@@ -1,0 +1,334 @@
+"""find_mask against sorting every score at once, for elements, runs and tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import MaskError
+from sparse_opt.mask_finding import select as mask_selection
+from sparse_opt.mask_finding import topk as mask_units
+from sparse_opt.mask_finding import topk as score_selection
+from sparse_opt.mask_finding.select import find_mask
+from sparse_opt.mask_finding.topk import unit_scores, unit_sizes
+from sparse_opt.masks.patterns import PATTERNS, expand_units, unit_grid
+
+UNIT_PATTERNS = [pattern for pattern in PATTERNS if pattern != "element"]
+
+
+class Scores:
+    """A score source of tensors in memory."""
+
+    what = "test score"
+
+    def __init__(self, scores: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+        self.scores = {name: t.to(device) for name, t in scores.items()}
+        self.shapes = {name: tuple(t.shape) for name, t in scores.items()}
+
+    def bits(self, name: str) -> Tensor:
+        return self.scores[name].reshape(-1).view(torch.int32)
+
+
+def quota_of(numel: int, sparsity: float) -> int:
+    return math.floor(round(100 - sparsity, 10) * numel / 100 + 0.5)
+
+
+def test_threshold_is_that_of_a_full_sort_of_ten_million_scores_with_many_ties(device: torch.device) -> None:
+    generator = np.random.default_rng(0)
+    shapes = {"a": (2000, 3000), "b": (1_500_000,), "c": (5, 499_999), "d": (5,)}
+    # Some 300 different values, as rounding to bf16 leaves them, and as many zeros as elements that did not move.
+    scores = {n: np.floor(300 * generator.random(s) ** 4).astype(np.float32) / 1024 for n, s in shapes.items()}
+    flat = np.concatenate([t.reshape(-1) for t in scores.values()])
+    assert len(flat) == 10_000_000
+    kept = quota_of(len(flat), 97.5)
+    order = np.argsort(-flat, kind="stable")[:kept]
+    least = flat[order[-1]]
+    assert (flat == least).sum() > 1000  # the quota ends in the middle of ties
+    assert flat[np.argsort(-flat, kind="stable")[kept]] == least
+
+    source = Scores({n: torch.from_numpy(t) for n, t in scores.items()}, device)
+    found = find_mask(source, sparsity=97.5, min_tensor_keep=0)
+    assert found.threshold == least
+    starts = dict(zip(shapes, np.cumsum([0, *(t.size for t in scores.values())]), strict=False))
+    positions = np.concatenate([found.mask[name].numpy() + starts[name] for name in shapes])
+    assert np.array_equal(positions, np.sort(order))
+
+
+def test_order_of_bits_is_order_of_numbers() -> None:
+    """The ends of the range: the least subnormal, numbers one bit apart over a border of 16 bits, infinity."""
+    bits = torch.tensor([1, 0, 0x7F800000, 0x3F80FFFF, 0x3F810000, 0x3F810001, 0x3F7FFFFF], dtype=torch.int32)
+    source = Scores({"w": bits.view(torch.float32)})
+    ranked = [2, 5, 4, 3, 6, 0]
+    for kept in range(1, 7):
+        mask = find_mask(source, sparsity=100 - 100 * kept / 7, min_tensor_keep=0).mask
+        assert mask["w"].tolist() == sorted(ranked[:kept])
+
+
+# Runs and tiles
+
+
+def brute_units(scores: Tensor, pattern: str) -> list[tuple[float, list[int]]]:
+    """(sum, positions) of each unit, row by row, found by looking at each."""
+    height, width = PATTERNS[pattern]
+    rows, columns = math.prod(scores.shape[:-1]), scores.shape[-1] if scores.dim() else 1
+    matrix = scores.reshape(rows, columns).tolist()
+    units = []
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            inside = [
+                (i, j) for i in range(top, min(top + height, rows)) for j in range(left, min(left + width, columns))
+            ]
+            total = math.fsum(matrix[i][j] for i, j in inside)
+            units.append((float(np.float32(total)), [i * columns + j for i, j in inside]))
+    return units
+
+
+def brute_mask(
+    scores: Mapping[str, Tensor], pattern: str, sparsity: float, keep: float, pool: str
+) -> dict[str, list[int]]:
+    """The definition: floors first, by as few units as cover them; then units until the next does not fit."""
+    kept: dict[str, list[int]] = {}
+    rest = []
+    for order, (name, tensor) in enumerate(scores.items()):
+        units = brute_units(tensor, pattern)
+        ranked = sorted((-total, order, i) for i, (total, _) in enumerate(units) if total > 0)
+        floor, share = math.ceil(keep * tensor.numel()), quota_of(tensor.numel(), sparsity)
+        kept[name] = []
+        for n, (negative, _, i) in enumerate(ranked):
+            positions = units[i][1]
+            covers_floor = len(kept[name]) < floor
+            fits_share = pool == "tensor" and len(kept[name]) + len(positions) <= share
+            if not covers_floor and not fits_share:
+                rest += [(negative, order, i, name, units[i][1]) for negative, _, i in ranked[n:]]
+                break
+            kept[name] += positions
+    if pool == "global":
+        room = quota_of(sum(t.numel() for t in scores.values()), sparsity) - sum(map(len, kept.values()))
+        for *_, name, positions in sorted(rest):
+            if len(positions) > room:
+                break
+            kept[name] += positions
+            room -= len(positions)
+    return {name: sorted(positions) for name, positions in kept.items()}
+
+
+# Ragged edges on both sides, a vector, a third dimension, a scalar, nothing at all.
+SHAPES = {"up": (150, 200), "norm": (77,), "conv": (3, 50, 33), "scalar": (), "none": (0, 4), "wide": (1, 300)}
+
+
+def made_scores(seed: int, kind: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "ties":
+        return {n: torch.randint(0, 3, s, generator=generator).float() for n, s in SHAPES.items()}
+    scores = {n: torch.rand(s, generator=generator) ** 6 for n, s in SHAPES.items()}
+    if kind == "blocks":  # most units do not score at all
+        scores["up"][:, 40:] = 0
+        scores["conv"][1:] = 0
+    return scores
+
+
+@pytest.mark.parametrize("pool", ["global", "tensor"])
+@pytest.mark.parametrize("kind", ["spread", "ties", "blocks"])
+@pytest.mark.parametrize("pattern", UNIT_PATTERNS)
+@pytest.mark.filterwarnings("ignore:only .* elements have a test score")
+def test_units_are_those_of_looking_at_each(pattern: str, kind: str, pool: str, device: torch.device) -> None:
+    scores = made_scores(1, kind)
+    for sparsity, keep in [(50.0, 0.0), (40.0, 0.01), (10.0, 0.002)]:
+        wanted = brute_mask(scores, pattern, sparsity, keep, pool)
+        source = Scores(scores, device)
+        found = find_mask(source, sparsity=sparsity, min_tensor_keep=keep, pool=pool, pattern=pattern)  # type: ignore[arg-type]
+        assert {name: found.mask[name].tolist() for name in found.mask.names} == wanted, (sparsity, keep)
+        assert found.mask.pattern == pattern
+
+
+@pytest.mark.parametrize("pattern", UNIT_PATTERNS)
+def test_sums_and_sizes_of_units(pattern: str) -> None:
+    for scores in made_scores(2, "spread").values():
+        units = unit_scores(scores.reshape(-1).view(torch.int32), scores.shape, pattern)
+        brute = brute_units(scores, pattern)
+        assert units.sizes is not None
+        assert units.sizes.tolist() == [len(positions) for _, positions in brute]
+        # The pairwise sums are float64, 2^29 times as fine as the float32 that they are rounded to.
+        assert units.bits.view(torch.float32).tolist() == [total for total, _ in brute]
+        assert len(brute) == math.prod(unit_grid(scores.shape, pattern))
+
+
+def test_sums_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.rand(300, 700, generator=torch.Generator().manual_seed(0))
+    bits = scores.view(-1).view(torch.int32)
+    whole = {pattern: unit_scores(bits, scores.shape, pattern).bits for pattern in UNIT_PATTERNS}
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(mask_units, "_BLOCK", 1000)
+    monkeypatch.setattr(mask_units, "_BLOCK_COLUMNS", 256)
+    torch.set_num_threads(1)
+    try:
+        for pattern, sums in whole.items():
+            assert torch.equal(unit_scores(bits, scores.shape, pattern).bits, sums)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_tile_of_the_edge_counts_its_own_elements() -> None:
+    sizes = unit_sizes((65, 130), "tile64", torch.device("cpu"))
+    assert sizes.tolist() == [64 * 64, 64 * 64, 64 * 2, 64, 64, 2]
+
+
+def test_capture_is_the_share_of_the_element_wise_score() -> None:
+    scores = made_scores(3, "spread")
+    source = Scores(scores)
+    element = find_mask(source, sparsity=75).mask
+    found = find_mask(source, sparsity=75, pattern="run16")
+
+    def score_of(mask: MaskSet) -> float:
+        return math.fsum(float(s) for n in mask.names for s in scores[n].reshape(-1)[mask[n].long()])
+
+    assert found.capture is not None
+    assert (found.capture.nnz, found.capture.element_nnz) == (found.mask.nnz, element.nnz)
+    assert found.capture.score == pytest.approx(score_of(found.mask))
+    assert found.capture.element_score == pytest.approx(score_of(element))
+    assert 0 < found.capture.share < 1
+    assert found.mask.metadata["captured_score"] == f"{found.capture.share:.6f}"
+
+
+def test_scores_in_whole_runs_are_captured_whole() -> None:
+    scores = torch.zeros(64, 64)
+    scores.view(-1, 16)[[3, 70, 200]] = torch.tensor([1.0, 2.0, 3.0])[:, None]
+    found = find_mask(Scores({"w": scores}), sparsity=100 - 100 * 48 / 4096, min_tensor_keep=0, pattern="run16")
+    assert torch.equal(found.mask["w"].long(), expand_units(torch.tensor([3, 70, 200]), (64, 64), "run16"))
+    assert found.capture is not None
+    assert found.capture.share == 1.0
+
+
+# What neither device, thread, chunk nor order may change
+
+
+@pytest.mark.parametrize("pattern", ["element", "run32", "tile64"])
+def test_threads_and_chunks_change_nothing(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("spread", "ties"):
+        source = Scores(made_scores(4, kind))
+        whole = find_mask(source, sparsity=40, pattern=pattern, min_tensor_keep=0).mask
+        threads = torch.get_num_threads()
+        with monkeypatch.context() as patched:
+            patched.setattr(score_selection, "_CHUNK", 113)
+            patched.setattr(mask_selection, "_CHUNK", 97)
+            torch.set_num_threads(1)
+            try:
+                again = find_mask(source, sparsity=40, pattern=pattern, min_tensor_keep=0).mask
+            finally:
+                torch.set_num_threads(threads)
+        assert (again, again.digest) == (whole, whole.digest)
+
+
+def test_tensors_in_another_order_keep_the_same_where_nothing_ties() -> None:
+    scores = made_scores(5, "spread")
+    forward = find_mask(Scores(scores), sparsity=70).mask
+    backward = find_mask(Scores(dict(reversed(scores.items()))), sparsity=70).mask
+    assert forward.digest == backward.digest
+
+
+# Figures
+
+
+def test_figures_say_what_was_kept_and_from_which_score_on() -> None:
+    scores = made_scores(6, "spread") | {"still": torch.zeros(10)}
+    found = find_mask(Scores(scores), sparsity=90, figures=True)
+    for name, figures in found.tensors.items():
+        flat = scores[name].reshape(-1)
+        assert (figures.kept, figures.numel) == (found.mask[name].numel(), flat.numel())
+        assert figures.scoring == int((flat > 0).sum())
+        if flat.numel():
+            assert (figures.least, figures.most) == (float(flat.min()), float(flat.max()))
+            assert figures.mean == pytest.approx(float(flat.double().mean()))
+        kept = flat[found.mask[name].long()]
+        assert figures.threshold == (float(kept.min()) if kept.numel() else None)
+    assert found.tensors["still"].kept == 0
+    assert found.tensors["none"].mean is None
+
+
+# Refusals
+
+
+def test_units_that_cannot_fit_are_refused() -> None:
+    source = Scores({"w": torch.rand(128, 128)})
+    with pytest.raises(MaskError, match="no unit of tile64 fits: sparsity 80.0 leaves 3277 elements in all"):
+        find_mask(source, sparsity=80.0, min_tensor_keep=0, pattern="tile64")
+    with pytest.raises(MaskError, match="keeps 4096 elements in whole units of tile64, but sparsity 80.0 leaves 3277"):
+        find_mask(source, sparsity=80.0, pattern="tile64")
+
+
+def test_scores_that_are_all_zero_give_no_mask() -> None:
+    for pool in ("global", "tensor"):
+        for pattern in ("element", "run16"):
+            with pytest.raises(MaskError, match="no element of the chosen tensors has a test score above zero"):
+                find_mask(Scores({"w": torch.zeros(64)}), sparsity=50, pool=pool, pattern=pattern)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nan_names_the_tensor(sign: int, device: torch.device) -> None:
+    """Of either sign: what inf - inf gives is negative on x86 and positive on a GPU."""
+    bad = torch.tensor([1.0, math.copysign(math.nan, sign), math.inf])
+    assert (bad.view(torch.int32)[1] > 0) == (sign > 0)
+    source = Scores({"good": torch.ones(9), "bad": bad}, device)
+    with pytest.raises(MaskError, match="the test score of bad is NaN at 1 of 3 elements, wanted numbers"):
+        find_mask(source, sparsity=50)
+
+
+def test_scores_below_zero_are_refused() -> None:
+    source = Scores({"w": torch.tensor([1.0, -2.0, 3.0])})
+    with pytest.raises(MaskError, match="the test score of w has a minus sign at 1 of 3 elements, wanted 0 and more"):
+        find_mask(source, sparsity=50)
+
+
+@pytest.mark.parametrize("pattern", ["element", "run16"])
+@pytest.mark.parametrize("pool", ["global", "tensor"])
+def test_a_sparsity_that_leaves_nothing_is_refused(pool: str, pattern: str) -> None:
+    source = Scores({"w": torch.ones(3), "v": torch.ones(4)})
+    where = " of any tensor by itself" if pool == "tensor" else ""
+    with pytest.raises(MaskError, match=f"sparsity 97.5 leaves none of the 7 elements{where}$"):
+        find_mask(source, sparsity=97.5, min_tensor_keep=0, pool=pool, pattern=pattern)  # type: ignore[arg-type]
+
+
+def test_halves_of_an_element_are_rounded_up() -> None:
+    """100 - 99.9 is less than 0.1 in floating point."""
+    for pool in ("global", "tensor"):
+        found = find_mask(Scores({"w": torch.ones(500)}), sparsity=99.9, min_tensor_keep=0, pool=pool)  # type: ignore[arg-type]
+        assert found.mask.nnz == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sparsity": 0.0}, "sparsity is 0.0 percent, wanted above 0 and below 100"),
+        ({"sparsity": 100.0}, "sparsity is 100.0 percent"),
+        ({"sparsity": 101.0}, "sparsity is 101.0 percent"),
+        ({"pattern": "run8"}, "pattern is 'run8', wanted one of element, run16"),
+        ({"pool": "layer"}, "pool is 'layer', wanted global or tensor"),
+        ({"min_tensor_keep": -0.1}, "min_tensor_keep is -0.1"),
+    ],
+)
+def test_arguments_out_of_range(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(MaskError, match=message):
+        find_mask(Scores({"w": torch.ones(9)}), **{"sparsity": 50.0, **arguments})  # type: ignore[arg-type]
+
+
+def test_jaccard_of_random_masks_is_that_of_chance() -> None:
+    """|A and B| is hypergeometric; five standard deviations of it, and so of the Jaccard index, are one in 10^6."""
+    shapes = {"a": (600, 500), "b": (400, 300)}
+    density = 0.05
+    counts = {n: math.floor(density * math.prod(s) + 0.5) for n, s in shapes.items()}
+    numels = {n: math.prod(s) for n, s in shapes.items()}
+    mean = sum(k * k / numels[n] for n, k in counts.items())
+    variance = sum((k * (numels[n] - k) / numels[n]) ** 2 / (numels[n] - 1) for n, k in counts.items())
+    nnz = sum(counts.values())
+    masks = [MaskSet.random(shapes, density=density, seed=seed) for seed in range(4)]
+    for i, first in enumerate(masks):
+        for second in masks[:i]:
+            jaccard = first.jaccard(second)
+            both = jaccard * 2 * nnz / (1 + jaccard)
+            assert abs(both - mean) < 5 * math.sqrt(variance)

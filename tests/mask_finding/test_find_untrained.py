@@ -1,0 +1,162 @@
+"""Scores of untrained models against the formulas, worked out sequence by sequence with plain autograd."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparse_opt.errors import MaskError
+from sparse_opt.mask_finding.model_scores import calibrated_scores, weight_scores
+from sparse_opt.mask_finding.select import find_mask
+from sparse_opt.tensors import canonical_names
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+
+
+@dataclass(frozen=True)
+class Sequence:
+    ids: list[int]
+    prompt_length: int
+
+
+SEQUENCES = [Sequence([5, 9, 3, 40, 2], 2), Sequence([7, 7, 30], 0), Sequence([1, 2, 3, 4, 5, 6, 7, 8], 6)]
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def gradients(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Of each sequence's mean loss over its completion, as fp64 copies."""
+    found = []
+    for sequence in SEQUENCES:
+        model.zero_grad()
+        ids = torch.tensor([sequence.ids])
+        start = max(sequence.prompt_length, 1)
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
+        losses = [-logprobs[t - 1, sequence.ids[t]] for t in range(start, len(sequence.ids))]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        found.append({n: p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None})
+    model.zero_grad()
+    return found
+
+
+def scores_of(model: nn.Module, method: str, parameters: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    chosen = parameters_of(model) if parameters is None else parameters
+    source = calibrated_scores(model, chosen, SEQUENCES, method)  # type: ignore[arg-type]
+    return {name: source.bits(name).view(torch.float32).view(shape) for name, shape in source.shapes.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gradient_scores(tiny_llama, tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=tied).eval()
+    each = gradients(model)
+    for name, found in scores_of(model, "fisher_gradient").items():
+        wanted = sum(g[name] ** 2 for g in each) / len(each)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-12)
+    for name, found in scores_of(model, "snip").items():
+        mean = sum(g[name] for g in each) / len(each)
+        wanted = (model.get_parameter(name).double() * mean).abs()
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-9)
+
+
+def test_the_model_is_left_as_it_was(tiny_llama) -> None:
+    model = tiny_llama().train()
+    names = list(parameters_of(model))
+    model.get_parameter(names[1]).requires_grad_(False)
+    kept = model.get_parameter(names[2])
+    kept.grad = torch.ones_like(kept)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    for method in ("snip", "fisher_gradient", "wanda"):
+        scores_of(model, method, {names[4]: model.get_parameter(names[4])})
+    assert model.training
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [names[1]]
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == [names[2]]
+    assert torch.equal(kept.grad, torch.ones_like(kept))
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def wanda_by_hand(model: nn.Module, layers: dict[str, nn.Module], out_first: bool) -> dict[str, Tensor]:
+    """abs(w) * norm(x): each weight multiplied by its own input's norm, in fp64."""
+    inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+    hooks = [
+        layer.register_forward_hook(lambda m, args, out, name=name: inputs[name].append(args[0][0].double()))
+        for name, layer in layers.items()
+    ]
+    with torch.no_grad():
+        for sequence in SEQUENCES:
+            model(input_ids=torch.tensor([sequence.ids]))
+    for hook in hooks:
+        hook.remove()
+    norms = {name: torch.cat(parts).norm(dim=0) for name, parts in inputs.items()}
+    return {
+        name: layer.weight.detach().double().abs() * (norms[name] if out_first else norms[name][:, None])  # type: ignore[operator,union-attr]
+        for name, layer in layers.items()
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_wanda_of_linear_layers(tiny_llama, tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=tied).eval()
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not (tied and n == "lm_head")}
+    found = scores_of(model, "wanda")
+    # A tied output layer is an embedding too, which meets no input.
+    assert set(found) == {f"{name}.weight" for name in layers}
+    assert ("lm_head.weight" in found) != tied
+    for name, wanted in wanda_by_hand(model, layers, out_first=True).items():
+        torch.testing.assert_close(found[f"{name}.weight"].double(), wanted, rtol=1e-5, atol=0)
+
+
+def test_wanda_of_gpt2_whose_weights_are_transposed() -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    layers = {n: m for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}
+    found = scores_of(model, "wanda")
+    assert set(found) == {f"{name}.weight" for name in layers}
+    for name, wanted in wanda_by_hand(model, layers, out_first=False).items():
+        torch.testing.assert_close(found[f"{name}.weight"].double(), wanted, rtol=1e-5, atol=0)
+
+
+def test_weight_magnitude_is_the_full_sort_of_absolute_weights(tiny_llama) -> None:
+    model = tiny_llama(dtype=torch.bfloat16, tie_word_embeddings=True)
+    parameters = parameters_of(model)
+    assert canonical_names(parameters) == {name: name for name in parameters}
+    mask = find_mask(weight_scores(parameters), sparsity=90, min_tensor_keep=0).mask
+    flat = torch.cat([p.detach().float().abs().view(-1) for p in parameters.values()])
+    order = flat.sort(descending=True, stable=True).indices[: mask.nnz]
+    wanted = torch.zeros(len(flat), dtype=torch.bool)
+    wanted[order] = True
+    assert torch.equal(torch.cat([mask.bool(name).view(-1) for name in mask.names]), wanted)
+
+
+def test_what_no_sequence_reached_is_not_kept(tiny_llama) -> None:
+    """Rows of words that appear nowhere have no gradient, and score zero."""
+    model = tiny_llama(tie_word_embeddings=False).eval()
+    name = "model.embed_tokens.weight"
+    found = scores_of(model, "fisher_gradient", {name: model.get_parameter(name)})[name]
+    # The last token of a sequence is predicted, and predicts nothing.
+    seen = sorted({token for sequence in SEQUENCES for token in sequence.ids[:-1]})
+    assert (found.sum(dim=1) > 0).nonzero().view(-1).tolist() == seen
+
+
+def test_refusals(tiny_llama) -> None:
+    model = tiny_llama()
+    parameters = parameters_of(model)
+    with pytest.raises(MaskError, match="snip needs calibration sequences, and there are none"):
+        calibrated_scores(model, parameters, [], "snip")
+    with pytest.raises(MaskError, match="calibration sequence 1 has 3 tokens and a prompt of 3, wanted a completion"):
+        calibrated_scores(model, parameters, [SEQUENCES[0], Sequence([1, 2, 3], 3)], "snip")
+    norms = {name: p for name, p in parameters.items() if "norm" in name}
+    with pytest.raises(MaskError, match="wanda scores weights of linear layers, and none of the 5 chosen tensors is"):
+        calibrated_scores(model, norms, SEQUENCES, "wanda")
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").fill_(math.nan)
+    with pytest.raises(MaskError, match="the snip score of .* is NaN at"):
+        find_mask(calibrated_scores(model, parameters, SEQUENCES, "snip"), sparsity=50)

@@ -1,0 +1,271 @@
+"""find_magnitude against sorting every score at once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparse_opt import DeltaLog, MaskSet, __version__
+from sparse_opt.errors import DeltaLogError, MaskError
+from sparse_opt.mask_finding import log_scores as mask_scores
+from sparse_opt.mask_finding import topk as score_selection
+from sparse_opt.mask_finding.find import find_magnitude, mask_file_name
+from sparse_opt.masks.parameters import select_names
+
+State = dict[str, Tensor]
+
+
+def log_of(directory: Path, before: State, after: State, **metadata: str) -> DeltaLog:
+    log = DeltaLog.create(directory, before, metadata=metadata)
+    log.append(50, after)
+    log.close()
+    return log
+
+
+def sorted_mask(before: State, after: State, sparsity: float, keep: float, pool: str) -> dict[str, list[int]]:
+    """The definition: one list of all elements that moved, best first; floors are served before the rest."""
+    moved, floors = [], {}
+    for order, name in enumerate(before):
+        scores = (after[name].double() - before[name].double()).abs().float().view(-1).tolist()
+        ranked = sorted((-score, order, i, name) for i, score in enumerate(scores) if score > 0)
+        floors[name] = math.ceil(keep * len(scores))
+        if pool == "tensor":
+            floors[name] = max(floors[name], math.floor((100 - sparsity) * len(scores) / 100 + 0.5))
+        moved.append((ranked[: floors[name]], ranked[floors[name] :]))
+    chosen = [entry for floor, _ in moved for entry in floor]
+    if pool == "global":
+        quota = math.floor((100 - sparsity) * sum(t.numel() for t in before.values()) / 100 + 0.5)
+        chosen += sorted(entry for _, rest in moved for entry in rest)[: quota - len(chosen)]
+    result: dict[str, list[int]] = {name: [] for name in before}
+    for _, _, i, name in chosen:
+        result[name].append(i)
+    return {name: sorted(positions) for name, positions in result.items()}
+
+
+def normal(
+    generator: torch.Generator, shapes: Mapping[str, tuple[int, ...]], scale: float, dtype: torch.dtype
+) -> State:
+    return {n: (scale * torch.randn(s, generator=generator)).to(dtype) for n, s in shapes.items()}
+
+
+SHAPES = {"embed": (50, 8), "layers.0.mlp.up": (40, 33), "layers.0.norm": (33,), "scalar": (), "none": (0, 4)}
+
+
+def small_steps(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
+    """bf16 rounding swallows most of such steps and leaves the others at a few magnitudes: many ties."""
+    before = normal(generator, SHAPES, 0.02, dtype)
+    return before, {
+        n: (t.float() + 1e-4 * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in before.items()
+    }
+
+
+def few_values(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
+    before = {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
+    return before, {n: torch.randint(-2, 3, s, generator=generator).to(dtype) for n, s in SHAPES.items()}
+
+
+def all_equal(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
+    before = {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
+    return before, {n: torch.full(s, -0.5, dtype=dtype) for n, s in SHAPES.items()}
+
+
+def unequal_tensors(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
+    """Tensors whose scales differ so much that the floors decide."""
+    before = normal(generator, SHAPES, 1.0, dtype)
+    scales = dict(zip(SHAPES, (8.0, 1e-3, 1.0, 1e-6, 1.0), strict=True))
+    return before, {
+        n: (t.float() + scales[n] * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in before.items()
+    }
+
+
+@pytest.mark.parametrize("pool", ["global", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("change", [small_steps, few_values, all_equal, unequal_tensors])
+@pytest.mark.filterwarnings("ignore:only .* elements have a magnitude score")
+def test_equals_sorting_everything(
+    tmp_path: Path, change: Callable[[torch.Generator, torch.dtype], tuple[State, State]], dtype: torch.dtype, pool: str
+) -> None:
+    before, after = change(torch.Generator().manual_seed(3), dtype)
+    log = log_of(tmp_path / "log", before, after)
+    for sparsity, keep in [(97.5, 0.0025), (50.0, 0.2), (3.0, 0.01), (99.96, 0.0)]:
+        mask = find_magnitude(log, sparsity=sparsity, min_tensor_keep=keep, pool=pool)  # type: ignore[arg-type]
+        wanted = sorted_mask(before, after, sparsity, keep, pool)
+        assert {name: mask[name].tolist() for name in mask.names} == wanted, (sparsity, keep)
+
+
+def test_counting_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(tmp_path / "log", *small_steps(torch.Generator().manual_seed(1), torch.float32))
+    whole = find_magnitude(log, sparsity=80)
+    monkeypatch.setattr(score_selection, "_CHUNK", 301)
+    monkeypatch.setattr(mask_scores, "_CHUNK", 211)
+    assert find_magnitude(log, sparsity=80) == whole
+
+
+def test_quota_is_met_exactly_and_floors_hold(tmp_path: Path) -> None:
+    before, after = unequal_tensors(torch.Generator().manual_seed(3), torch.float32)
+    mask = find_magnitude(log_of(tmp_path / "log", before, after), sparsity=90, min_tensor_keep=0.05)
+    numel = sum(t.numel() for t in before.values())
+    assert mask.nnz == math.floor(0.1 * numel + 0.5)
+    assert mask.numel == numel
+    for name, figures in mask.per_tensor().items():
+        assert figures.nnz >= math.ceil(0.05 * before[name].numel())
+
+
+def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
+    before = {"a": torch.zeros(100), "still": torch.zeros(100)}
+    after = {"a": torch.zeros(100), "still": torch.zeros(100)}
+    after["a"][[3, 97]] = torch.tensor([1.0, -2.0])
+    # The bits of a zero changed, its value did not.
+    after["still"][5] = -0.0
+    log = log_of(tmp_path / "log", before, after)
+    for pool in ("global", "tensor"):
+        with pytest.warns(
+            UserWarning, match=r"only 2 elements have a magnitude score above zero where 20 were asked for: .* keeps 2"
+        ):
+            mask = find_magnitude(log, sparsity=90, min_tensor_keep=0.04, pool=pool)  # type: ignore[arg-type]
+        assert mask["a"].tolist() == [3, 97]
+        assert mask["still"].tolist() == []
+        assert mask.metadata["sparsity"] == "90.0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_magnitude(log, sparsity=99.5, min_tensor_keep=0).nnz == 1
+
+
+def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
+    before = {"a": torch.zeros(100), "b": torch.zeros(8)}
+    log = log_of(tmp_path / "log", before, {"a": torch.zeros(100), "b": torch.ones(8)})
+    for pool in ("global", "tensor"):
+        with pytest.raises(MaskError, match="no element of the chosen tensors has a magnitude score above zero"):
+            find_magnitude(log, sparsity=90, include=["a"], pool=pool)  # type: ignore[arg-type]
+    with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged one"):
+        find_magnitude(log, sparsity=90, target_step=0)
+
+
+def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
+    before = {"w": torch.zeros(6)}
+    after = {"w": torch.tensor([1e-45, float("-inf"), 1e-38, 3e38, 0.0, -1e-45])}
+    log = log_of(tmp_path / "log", before, after)
+    for keep, wanted in [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 5])]:
+        assert find_magnitude(log, sparsity=100 - 100 * keep / 6, min_tensor_keep=0)["w"].tolist() == wanted
+
+
+def test_fp64_weights_are_not_rounded_before_the_subtraction(tmp_path: Path) -> None:
+    """A change of 1e-12 of 1.0 is lost in fp32, where the two weights are equal."""
+    before = {"w": torch.ones(4, dtype=torch.float64)}
+    after = {"w": before["w"] + torch.tensor([0.0, 1e-12, 3e-12, 2e-12], dtype=torch.float64)}
+    mask = find_magnitude(log_of(tmp_path / "log", before, after), sparsity=50)
+    assert mask["w"].tolist() == [2, 3]
+
+
+def test_nan_scores_name_the_tensor(tmp_path: Path) -> None:
+    before = {"good": torch.zeros(3), "bad.weight": torch.zeros(3)}
+    after = {"good": torch.ones(3), "bad.weight": torch.tensor([1.0, float("nan"), 2.0])}
+    log = log_of(tmp_path / "log", before, after)
+    with pytest.raises(MaskError, match=r"magnitude score of bad.weight is NaN at 1 of 3 elements"):
+        find_magnitude(log, sparsity=50)
+    assert find_magnitude(log, sparsity=50, exclude=["bad*"]).names == ("good",)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 100.0, -1.0, 101.0, float("nan")])
+def test_sparsity_out_of_range(tmp_path: Path, sparsity: float) -> None:
+    log = log_of(tmp_path / "log", {"w": torch.zeros(3)}, {"w": torch.ones(3)})
+    with pytest.raises(MaskError, match="wanted above 0 and below 100"):
+        find_magnitude(log, sparsity=sparsity)
+
+
+def test_other_arguments_out_of_range(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log", {"w": torch.zeros(300)}, {"w": torch.ones(300)})
+    with pytest.raises(MaskError, match=r"min_tensor_keep is 1.5"):
+        find_magnitude(log, sparsity=50, min_tensor_keep=1.5)
+    with pytest.raises(MaskError, match=r"keeps 60 elements, but sparsity 90.0 leaves 30: lower one of the two"):
+        find_magnitude(log, sparsity=90.0, min_tensor_keep=0.2)
+    with pytest.raises(MaskError, match="pool is 'layer', wanted global or tensor"):
+        find_magnitude(log, sparsity=90, pool="layer")  # type: ignore[arg-type]
+    with pytest.raises(MaskError, match="no tensor of .* is chosen"):
+        find_magnitude(log, sparsity=90, include=["v*"])
+    with pytest.raises(DeltaLogError, match="step 7 is not logged"):
+        find_magnitude(log, sparsity=90, target_step=7)
+
+
+def test_target_step_and_metadata(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(10)}
+    with DeltaLog.create(tmp_path / "log", state, metadata={"model": "org/name"}, keyframe_every=2) as log:
+        for step in (10, 20, 30):
+            state["w"][step // 10] = step
+            log.append(step)
+        at_20, at_0 = log.digest(20), log.digest(0)
+    early = find_magnitude(log, sparsity=80, target_step=20, min_tensor_keep=0)
+    assert early["w"].tolist() == [1, 2]
+    assert early.metadata == {
+        "method": "magnitude",
+        "sparsity": "80.0",
+        "step": "20",
+        "model": "org/name",
+        "pool": "global",
+        "min_tensor_keep": "0",
+        "log_digest": at_20,
+        "base_step": "0",
+        "base_digest": at_0,
+        "steps_read": "2",
+        "made_by": f"sparse-opt {__version__}",
+    }
+    last = find_magnitude(log, sparsity=80)
+    assert last["w"].tolist() == [2, 3]
+    assert last.metadata["step"] == "30"
+    assert MaskSet.load(last.save(tmp_path / mask_file_name(80, "magnitude", 30))).metadata == last.metadata
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.mlp = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_parameters_take_part_and_buffers_do_not(tmp_path: Path) -> None:
+    model = Block()
+    with DeltaLog.create(tmp_path / "log", model) as log:
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor += 3
+            log.append(1)
+    mask = find_magnitude(log, sparsity=50)
+    assert mask.names == ("embed.weight", "mlp.weight", "mlp.bias", "norm.weight", "norm.bias")
+    assert mask.resolve(model) == mask
+    assert find_magnitude(log, sparsity=50, mlp_only=True).names == ("mlp.weight", "mlp.bias")
+
+
+def test_select_names() -> None:
+    names = [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "h.0.attn.weight",
+        "mlpx.weight",
+    ]
+    names += ["decoder.fc1.bias", "x.block_sparse_moe.w1", "MLP.weight"]
+    assert select_names(names) == names
+    assert select_names(names, include=["model.*"], exclude=["*norm*"]) == names[:1]
+    assert select_names(names, mlp_only=True) == [names[0], names[4], names[5]]
+    assert select_names(names, include=["*.weight", "*.w1"], mlp_only=True) == [names[0], names[5]]
+    assert select_names(names, include=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "method", "step", "name"),
+    [
+        (97.5, "magnitude", 50, "sparsity_97.5pct_magnitude_step50.safetensors"),
+        (90, "fisher", 0, "sparsity_90.0pct_fisher_step0.safetensors"),
+        (99.99, "momentum_w25", 25, "sparsity_99.99pct_momentum_w25_step25.safetensors"),
+    ],
+)
+def test_file_names(sparsity: float, method: str, step: int, name: str) -> None:
+    assert mask_file_name(sparsity, method, step) == name

@@ -1,0 +1,232 @@
+"""The output layer's weight gradient by tiles: what `linear_logprobs` leaves in an optimizer's compact buffer."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from small_models import grads_of, plain_logprobs, random_sequences, small
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt.trainers.data.encoding import collate
+from sparse_opt.trainers.policy import logprobs as logprobs_module
+from sparse_opt.trainers.policy.logprobs import token_logprobs
+
+EPS32 = torch.finfo(torch.float32).eps
+ours = pytest.mark.skipif(
+    backends.choose("tile_weight_grad_", "cpu") != "cpu",
+    reason="another backend's layers raise without an optimizer, and take no lock",
+)
+N_WORDS = 331  # ragged at the end
+SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
+
+
+def make(tied, device="cpu", **options):
+    """A model with tiles in its output layer, its optimizer, and a twin without."""
+    model = small(LlamaConfig, tie_word_embeddings=tied, **SIZES).to(device)
+    twin = copy.deepcopy(model)
+    mask = MaskSet.random(model, density=0.4, pattern="tile64", seed=0)
+    tiles = SparseAdamW(model, mask, tile_backward=True, **options)
+    dense = SparseAdamW(twin, mask, tile_backward=False, **options)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    assert head in tiles.tiled_parameters and not dense.tiled_parameters
+    return model, tiles, twin, dense
+
+
+def loss_of(model, n=5, of=token_logprobs):
+    found = of(model, collate(random_sequences(n, N_WORDS), pad_id=0).to(model.device))
+    return (found * torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)).sum()
+
+
+def assert_same(tiles, dense):
+    for (name, p), (_, q) in zip(tiles._named(), dense._named(), strict=True):
+        ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
+        assert p.grad is None and (ours is None) == (theirs is None), name
+        if ours is not None:
+            # Sums of about 100 products in two orders, twice, as errors of a layer reach the one below.
+            assert (ours - theirs).abs().max() <= 200 * EPS32 * theirs.abs().max() and theirs.any(), name
+
+
+@pytest.fixture(autouse=True, params=[128, 10**9], ids=["slices of 128", "one slice"])
+def slices(request, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", request.param)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device):
+    model, tiles, twin, dense = make(tied, device, grad_dtype=grad_dtype, max_grad_norm=1e-3)
+    for n in (5, 3):
+        for m in (model, twin):
+            loss_of(m, n).backward()
+        if grad_dtype == torch.float32:
+            assert_same(tiles, dense)
+    for optimizer in (tiles, dense):
+        optimizer.step()
+    # A bf16 buffer rounds each sum, to 2^-9 of it; the norm averages that out.
+    rtol = 200 * EPS32 if grad_dtype == torch.float32 else 2**-9
+    torch.testing.assert_close(tiles.grad_norm, dense.grad_norm, rtol=rtol, atol=0)
+    for m in (model, twin):  # overwrites
+        loss_of(m, 4).backward()
+    expected = torch.cat([g.float() for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]).norm()
+    torch.testing.assert_close(tiles.clip_grad_norm_(1.0), expected, rtol=100 * EPS32, atol=0)
+
+
+class _Made(TorchDispatchMode):
+    """Shapes of everything that is computed and is no view of a model's weights."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            # A stand-in has the logits' shape, and the memory of one element.
+            if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() <= 4:
+                continue
+            if tensor.untyped_storage().data_ptr() not in self.weights:
+                self.shapes.add(tuple(tensor.shape))
+        return out
+
+
+def test_with_tiles_neither_logits_nor_the_dense_gradient_are_made(request):
+    model, tiles, _, _ = make(tied=False)
+    model.model.embed_tokens.weight.requires_grad_(False)  # it has the same shape
+    with _Made(model) as made:
+        loss_of(model).backward()
+    assert tiles.compact_grad(model.lm_head.weight) is not None
+    assert tuple(model.lm_head.weight.shape) not in made.shapes
+    if "one slice" not in request.node.name:
+        assert not any(N_WORDS in shape[1:] for shape in made.shapes)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_dense_gradient_where_it_is_asked_for(tied):
+    model, tiles, twin, _ = make(tied)
+    ours = torch.autograd.grad(loss_of(model), [model.lm_head.weight])
+    theirs = torch.autograd.grad(loss_of(twin), [twin.lm_head.weight])
+    assert torch.equal(*ours, *theirs) and tiles.compact_grad(model.lm_head.weight) is None
+    seen = []
+    model.lm_head.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    loss_of(model).backward()
+    assert torch.equal(seen[0], *theirs)
+    active = tiles.mask.bool("model.embed_tokens.weight" if tied else "lm_head.weight")
+    assert torch.equal(tiles.compact_grad(model.lm_head.weight), theirs[0][active])
+
+
+@ours
+def test_backward_passes_of_two_threads_add_up():
+    """Whichever comes first, and also where one takes all logits at once, as the layer is out for the other one."""
+    model, tiles, _, _ = make(tied=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "lm_head.weight")  # torch's own accumulation takes no hooks in two threads
+    for n in (5, 3):
+        loss_of(model, n).backward()
+    expected = tiles.compact_grad(model.lm_head.weight).clone()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            tiles.zero_grad()
+            start = threading.Barrier(2)
+
+            def run(n, start=start):
+                loss = loss_of(model, n)
+                start.wait()
+                loss.backward()
+
+            list(pool.map(run, (5, 3)))
+            found = tiles.compact_grad(model.lm_head.weight)
+            assert (found - expected).abs().max() <= 200 * EPS32 * expected.abs().max()
+            torch.testing.assert_close(tiles.clip_grad_norm_(1.0), expected.norm(), rtol=100 * EPS32, atol=0)
+
+
+def test_a_backward_pass_that_fails_leaves_the_gradient_as_it_was(monkeypatch):
+    model, tiles, _, _ = make(tied=False)
+    loss_of(model).backward()
+    before = tiles.compact_grad(model.lm_head.weight).clone()
+    made, fails_at = logprobs_module._grad_logits, len(logprobs_module._word_slices(1, N_WORDS))
+
+    def fails(*args):
+        nonlocal fails_at
+        fails_at -= 1
+        if not fails_at:
+            raise RuntimeError("on purpose")
+        return made(*args)
+
+    monkeypatch.setattr(logprobs_module, "_grad_logits", fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss_of(model, 3).backward()
+    assert torch.equal(tiles.compact_grad(model.lm_head.weight), before)
+
+
+@ours
+def test_closing_in_the_forward_pass_gives_the_output_layer_back():
+    model, tiles, _, _ = make(tied=False)
+    model.model.norm.register_forward_hook(lambda *_: tiles.close())
+    loss_of(model).backward()
+    assert "forward" not in vars(model.lm_head) and model.lm_head.weight.grad is not None
+
+
+@ours
+def test_closing_between_forward_and_backward_leaves_the_output_layers_dense_gradient():
+    model, tiles, twin, dense = make(tied=False)
+    losses = [loss_of(m) for m in (model, twin)]
+    for optimizer in (tiles, dense):
+        optimizer.close()
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(model.lm_head.weight.grad, twin.lm_head.weight.grad)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_gradients_of_the_output_layer_that_must_not_come_are_refused():
+    model, tiles, _, _ = make(tied=False)
+    loss_of(model).backward()
+    tiles.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"gradient of .* arrived after clip_grad_norm_"):
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_the_output_layers_tiles_under_a_grad_scaler(unscale):
+    model, tiles, twin, dense = make(tied=False, amp_scaling=True, lr=1e-3)
+    for m, o in ((model, tiles), (twin, dense)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for bad in (False, True, False):
+            scaler.scale(loss_of(m) * (float("inf") if bad else 1.0)).backward()
+            if unscale:
+                scaler.unscale_(o)
+                o.clip_grad_norm_(1e-3)
+            scaler.step(o)
+            scaler.update()
+            o.zero_grad()
+        assert scaler.get_scale() == 2.0**9
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        # Adam's first steps are lr whatever the gradient's size; errors weigh where it is small.
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-5)
+
+
+def test_all_gradients_beside_a_plain_computation():
+    model, tiles, twin, dense = make(tied=True)
+    dense.close()
+    expected = grads_of(twin, plain_logprobs(twin, collate(random_sequences(5, N_WORDS), pad_id=0)))
+    found = token_logprobs(model, collate(random_sequences(5, N_WORDS), pad_id=0))
+    (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
+    for name, parameter in model.named_parameters():
+        if (compact := tiles.compact_grad(parameter)) is not None:
+            wanted = expected[name][tiles.mask.bool(name)]
+            torch.testing.assert_close(compact, wanted, rtol=0, atol=200 * EPS32 * expected[name].abs().max().item())
+
+
+def test_a_tile_that_begins_above_a_slice_is_an_error(monkeypatch):
+    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 100)
+    model, _tiles, _, _ = make(tied=False)
+    with pytest.raises(ValueError, match="rows from 100 on: wanted a multiple of the tile size, 64"):
+        loss_of(model).backward()

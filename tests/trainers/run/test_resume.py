@@ -1,0 +1,154 @@
+"""Runs that are stopped and go on: what is written, what is refused, and that nothing is lost or done otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+from stopping import assert_same_run, rows, stop, stop_and_resume
+from transformers import AutoModelForCausalLM
+
+from sparse_opt.delta.log import DeltaLog
+from sparse_opt.errors import ConfigError, DeltaLogError
+from sparse_opt.trainers import dpo, sft
+
+
+@pytest.fixture
+def options(dpo_options, pairs_file, tmp_path):
+    """`options("whole", mode="lora")`: a DPO run of six steps in that folder, with everything on that is written."""
+
+    def make(folder, **changes):
+        return dpo_options(
+            output_dir=tmp_path / folder,
+            n_steps=6,
+            save_steps=2,
+            sample_steps=2,
+            eval_dataset=str(pairs_file),
+            eval_subset_size=4,
+            eval_steps=3,
+            delta_log_dir=tmp_path / f"{folder}_log",
+            delta_log_steps="every:1",
+            lr_schedule="cosine",
+            **changes,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "stopped_after"),
+    [
+        ("dense", "fp32", 1),  # before the first checkpoint
+        ("dense", "bf16", 4),  # on one
+        ("sparse", "fp32", 3),  # between two
+        ("sparse", "bf16", 4),
+        ("lora", "fp32", 3),
+    ],
+)
+def test_a_stopped_dpo_run_goes_on_as_if_it_had_not_been(
+    monkeypatch, options, mask_file, tmp_path, mode, dtype, stopped_after
+):
+    changes = {"mode": mode, "mask": mask_file if mode == "sparse" else None, "dtype": dtype}
+    whole = dpo.train(options("whole", **changes))
+    resumed = stop_and_resume(monkeypatch, dpo.train, options("resumed", **changes), stopped_after)
+    assert_same_run(whole, resumed)
+    logs = [DeltaLog.open(tmp_path / f"{name}_log") for name in ("whole", "resumed")]
+    assert logs[0].steps == logs[1].steps == tuple(range(7))
+    assert [logs[0].digest(step) for step in range(7)] == [logs[1].digest(step) for step in range(7)]
+
+
+def test_a_stopped_sft_run_goes_on_as_if_it_had_not_been(monkeypatch, model_folder, pairs_file, tmp_path):
+    def config(folder):
+        return sft.SFTConfig(
+            policy_name=str(model_folder),
+            dataset=str(pairs_file),
+            output_dir=tmp_path / folder,
+            dtype="fp32",
+            device="cpu",
+            n_steps=5,
+            save_steps=1,
+            learning_rate=1e-3,
+            warmup_steps=2,
+        )
+
+    whole = sft.train(config("whole"))
+    assert_same_run(whole, stop_and_resume(monkeypatch, sft.train, config("resumed"), 3))
+
+
+def test_checkpoints_are_written_and_the_oldest_removed(options, tmp_path):
+    dpo.train(dataclasses.replace(options("run"), n_steps=9, save_total_limit=3))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step_00000004",
+        "step_00000006",
+        "step_00000008",
+    ]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_00000008")
+
+
+def test_a_torn_line_and_leftovers_are_dropped(monkeypatch, options, tmp_path):
+    whole = dpo.train(options("whole"))
+    stop(monkeypatch, dpo.train, options("run"), 4)
+    folder = tmp_path / "run"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    leftover = folder / "checkpoints" / ".step_00000006.77.abcd.tmp"
+    leftover.mkdir()
+    assert_same_run(whole, dpo.train(dataclasses.replace(options("run"), resume=True)))
+    assert not leftover.exists()
+
+
+def test_resume_begins_a_run_that_had_no_checkpoint_yet(monkeypatch, options):
+    whole = dpo.train(options("whole"))
+    assert_same_run(whole, stop_and_resume(monkeypatch, dpo.train, options("stopped"), 0))
+    assert_same_run(whole, dpo.train(dataclasses.replace(options("new"), resume=True)))
+
+
+def test_a_finished_run_is_not_resumed(options):
+    dpo.train(options("run"))
+    with pytest.raises(ConfigError, match="the run in .* has finished"):
+        dpo.train(dataclasses.replace(options("run"), resume=True))
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        dpo.train(options("run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"learning_rate": 2e-3}, "was begun with learning_rate 0.001, not 0.002"),
+        ({"seed": 6}, "was begun with seed 5, not 6"),
+        ({"beta": 0.2}, "was begun with beta 0.1, not 0.2"),
+        ({"n_steps": 7}, "was begun with n_steps 6, not 7"),
+    ],
+)
+def test_other_options_are_refused(monkeypatch, options, changes, said):
+    stop(monkeypatch, dpo.train, options("run"), 2)
+    with pytest.raises(ConfigError, match=said):
+        dpo.train(dataclasses.replace(options("run"), resume=True, **changes))
+
+
+def test_an_option_that_came_later_had_its_default(monkeypatch, options, tmp_path):
+    stop(monkeypatch, dpo.train, options("run"), 2)
+    file = tmp_path / "run" / "options.yaml"
+    begun_with = yaml.safe_load(file.read_text())
+    del begun_with["compile"]
+    file.write_text(yaml.safe_dump(begun_with))
+    with pytest.raises(ConfigError, match="was begun with compile None, not True"):
+        dpo.train(dataclasses.replace(options("run"), resume=True, compile=True))
+    dpo.train(dataclasses.replace(options("run"), resume=True))
+
+
+def test_another_runs_delta_log_is_refused(monkeypatch, options, tmp_path):
+    stop(monkeypatch, dpo.train, options("run"), 2)
+    dpo.train(dataclasses.replace(options("other"), seed=8))
+    (tmp_path / "run_log").rename(tmp_path / "gone")
+    (tmp_path / "other_log").rename(tmp_path / "run_log")
+    with pytest.raises(DeltaLogError, match="step 2 is not what the checkpoint of that step holds"):
+        dpo.train(dataclasses.replace(options("run"), resume=True))
+
+
+def test_evaluation_and_checkpoints_change_nothing_of_the_run(options, dpo_options, tmp_path):
+    with_all = dpo.train(options("with_all"))
+    bare = dpo.train(dpo_options(output_dir=tmp_path / "bare", n_steps=6, sample_steps=None, lr_schedule="cosine"))
+    assert rows(with_all["metrics_file"]) == rows(bare["metrics_file"])
+    assert [row["step"] for row in rows(tmp_path / "with_all" / "evaluations.jsonl")] == [0, 3, 6]

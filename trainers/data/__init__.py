@@ -1,0 +1,1 @@
+"""Training data: records, prompts and lessons, encoded, packed and ordered."""

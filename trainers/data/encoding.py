@@ -1,0 +1,248 @@
+"""Prompts and completions as token ids, cut to length, in right-padded batches.
+
+Rules, TRL's wherever it has one, so that losses can be compared:
+
+- Messages go through the tokenizer's chat template, once, which also writes the special tokens; no second BOS is added.
+  A tokenizer without a template gets the messages' contents joined by newlines, as plain text.
+- Plain text is tokenized verbatim with the tokenizer's own special tokens, and EOS closes the completion. Neither is
+  added where the text has it already.
+- The prompt ends where the tokens of "prompt" and of "prompt + completion" part, so that a token merged across the
+  border counts as completion.
+- A sequence longer than `max_length` keeps its start (`keep_start`; the completion loses its end) or its end
+  (`keep_end`; the prompt loses its start). Where that leaves no completion token, the example is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sparse_opt.errors import DataError
+from sparse_opt.files import one_line
+
+from .records import Example, Text, chosen_rows, demonstration_reader, load_records, preference_reader, read_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TruncationMode = Literal["keep_start", "keep_end"]
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Token ids of a prompt and its completion; the completion starts at `prompt_length`."""
+
+    ids: list[int]
+    prompt_length: int
+
+    @property
+    def n_trained(self) -> int:
+        """Completion tokens with a token before them to be predicted from."""
+        return len(self.ids) - max(self.prompt_length, 1)
+
+    def truncated(self, max_length: int, mode: TruncationMode) -> TokenSequence:
+        """At most `max_length` tokens of this sequence."""
+        excess = len(self.ids) - max_length
+        if excess <= 0:
+            return self
+        if mode == "keep_start":
+            return replace(self, ids=self.ids[:max_length])
+        return TokenSequence(self.ids[excess:], max(self.prompt_length - excess, 0))
+
+
+@dataclass
+class DataReport:
+    """What became of a dataset's rows."""
+
+    n_rows: int = 0
+    n_examples: int = 0
+    n_dropped_empty: int = 0
+    n_dropped_too_long: int = 0
+    n_moved_borders: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.n_examples} examples from {self.n_rows} rows"]
+        if self.n_dropped_empty:
+            parts.append(f"{self.n_dropped_empty} dropped for an empty completion")
+        if self.n_dropped_too_long:
+            parts.append(f"{self.n_dropped_too_long} dropped because max_length leaves no completion token")
+        if self.n_moved_borders:
+            parts.append(f"in {self.n_moved_borders} the prompt's last tokens change when the completion follows")
+        return "; ".join(parts)
+
+
+def load_examples(
+    kind: Literal["preference", "demonstration"],
+    dataset: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    truncation_mode: TruncationMode = "keep_start",
+    subset_size: int | None = None,
+    seed: int = 0,
+) -> tuple[list[list[TokenSequence]], DataReport]:
+    """A dataset's examples as sequences: [chosen, rejected] for preferences, [completion] for demonstrations.
+
+    Args:
+        dataset, split: see `load_records`.
+        max_length, truncation_mode: see the module's rules.
+        subset_size: take this many rows, drawn with `seed`; None takes all, in order. So does a number larger than
+            the dataset, with a UserWarning.
+
+    Raises:
+        DataError: see `load_records` and the row readers; also when no example is left.
+    """
+    records = load_records(dataset, split)
+    read = (preference_reader if kind == "preference" else demonstration_reader)(records.column_names, dataset)
+    rows = chosen_rows(records, dataset, subset_size, seed)
+    report = DataReport(n_rows=len(rows))
+    kept = []
+    for row in rows:
+        try:
+            example = read(read_record(records, row))
+            if any(_is_empty(completion) for completion in example.completions):
+                report.n_dropped_empty += 1
+                continue
+            sequences, moved = encode(tokenizer, example)
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
+        sequences = [sequence.truncated(max_length, truncation_mode) for sequence in sequences]
+        if any(sequence.n_trained < 1 for sequence in sequences):
+            report.n_dropped_too_long += 1
+            continue
+        report.n_moved_borders += moved
+        kept.append(sequences)
+    report.n_examples = len(kept)
+    if not kept:
+        raise DataError(f"dataset {dataset}: no example left; {report}")
+    return kept, report
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[TokenSequence], bool]:
+    """Each completion after the prompt, and whether the border moved into the prompt (see the module's rules)."""
+    prompt, completions = example.prompt, example.completions
+    if isinstance(prompt, list) and tokenizer.chat_template is None:
+        prompt, completions = joined_text(prompt) + "\n", tuple(joined_text(completion) for completion in completions)
+    if isinstance(prompt, str):
+        prompt_ids = text_ids(tokenizer, prompt)
+        all_ids = [
+            _closed(tokenizer, text_ids(tokenizer, prompt + joined_text(completion))) for completion in completions
+        ]
+    else:
+        prompt_ids = chat_ids(tokenizer, prompt, add_generation_prompt=True)
+        all_ids = [chat_ids(tokenizer, [*prompt, *completion]) for completion in completions]
+    prompt_length = min(_common_prefix_length(prompt_ids, ids) for ids in all_ids)
+    return [TokenSequence(ids, prompt_length) for ids in all_ids], prompt_length < len(prompt_ids)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
+    with applying_chat_template():
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
+        )
+    return list(encoded["input_ids"])
+
+
+@contextmanager
+def applying_chat_template() -> Iterator[None]:
+    """Inside, an error of a tokenizer's chat template becomes a DataError: a template is a program of its own."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
+
+
+def require_known_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
+    """Raise DataError where a sequence has a token that the model has no embedding for.
+
+    On a GPU such a token ends the process without a word of which it was.
+    """
+    known = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= known:
+        return
+    for ids in sequences:
+        if ids and max(ids) >= known:
+            token = max(ids)
+            raise DataError(
+                f"the data has token {token} ({tokenizer.decode([token])!r}), and the model has embeddings for {known} "
+                f"of the tokenizer's {len(tokenizer)} tokens"
+            )
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # Text that was put through a template already carries its BOS.
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+
+
+def _closed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no EOS token to end a plain-text completion with")
+    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
+def joined_text(text: Text) -> str:
+    return text if isinstance(text, str) else "\n".join(message["content"] for message in text)
+
+
+def _is_empty(text: Text) -> bool:
+    return not joined_text(text).strip()
+
+
+def _common_prefix_length(a: list[int], b: list[int]) -> int:
+    length = 0
+    while length < min(len(a), len(b)) and a[length] == b[length]:
+        length += 1
+    return length
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Right-padded sequences. Padding is known by position, never by its id, which may be the id of EOS."""
+
+    input_ids: torch.Tensor  # [B, T] int64
+    attention_mask: torch.Tensor  # [B, T] int64: 1 on tokens, 0 on padding
+    completion_mask: torch.Tensor  # [B, T] bool: trained tokens (with a token before them)
+    first_trained: int  # the smallest position in any row that completion_mask holds
+    n_tokens: int  # tokens without padding
+    n_trained: int  # tokens in completion_mask
+    position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The batch on another device; the copy to a GPU does not wait for it."""
+        if device.type == "cpu":
+            return self
+        tensors = {
+            name: getattr(self, name).pin_memory().to(device, non_blocking=True)
+            for name in ("input_ids", "attention_mask", "completion_mask", "position_ids")
+            if getattr(self, name) is not None
+        }
+        return replace(self, **tensors)
+
+
+def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
+    """Sequences as one batch on the CPU, as long as the longest of them."""
+    length = max(len(sequence.ids) for sequence in sequences)
+    input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.int64, device="cpu")
+    attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64, device="cpu")
+    completion_mask = torch.zeros(len(sequences), length, dtype=torch.bool, device="cpu")
+    for row, sequence in enumerate(sequences):
+        end = len(sequence.ids)
+        input_ids[row, :end] = torch.tensor(sequence.ids, dtype=torch.int64, device="cpu")
+        attention_mask[row, :end] = 1
+        completion_mask[row, max(sequence.prompt_length, 1) : end] = True
+    return TokenBatch(
+        input_ids,
+        attention_mask,
+        completion_mask,
+        first_trained=min(max(sequence.prompt_length, 1) for sequence in sequences),
+        n_tokens=sum(len(sequence.ids) for sequence in sequences),
+        n_trained=sum(sequence.n_trained for sequence in sequences),
+    )

@@ -1,0 +1,180 @@
+"""Questions with their solutions and explanations, and the templates in which a teacher and its student get them.
+
+A teacher (https://arxiv.org/abs/2506.08388) is given a question with its solution and writes an explanation, up to an
+end tag; a student is given the question, the explanation and then the solution. The default tags are those of
+https://github.com/SakanaAI/RLT. Rows of a dataset are told apart by their columns:
+
+| columns | |
+|---|---|
+| question or problem or prompt; solution or answer | text; of two columns the first named is taken |
+| and, where known: explanation or reasoning_trace or reasoning | text |
+| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; the assistant answers as `student_answer` says |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sparse_opt.config import option
+from sparse_opt.errors import ConfigError, DataError
+
+from .order import permutation
+from .records import load_records, read_record
+
+QUESTION_COLUMNS = ("question", "problem", "prompt")
+SOLUTION_COLUMNS = ("solution", "answer")
+EXPLANATION_COLUMNS = ("explanation", "reasoning_trace", "reasoning")
+FIELD = re.compile(r"\{(question|solution|explanation)\}")
+
+
+@dataclass(kw_only=True)
+class Templates:
+    """Texts with {question}, {solution} and {explanation} in them; an empty system text is left out."""
+
+    teacher_system: str = option(
+        "You are given a question and write its solution first, between <|begin_of_solution|> and "
+        "<|end_of_solution|>. Then you explain, between <|begin_of_explanation|> and <|end_of_explanation|>, how one "
+        "comes to this solution: step by step, with the steps apart by empty lines, so that a reader who has only the "
+        "question could follow and find the solution.",
+        "what a teacher is told before the question",
+    )
+    teacher_user: str = option("{question}", "the teacher's question")
+    teacher_start: str = option(
+        "<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n",
+        "given beginning of the teacher's answer; it goes on with the explanation",
+    )
+    explanation_end: str = option("<|end_of_explanation|>", "the tag that ends the teacher's explanation")
+    student_system: str = option(
+        "You think about a question first, step by step, between <|begin_of_thought|> and <|end_of_thought|>, and then "
+        "write its solution between <|begin_of_solution|> and <|end_of_solution|>.",
+        "what a student is told before the question",
+    )
+    student_user: str = option("{question}", "the student's question")
+    student_answer: str = option(
+        "<|begin_of_thought|>\n\n{explanation}<|end_of_thought|>\n\n<|begin_of_solution|>\n\n{solution}\n\n"
+        "<|end_of_solution|>",
+        "the student's answer",
+    )
+
+    def check_templates(self) -> None:
+        """Raise ConfigError where a template is no text, lacks a field, or has one that is not its own."""
+        for field_ in fields(Templates):
+            try:
+                getattr(self, field_.name).encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"option '{field_.name}' cannot be written as UTF-8: {error.reason}") from error
+        for names, wanted, others in (
+            (("teacher_system", "teacher_user", "teacher_start"), ("question", "solution"), ("explanation",)),
+            (("student_system", "student_user"), ("question",), ("explanation", "solution")),
+            (("student_answer",), ("explanation", "solution"), ("question",)),
+            (("explanation_end",), (), ("question", "solution", "explanation")),
+        ):
+            found = [field for name in names for field in FIELD.findall(getattr(self, name))]
+            label = ", ".join(f"'{name}'" for name in names)
+            for field in wanted:
+                if field not in found:
+                    raise ConfigError(f"the templates {label} have no {{{field}}}")
+            for field in others:
+                if field in found:
+                    raise ConfigError(f"the templates {label} have {{{field}}}, which does not belong there")
+        if FIELD.findall(self.student_answer) != ["explanation", "solution"]:
+            raise ConfigError("option 'student_answer': wanted {explanation} and after it {solution}, each once")
+        if not self.explanation_end:
+            raise ConfigError("option 'explanation_end' is empty: wanted a tag, by which explanations are told to end")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A question with its solution, and an explanation where one is known."""
+
+    question: str
+    solution: str
+    explanation: str | None = None
+
+
+def filled(template: str, lesson: Lesson) -> str:
+    """The template with the lesson's texts; braces inside them stay as they are."""
+    return FIELD.sub(lambda field: str(getattr(lesson, field[1])), template)
+
+
+def load_lessons(
+    dataset: str, split: str, templates: Templates, *, subset_size: int | None = None, seed: int = 0
+) -> list[Lesson]:
+    """A dataset's rows as lessons; `subset_size` of them, drawn with the seed, or all in order.
+
+    Raises:
+        DataError: see `load_records`; columns or a row of another form than the module's table has.
+    """
+    records = load_records(dataset, split)
+    read = lesson_reader(records.column_names, dataset, templates)
+    rows: Sequence[int] = range(len(records))
+    if subset_size is not None and subset_size < len(records):
+        rows = permutation(len(records), seed, 0)[:subset_size]
+    lessons = []
+    for row in rows:
+        try:
+            lessons.append(read(read_record(records, row)))
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
+    return lessons
+
+
+def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Callable[[dict[str, Any]], Lesson]:
+    """The function that reads a row of these columns; `name` is the dataset's, for messages.
+
+    Raises:
+        DataError: the columns hold no lessons.
+    """
+    found = set(columns)
+    question, solution, explanation = (
+        next((column for column in wanted if column in found), None)
+        for wanted in (QUESTION_COLUMNS, SOLUTION_COLUMNS, EXPLANATION_COLUMNS)
+    )
+    if question is not None and solution is not None:
+
+        def read(row: dict[str, Any]) -> Lesson:
+            return Lesson(
+                _text(row, question), _text(row, solution), None if explanation is None else _text(row, explanation)
+            )
+
+        return read
+    if "conversations" in found:
+        answer = _answer_pattern(templates.student_answer)
+        return lambda row: _read_conversation(row["conversations"], answer)
+    raise DataError(
+        f"dataset {name}: found columns ({', '.join(sorted(found))}); wanted one of ({', '.join(QUESTION_COLUMNS)}) "
+        f"with one of ({', '.join(SOLUTION_COLUMNS)}), or (conversations)"
+    )
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"column '{column}' is {str(value)[:80]!r}: wanted text that is not empty")
+    return value
+
+
+def _answer_pattern(student_answer: str) -> re.Pattern[str]:
+    """The template as a pattern of answers, in which any white space stands for any other."""
+    pieces = []
+    for piece in re.split(r"(\{explanation\}|\{solution\}|\s+)", student_answer):
+        if piece in ("{explanation}", "{solution}"):
+            pieces.append(f"(?P<{piece[1:-1]}>.*?)")
+        else:
+            pieces.append(r"\s*" if piece.isspace() else re.escape(piece))
+    return re.compile("".join(pieces) + r"\s*", re.DOTALL)
+
+
+def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
+    said = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
+    if not isinstance(said.get("user"), str) or not isinstance(said.get("assistant"), str):
+        raise DataError("column 'conversations': wanted a list of {from, value} with user and assistant")
+    match = answer.fullmatch(said["assistant"])
+    if match is None:
+        raise DataError(
+            f"the assistant says {said['assistant'][:80]!r}...: wanted an answer as template student_answer"
+        )
+    return Lesson(said["user"], match["solution"].strip(), match["explanation"])

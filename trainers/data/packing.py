@@ -1,0 +1,162 @@
+"""Short sequences packed into rows of `max_length` tokens, so that a batch is tokens and not padding.
+
+A packed row must train as its sequences would alone: positions start anew with each, and no token sees another
+sequence's. transformers does both from position ids. Given no mask of tokens, `masking_utils.create_causal_mask` takes
+every step of the position ids other than +1 for the border of a sequence, and makes a mask of blocks. Not every model
+takes position ids or makes its masks there, so `check_packing` tries the model before it is trained.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_opt.errors import ConfigError
+
+from .encoding import DataReport, TokenBatch, TokenSequence
+from .loaders import LoadData
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: rows of indices into `lengths`, the sum of a row's lengths at most `capacity`.
+
+    Longest first, each into the row with the least space that it fits in, the oldest such row; else into a new one.
+    The rows are those of TRL's packing strategy `bfd`, in the same order.
+
+    Raises:
+        ValueError: a length above `capacity` or below 1.
+    """
+    rows: list[list[int]] = []
+    rows_with: defaultdict[int, deque[int]] = defaultdict(deque)  # space left -> rows, the oldest first
+    spaces: list[int] = []  # the keys of rows_with that have rows, ascending
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if not 1 <= length <= capacity:
+            raise ValueError(f"sequence {index} has {length} tokens: wanted 1 to {capacity}")
+        place = bisect.bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
+            row = rows_with[space].popleft()
+            if not rows_with[space]:
+                del spaces[place]
+        else:
+            space, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        space -= length
+        if space:
+            if not rows_with[space]:
+                bisect.insort(spaces, space)
+            rows_with[space].append(row)
+    return rows
+
+
+@dataclass
+class PackingReport(DataReport):
+    """What became of a dataset's rows, and into how many packed rows its examples went."""
+
+    n_packed_rows: int = 0
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; packed into {self.n_packed_rows} rows"
+
+
+def packing_loader(load: LoadData, max_length: int) -> LoadData:
+    """A loader of demonstrations whose examples are packed rows: lists of the sequences that stand in one row."""
+
+    def load_packed(
+        dataset: str, split: str, tokenizer: Any, subset_size: int | None, seed: int
+    ) -> tuple[list[list[TokenSequence]], PackingReport]:
+        examples, report = load(dataset, split, tokenizer, subset_size, seed)
+        sequences: list[TokenSequence] = [sequence for (sequence,) in examples]
+        rows = pack([len(sequence.ids) for sequence in sequences], max_length)
+        known = {field.name: getattr(report, field.name) for field in fields(report)}
+        return [[sequences[index] for index in row] for row in rows], PackingReport(**known, n_packed_rows=len(rows))
+
+    return load_packed
+
+
+def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
+    """Rows of sequences, one after the other, as one batch on the CPU, as long as the longest row.
+
+    No sequence's first token is trained: what stands before it is another's. Padding is one more sequence.
+    """
+    length = max(sum(len(sequence.ids) for sequence in row) for row in rows)
+    input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64, device="cpu")
+    attention_mask = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
+    completion_mask = torch.zeros(len(rows), length, dtype=torch.bool, device="cpu")
+    position_ids = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
+    first_trained = length
+    for i, row in enumerate(rows):
+        end = 0
+        for sequence in row:
+            start, end = end, end + len(sequence.ids)
+            trained = start + max(sequence.prompt_length, 1)
+            input_ids[i, start:end] = torch.tensor(sequence.ids, dtype=torch.int64, device="cpu")
+            attention_mask[i, start:end] = 1
+            completion_mask[i, trained:end] = True
+            position_ids[i, start:end] = torch.arange(end - start, device="cpu")
+            first_trained = min(first_trained, trained)
+        position_ids[i, end:] = torch.arange(length - end, device="cpu")
+    return TokenBatch(
+        input_ids,
+        attention_mask,
+        completion_mask,
+        first_trained=first_trained,
+        n_tokens=sum(len(sequence.ids) for row in rows for sequence in row),
+        n_trained=sum(sequence.n_trained for row in rows for sequence in row),
+        position_ids=position_ids,
+    )
+
+
+# Relative to the logits' norm. Float errors of a forward pass in another shape are some units of the dtype's rounding
+# (2^-24, 2^-9) for each of the layers; a position or a token too many moves logits by their own size.
+_SAME = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@torch.no_grad()
+def check_packing(model: Any) -> None:
+    """Refuse a model that would not read packed sequences as it reads each alone; found out on a few random tokens.
+
+    What follows another sequence in its row must have the same logits, to the bit, whatever that other one is, and
+    within rounding those that it has alone.
+
+    Raises:
+        ConfigError: naming the model and what it does.
+    """
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    device = next(model.parameters()).device
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    words = torch.randint(vocabulary, (2, 3, 8), generator=generator, device="cpu").to(device)
+    first, other, second = words.unbind(1)  # [2, 8] each; two rows, because some attention packs a single one only
+    positions = torch.arange(8, device=device).repeat(2, 2)
+    try:
+        after_first, after_other = (
+            _logits(model, torch.cat([before, second], dim=1), positions)[:, 8:] for before in (first, other)
+        )
+        alone = _logits(model, second, positions[:, :8])
+    except TypeError as error:
+        if "position_ids" not in str(error):
+            raise
+        raise ConfigError(f"option 'packing': {name} takes no position ids; train it without") from error
+    if not torch.equal(after_first, after_other):
+        raise ConfigError(f"option 'packing': in {name} a packed sequence sees the one before it; train it without")
+    error_norm = ((after_first - alone).norm() / alone.norm()).item()
+    allowed = _SAME[next(model.parameters()).dtype]
+    if not error_norm <= allowed:
+        raise ConfigError(
+            f"option 'packing': {name} gives a packed sequence other logits than alone (by {error_norm:.2g} of their "
+            f"norm, wanted at most {allowed:.2g}); train it without"
+        )
+
+
+def _logits(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=input_ids, attention_mask=None, position_ids=position_ids, use_cache=False).logits
+    return logits.float()

@@ -1,0 +1,124 @@
+"""Prompts for a model to complete, as token ids, with the columns of their rows for the reward functions.
+
+What `encoding` does with a prompt and its completion, here with a prompt alone: messages go through the tokenizer's
+chat template, once, up to where the assistant answers; a tokenizer without a template gets their contents, each with a
+newline after it. Plain text is tokenized verbatim. Neither gets a second BOS, and no EOS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparse_opt.errors import DataError
+
+from .encoding import chat_ids, joined_text, text_ids
+from .records import Message, Text, chosen_rows, load_records, prompt_reader, read_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Of these names the arguments of reward functions are made; a column of the name would be a second one.
+_NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """A prompt, and its row's other columns."""
+
+    ids: list[int]
+    text: str  # as the model reads it: the chat template's output where the prompt is messages
+    columns: dict[str, Any]
+    messages: list[Message] | None = None
+
+    @property
+    def prompt(self) -> Text:
+        """The prompt as the data has it, and as reward functions get it: messages, or text."""
+        return self.text if self.messages is None else self.messages
+
+
+@dataclass
+class PromptReport:
+    """What became of a dataset's rows."""
+
+    n_rows: int = 0
+    n_examples: int = 0
+    n_dropped_empty: int = 0
+    n_dropped_too_long: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.n_examples} prompts from {self.n_rows} rows"]
+        if self.n_dropped_empty:
+            parts.append(f"{self.n_dropped_empty} dropped as empty")
+        if self.n_dropped_too_long:
+            parts.append(f"{self.n_dropped_too_long} dropped because they are longer than max_prompt_length")
+        return "; ".join(parts)
+
+
+def load_prompts(
+    dataset: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    subset_size: int | None = None,
+    seed: int = 0,
+) -> tuple[list[PromptExample], PromptReport]:
+    """A dataset's prompts, without those that are empty or longer than `max_prompt_length` tokens.
+
+    Args:
+        dataset, split: see `load_records`; `data` says which columns hold prompts.
+        subset_size, seed: see `chosen_rows`.
+
+    Raises:
+        DataError: see `load_records` and `prompt_reader`; also a row whose prompt cannot be read, with its number, and
+            when no prompt is left.
+    """
+    records = load_records(dataset, split)
+    read = prompt_reader(records.column_names, dataset)
+    rows = chosen_rows(records, dataset, subset_size, seed)
+    report = PromptReport(n_rows=len(rows))
+    kept = []
+    for row in rows:
+        try:
+            columns = read_record(records, row)
+            prompt = read(columns)
+            if not joined_text(prompt).strip():
+                report.n_dropped_empty += 1
+                continue
+            example = encode_prompt(tokenizer, prompt, columns)
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
+        if len(example.ids) > max_prompt_length:
+            report.n_dropped_too_long += 1
+            continue
+        kept.append(example)
+    report.n_examples = len(kept)
+    if not kept:
+        raise DataError(f"dataset {dataset}: no prompt left; {report}")
+    return kept, report
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Text, columns: dict[str, Any] | None = None
+) -> PromptExample:
+    """A prompt as the model is to read it before it answers (see the module's rules).
+
+    Args:
+        columns: of the prompt's row. Those that reward functions get by another way, as `prompt`, are left out.
+
+    Raises:
+        DataError: the chat template refuses the messages.
+    """
+    messages = None if isinstance(prompt, str) else prompt
+    if messages is not None and tokenizer.chat_template is not None:
+        ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
+        text = str(tokenizer.decode(ids))
+    else:
+        text = joined_text(prompt) if isinstance(prompt, str) else joined_text(prompt) + "\n"
+        ids = text_ids(tokenizer, text)
+        # A tokenizer that ends every text with EOS would have the model begin after an end.
+        eos = tokenizer.eos_token
+        if eos is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(eos)):
+            ids.pop()
+    return PromptExample(ids, text, {k: v for k, v in (columns or {}).items() if k not in _NOT_COLUMNS}, messages)

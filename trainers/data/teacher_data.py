@@ -1,0 +1,289 @@
+"""What a teacher and its student are given, as tokens; and demonstrations for a teacher's start by SFT.
+
+A tokenizer with a chat template gets the system and user texts of `lessons.Templates` as messages and the rest as the
+beginning of the assistant's turn; one without gets the texts one after another, verbatim.
+
+    python -m sparse_opt.trainers.data.teacher_data --dataset rows.jsonl --tokenizer MODEL --templates rlt.yaml \\
+        --output teacher.jsonl
+
+writes rows (prompt, completion): the prompt that a teacher will be given by the run rlt.yaml, and a known explanation
+with the end tag. `lessons` says which columns the dataset may have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparse_opt.config import option, parse_config, read_yaml, require_number_ranges
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
+from sparse_opt.files import written_aside
+
+from ..policy.pretrained import load_tokenizer_from
+from ..run.outputs import writing
+from .encoding import applying_chat_template
+from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class StudentSequence:
+    """What a student reads, up to the solution's last token; nothing after it bears on its log-probabilities."""
+
+    ids: list[int]
+    explanation: slice  # positions in ids
+    solution: slice
+
+
+@dataclass(frozen=True)
+class TeacherExample:
+    """A lesson as tokens: the teacher's prompt, and the pieces around the explanation in what the student reads."""
+
+    lesson: Lesson
+    ids: list[int]
+    text: str
+    student_start: list[int]
+    student_middle: list[int]
+    solution: list[int]
+
+    def student_sequence(self, explanation: Sequence[int]) -> StudentSequence:
+        """The student's sequence around the teacher's own tokens: none is tokenized anew, so both score the same."""
+        start = len(self.student_start)
+        end = start + len(explanation)
+        solution = end + len(self.student_middle)
+        ids = [*self.student_start, *explanation, *self.student_middle, *self.solution]
+        return StudentSequence(ids, slice(start, end), slice(solution, solution + len(self.solution)))
+
+
+@dataclass
+class LessonReport:
+    """What became of a dataset's rows."""
+
+    n_rows: int = 0
+    n_examples: int = 0
+    n_dropped_too_long: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.n_examples} examples from {self.n_rows} rows"]
+        if self.n_dropped_too_long:
+            parts.append(f"{self.n_dropped_too_long} dropped for a prompt longer than max_prompt_length")
+        return "; ".join(parts)
+
+
+def load_teacher_examples(
+    dataset: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    templates: Templates,
+    *,
+    student_tokenizer: PreTrainedTokenizerBase | None = None,
+    max_prompt_length: int,
+    subset_size: int | None = None,
+    seed: int = 0,
+) -> tuple[list[TeacherExample], LessonReport]:
+    """A dataset's lessons as tokens; those whose teacher's prompt is longer than `max_prompt_length` are left out.
+
+    Raises:
+        DataError: see `load_lessons` and `encode_lesson`; also when no example is left.
+    """
+    lessons = load_lessons(dataset, split, templates, subset_size=subset_size, seed=seed)
+    examples = []
+    for lesson in lessons:
+        try:
+            examples.append(encode_lesson(tokenizer, lesson, templates, student_tokenizer))
+        except DataError as error:
+            raise DataError(f"dataset {dataset}, question {lesson.question[:80]!r}: {error}") from error
+    kept = [example for example in examples if len(example.ids) <= max_prompt_length]
+    report = LessonReport(len(examples), len(kept), len(examples) - len(kept))
+    if not kept:
+        raise DataError(f"dataset {dataset}: no example left; {report}")
+    return kept, report
+
+
+def encode_lesson(
+    tokenizer: PreTrainedTokenizerBase,
+    lesson: Lesson,
+    templates: Templates,
+    student_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> TeacherExample:
+    """The lesson's token ids, those of the student by its own tokenizer, whose chat template may be another.
+
+    Raises:
+        DataError: a piece has no tokens, or the tokenizer writes other text when pieces are tokenized apart.
+    """
+    student_tokenizer = student_tokenizer or tokenizer
+    text = teacher_prompt(tokenizer, lesson, templates)
+    before, middle, _ = FIELD.split(templates.student_answer)[::2]
+    start_text = _opening(student_tokenizer, templates.student_system, templates.student_user, lesson) + before
+    pieces = [_first_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, lesson.solution])]
+    ids = _first_ids(tokenizer, text)
+    for name, piece in (("teacher's prompt", ids), ("student's prompt", pieces[0]), ("solution", pieces[2])):
+        if not piece:
+            raise DataError(f"the {name} has no tokens")
+    apart = student_tokenizer.decode([id for piece in pieces for id in piece])
+    whole = student_tokenizer.decode(_first_ids(student_tokenizer, start_text + middle + lesson.solution))
+    if apart != whole:
+        raise DataError(
+            f"the tokenizer writes {_around_difference(apart, whole)!r} for pieces tokenized apart, "
+            f"{_around_difference(whole, apart)!r} for the whole; wanted the same"
+        )
+    return TeacherExample(lesson, ids, text, *pieces)
+
+
+def teacher_prompt(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> str:
+    """The text that the teacher goes on from with its explanation."""
+    opening = _opening(tokenizer, templates.teacher_system, templates.teacher_user, lesson)
+    return opening + filled(templates.teacher_start, lesson)
+
+
+def teacher_demonstration(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> dict[str, str]:
+    """A row (prompt, completion) for SFT: the teacher's prompt; the lesson's explanation and the end tag.
+
+    Raises:
+        DataError: the lesson has no explanation.
+    """
+    if lesson.explanation is None:
+        raise DataError(f"no explanation; wanted a column of ({', '.join(EXPLANATION_COLUMNS)})")
+    prompt = teacher_prompt(tokenizer, lesson, templates)
+    return {"prompt": prompt, "completion": lesson.explanation + templates.explanation_end}
+
+
+def split_explanation(
+    tokenizer: PreTrainedTokenizerBase, completion: Sequence[int], explanation_end: str, eos_ids: Sequence[int]
+) -> tuple[int, bool]:
+    """How many of a completion's tokens are its explanation, and whether the end tag closes it.
+
+    A token that holds the tag's first character counts as the tag's, with what else it holds. Without the tag the
+    explanation is all of the completion but an EOS at its end.
+
+    Args:
+        completion: token ids, EOS among them where it was sampled.
+        eos_ids: ids that end a completion.
+    """
+
+    def has_tag(start: int, end: int) -> bool:
+        return explanation_end in tokenizer.decode(completion[start:end])
+
+    n = len(completion)
+    if not has_tag(0, n):
+        return n - int(n > 0 and completion[-1] in eos_ids), False
+    end = _first(1, n, lambda count: has_tag(0, count))
+    return _first(1, end, lambda start: not has_tag(start, end)) - 1, True
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The smallest of low..high that holds, where all that follow one that holds do too; high if none does."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson: Lesson) -> str:
+    system, user = filled(system, lesson), filled(user, lesson)
+    if tokenizer.chat_template is None:
+        return system + user
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": user})
+    with applying_chat_template():
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # As in `encoding`: text that was put through a chat template has its BOS already.
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+
+
+def _later_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
+    for text in texts:
+        yield list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _around_difference(text: str, other: str) -> str:
+    """The few characters about the place where a text parts from another."""
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[max(0, same - 20) : same + 20]
+
+
+# The command
+
+
+@dataclass(kw_only=True)
+class TeacherDataConfig:
+    """Write rows (prompt, completion) for a teacher's start by SFT."""
+
+    dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file, with explanations")
+    dataset_split: str = option("train", "split of a hub dataset")
+    subset_size: int | None = option(None, "take this many rows, drawn with the seed")
+    seed: int = option(0, "seed of the draw")
+    tokenizer: str = option(help="hub name or local folder of the model that will be the teacher")
+    templates: Path | None = option(None, "YAML file of an rlt run, whose templates are taken; none is the defaults")
+    output: Path = option(help="new .jsonl file")
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
+
+
+def read_templates(file: Path) -> Templates:
+    """The templates among the options of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, one is no text, or one lacks a field.
+    """
+    options = read_yaml(file, "templates file")
+    if not isinstance(options, dict):
+        raise ConfigError(f"option 'templates': {file} has no options")
+    found = {field.name: options[field.name] for field in fields(Templates) if field.name in options}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"option '{name}' in {file} is {value!r}: wanted text")
+    templates = Templates(**found)
+    templates.check_templates()
+    return templates
+
+
+def write_demonstrations(config: TeacherDataConfig) -> int:
+    """Write the rows that `config` asks for, and return how many.
+
+    Raises:
+        ConfigError: the output exists, or the templates' file cannot be read or lacks a field.
+        DataError: the tokenizer or the dataset cannot be read, or a row has no explanation.
+        SparseOptError: the output cannot be written.
+    """
+    if config.output.exists():
+        raise ConfigError(f"option 'output': {config.output} exists; choose another or remove it")
+    tokenizer = load_tokenizer_from(config.tokenizer)
+    templates = Templates() if config.templates is None else read_templates(config.templates)
+    lessons = load_lessons(
+        config.dataset, config.dataset_split, templates, subset_size=config.subset_size, seed=config.seed
+    )
+    rows = [teacher_demonstration(tokenizer, lesson, templates) for lesson in lessons]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with writing(config.output):
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(config.output) as aside:
+            aside.write_text(text, encoding="utf-8")
+    return len(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the rows that the command line asks for; 2 where the call was wrong, 1 where the data is."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        config = parse_config(TeacherDataConfig, words, prog="python -m sparse_opt.trainers.data.teacher_data")
+        print(f"{write_demonstrations(config)} rows in {config.output}")
+    except SparseOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

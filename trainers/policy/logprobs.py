@@ -1,0 +1,426 @@
+"""Log-probabilities of completions under a causal language model.
+
+The logits of one pair of 512 tokens over 128k words are 0.26 GB in bf16, and several copies of them, in fp32 and as
+gradients, would be alive in a step. Where a model's logits are nothing but its output layer's product, they are made a
+slice of the vocabulary at a time from the hidden states and never stand together, forward or backward
+(`linear_logprobs`). Every other model's are taken as it gives them (`selected_logprobs`). Which of the two holds is
+found out, not assumed: see `output_layer.py`.
+
+Where the model's layers are compiled, so is the work on a slice's logits between its two matrix products: a kernel or
+two that read the logits and write what the second product takes, in place of a pass over them for each operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sparse_opt.optim.tile_backward import Route, route_of
+
+from ..data.encoding import TokenBatch
+from .models import has_compiled_layers, skip_padding_masks
+from .output_layer import hidden_states, plain_head
+
+# Logits alive at once: 2^24 elements are 64 MiB in fp32.
+_CHUNK_ELEMENTS = 1 << 24
+# Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow ones leave a GPU idle. Of this many
+# words a slice takes 32 KiB in fp32 for each token, a hundredth of what a Llama-3.2-3B's layers keep for it.
+_LEAST_WORDS = 8192
+
+
+def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Sum of the log-probabilities of each sequence's trained tokens: [B] fp32."""
+    return token_logprobs(model, batch).sum(dim=1)
+
+
+def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the tokens from position `first_trained` on: [B, T - first_trained] fp32.
+
+    0 at tokens that are not trained. The logits are divided by `temperature`; log-softmax is fp32 whatever the model's
+    dtype, over logits of the model's dtype. The padding of a `TokenBatch` stands on the right, so a model that can
+    (`make_masks_skippable`) attends without a mask.
+    """
+    return _forward(model, batch, temperature, states=False)[0]
+
+
+def token_logprobs_and_states(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`token_logprobs`, and from the same forward pass the last hidden states that they are read off.
+
+    The states are [B, T - first_trained, H] of the model's dtype, with gradient: in a token's column stands the state
+    of the token before it, which predicts it. A model whose logits are taken as it gives them (see the module) has to
+    return its hidden states, and keeps those of all layers for it.
+    """
+    logprobs, states = _forward(model, batch, temperature, states=True)
+    assert states is not None
+    return logprobs, states
+
+
+def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states: bool) -> tuple[Tensor, Tensor | None]:
+    labels = batch.input_ids[:, batch.first_trained :]
+    n_positions = labels.shape[1] + 1  # position t predicts token t + 1; the last one predicts nothing
+    takes_positions = _takes(getattr(model.forward, "__func__", model.forward), "logits_to_keep")
+    inputs = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "use_cache": False,
+        **({"logits_to_keep": n_positions} if takes_positions else {}),
+    }
+    if batch.position_ids is not None:
+        # Where there is no mask of tokens, transformers makes one that keeps packed sequences apart.
+        inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
+    head = plain_head(model)
+    fused = has_compiled_layers(model)
+    weight_grad = None if head is None else _WeightGrad.of(head.weight, route_of(head), fused=fused)
+    hidden = None if head is None else hidden_states(model, head, inputs)
+    rows: Tensor | None = None
+    if head is None or hidden is None:
+        with skip_padding_masks():
+            output = model(**inputs, **({"output_hidden_states": True} if states else {}))
+        logits = output.logits[:, -n_positions:]  # [B, P, V]
+        # Labels are padded instead of cutting the logits, which would copy them.
+        logprobs = selected_logprobs(logits, F.pad(labels, (0, 1)), temperature)[:, :-1]
+        if states:
+            rows = output.hidden_states[-1][:, -n_positions:-1]
+    else:
+        rows = hidden[:, -n_positions:-1]
+        logprobs = _linear_logprobs(rows, head.weight, labels, temperature, weight_grad, fused=fused)
+    return torch.where(batch.completion_mask[:, batch.first_trained :], logprobs, 0.0), rows
+
+
+@functools.lru_cache(maxsize=64)
+def _takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function names the argument; looked up once, as signatures are slow to make."""
+    return argument in inspect.signature(function).parameters
+
+
+# From logits
+
+
+def selected_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """log_softmax(logits / temperature)[..., labels] in fp32: [...] for logits [..., V] and int64 labels [...].
+
+    Equals `torch.log_softmax(logits.float() / temperature, -1).gather(-1, labels)` and its gradient, without ever
+    holding the fp32 logits or probabilities of more than a chunk of rows.
+    """
+    flat: Tensor = _SelectedLogprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature)
+    return flat.view(labels.shape)
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        log_norm = logits.new_empty(len(logits), dtype=torch.float32)
+        selected = torch.empty_like(log_norm)
+        for rows in _row_chunks(logits):
+            chunk = logits[rows].float()
+            if temperature != 1.0:
+                chunk = chunk / temperature
+            torch.logsumexp(chunk, dim=1, out=log_norm[rows])
+            selected[rows] = chunk.gather(1, labels[rows, None])[:, 0] - log_norm[rows]
+        ctx.save_for_backward(logits, labels, log_norm)
+        ctx.temperature = temperature
+        return selected
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels, log_norm = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for rows in _row_chunks(logits):
+            grad_logits[rows] = _grad_logits(
+                logits[rows], labels[rows], log_norm[rows], grad_selected[rows], ctx.temperature
+            )
+        return grad_logits, None, None
+
+
+def _row_chunks(logits: Tensor) -> list[slice]:
+    n_rows, vocabulary = logits.shape
+    size = max(1, _CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, start + size) for start in range(0, n_rows, size)]
+
+
+def _grad_logits(
+    logits: Tensor, labels: Tensor, log_norm: Tensor, grad_selected: Tensor, temperature: float, first_word: int = 0
+) -> Tensor:
+    """d selected / d logits = (onehot(label) - softmax) / temperature, times the gradient: [N, W] fp32.
+
+    Args:
+        logits: [N, W], of the words from `first_word` on.
+        labels: [N] int64, counted from word 0.
+        log_norm: [N] fp32, log of the sum over all words.
+        grad_selected: [N] fp32.
+    """
+    factor = (grad_selected / temperature)[:, None]
+    exponent = logits.float() / temperature if temperature != 1.0 else logits
+    probabilities = torch.sub(exponent, log_norm[:, None]).exp_()  # fp32, as log_norm is
+    local, inside = _positions(labels, first_word, logits.shape[1])
+    return probabilities.mul_(-factor).scatter_add_(1, local, torch.where(inside, factor, 0.0))
+
+
+def _positions(labels: Tensor, first_word: int, n_words: int) -> tuple[Tensor, Tensor]:
+    """[N, 1] the labels' columns in a slice of the vocabulary, and whether they lie in it (column 0 if they don't)."""
+    local = labels[:, None] - first_word
+    inside = (local >= 0) & (local < n_words)
+    return torch.where(inside, local, 0), inside
+
+
+# From hidden states
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, *, fused: bool = False
+) -> Tensor:
+    """log_softmax(hidden @ weight.T / temperature)[..., labels] without ever holding the logits: [...] fp32.
+
+    The logits are made a slice of the vocabulary at a time, rounded to the inputs' dtype as a linear layer rounds them,
+    and folded into a running maximum and sum in fp32 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). The
+    gradient of the hidden states is found in the same pass, but for its factor, as in flash attention:
+
+        d logprob / d hidden = (1 - p(label)) weight[label] - sum over the other words of p(word) weight[word]
+
+    with 1 - p(label) summed from the others' probabilities, so that it stays exact where the label is nearly certain.
+    The products add up in fp32 (adding up slices in bf16 biases training, as TRL found:
+    https://github.com/huggingface/trl, kernels/chunked_logprob.py) and are rounded once. The gradient of the weight is
+    made from logits computed once more, a slice of words at a time and over all positions at once, so each of its
+    elements is one product with one rounding, as in a linear layer. It is the last thing a backward pass computes: see
+    `_WeightGrad`. Libraries' fused losses keep that gradient in fp32, twice a bf16 weight's size, from the start of the
+    backward pass or earlier.
+
+    Args:
+        hidden: [..., H] bf16, fp16 or fp32.
+        weight: [V, H] of the same dtype.
+        labels: [...] int64.
+        temperature: the logits are divided by it.
+        fused: compile what is done to a slice of logits between the two matrix products.
+
+    Raises:
+        ValueError: the dtypes of hidden and weight differ.
+    """
+    return _linear_logprobs(hidden, weight, labels, temperature, _WeightGrad.of(weight, None, fused=fused), fused=fused)
+
+
+def _linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    weight_grad: _WeightGrad | None,
+    *,
+    fused: bool,
+) -> Tensor:
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden states are {hidden.dtype} and the output layer's weight {weight.dtype}, wanted one")
+    flat: Tensor = _LinearLogprobs.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight.detach(),
+        None if weight_grad is None else weight_grad.token,
+        labels.reshape(-1),
+        temperature,
+        weight_grad,
+        fused,
+    )
+    return flat.view(labels.shape)
+
+
+class _WeightGrad:
+    """Puts the output layer's weight gradient at the end of the backward pass.
+
+    Autograd runs the youngest of the nodes that are ready. The node made here, before the model's forward pass, is
+    older than all of the model's, so it runs when they are done and their activations freed: the gradient, 0.73 GiB for
+    128k words of 3072, never stands beside them. With tied embeddings it meets the embedding's there, and the sum
+    arrives at the parameter once. Where an optimizer takes the weight's active tiles alone, no more than these are made
+    of it, from a slice of words at a time.
+    """
+
+    def __init__(self, weight: Tensor, route: Route | None, *, fused: bool):
+        self.route, self.fused = route, fused
+        self.work: tuple[Tensor, Tensor, Tensor, Tensor, float] | None = None
+        self.token: Tensor = _WeightGradNode.apply(weight, self)
+
+    @classmethod
+    def of(cls, weight: Tensor, route: Route | None, *, fused: bool) -> _WeightGrad | None:
+        return cls(weight, route, fused=fused) if weight.requires_grad and torch.is_grad_enabled() else None
+
+
+class _WeightGradNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owner: _WeightGrad) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.owner = weakref.ref(owner)  # owner.token leads back here
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor | None, None]:
+        (weight,) = ctx.saved_tensors
+        owner = ctx.owner()
+        (hidden, labels, log_norm, grad_selected, temperature), owner.work = owner.work, None
+
+        def grad_logits(words: slice) -> Tensor:
+            logits = hidden @ weight[words].T
+            if owner.fused:
+                local, factor = labels[:, None] - words.start, (grad_selected / temperature)[:, None]
+                return _compiled(_fused_grad_logits)(
+                    logits, local, log_norm[:, None], factor, factor.new_full((), temperature)
+                )
+            found = _grad_logits(logits, labels, log_norm, grad_selected, temperature, words.start)
+            return found.to(weight.dtype)
+
+        slices = _word_slices(len(hidden), len(weight))
+        parts = ((words.start, grad_logits(words)) for words in slices)
+        if owner.route is not None and owner.route.take_rows(parts, hidden):
+            return None, None
+        grad_weight = torch.empty_like(weight)
+        for words in slices:
+            torch.mm(grad_logits(words).T, hidden, out=grad_weight[words])
+        return grad_weight, None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        token: Tensor | None,
+        labels: Tensor,  # [N]
+        temperature: float,
+        weight_grad: _WeightGrad | None,
+        fused: bool,
+    ) -> Tensor:
+        wants_grad = ctx.needs_input_grad[0]
+        top = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)  # the largest logit so far
+        own = torch.zeros_like(top)  # the label's logit
+        others = torch.zeros_like(top)  # sum of exp(logit - top) over the other words
+        mixed = torch.zeros_like(hidden, dtype=torch.float32) if wants_grad else None  # the same sum of their weights
+        for words in _word_slices(len(hidden), len(weight)):
+            logits = hidden @ weight[words].T
+            if fused:
+                found = logits, labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
+                if mixed is None:
+                    top, own, others = _compiled(_fold_sums)(*found)
+                else:
+                    terms, top, own, others, shrink = _compiled(_fold)(*found)
+                    mixed.mul_(shrink)
+                    _addmm_(mixed, terms, weight[words])
+                    del terms
+                del found, logits  # not beside the next slice's
+                continue
+            local, inside = _positions(labels, words.start, logits.shape[1])
+            own = torch.where(inside, logits.gather(1, local), own)
+            before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True))
+            exponentials = torch.sub(logits, top)  # fp32, as top is
+            del logits
+            shrink = before.sub_(top)
+            if temperature != 1.0:
+                exponentials.div_(temperature)
+                shrink.div_(temperature)
+            exponentials.exp_()
+            shrink.exp_()
+            exponentials.scatter_(1, local, torch.where(inside, 0.0, exponentials.gather(1, local)))
+            others.mul_(shrink).add_(exponentials.sum(dim=1, keepdim=True))
+            if mixed is not None:
+                mixed.mul_(shrink)
+                _addmm_(mixed, exponentials.to(weight.dtype), weight[words])
+            del exponentials  # not beside the next slice's
+        exponent = own.sub_(top).div_(temperature)
+        total = exponent.exp() + others
+        log_total = total.log()
+        grad_hidden = None
+        if mixed is not None:
+            grad_hidden = weight[labels].float().mul_(others / total).sub_(mixed.div_(total)).div_(temperature)
+        log_norm = log_total + top / temperature
+        ctx.save_for_backward(hidden, labels, log_norm[:, 0], grad_hidden)
+        ctx.temperature, ctx.weight_grad, ctx.token = temperature, weight_grad, token is not None
+        return (exponent - log_total)[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
+        hidden, labels, log_norm, grad_hidden = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = (grad_selected[:, None] * grad_hidden).to(hidden.dtype)
+        grad_token = None
+        if ctx.weight_grad is not None:
+            ctx.weight_grad.work = (hidden.detach(), labels, log_norm, grad_selected, ctx.temperature)
+            grad_token = hidden.new_zeros(())
+        return grad_hidden, None, grad_token, None, None, None, None
+
+
+# Of a slice, compiled
+
+
+def _fold(
+    logits: Tensor, local: Tensor, top: Tensor, own: Tensor, others: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `_LinearLogprobs.forward` does with a slice's logits, as one function without in-place writes or scatters.
+
+    Args:
+        logits: [N, W].
+        local: [N, 1] int64, the labels' columns in the slice; outside of 0 to W - 1 where they are not in it.
+        top, own, others: [N, 1] fp32, of the slices before.
+        temperature: [] fp32: a tensor, so that a kernel serves every temperature.
+
+    Returns:
+        [N, W] exp((logit - top) / temperature) of the logits' dtype, 0 at the label; then top, own and others with this
+        slice, and exp((top before - top) / temperature), which the sums before it are to be multiplied by.
+    """
+    n_words = logits.shape[1]
+    inside = (local >= 0) & (local < n_words)
+    own = torch.where(inside, logits.gather(1, local.clamp(0, n_words - 1)).float(), own)
+    before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True).float())
+    exponentials = ((logits.float() - top) / temperature).exp()
+    exponentials = torch.where(_columns(logits) == local, 0.0, exponentials)
+    shrink = ((before - top) / temperature).exp()
+    others = others * shrink + exponentials.sum(dim=1, keepdim=True)
+    return exponentials.to(logits.dtype), top, own, others, shrink
+
+
+def _fold_sums(*found: Tensor) -> tuple[Tensor, ...]:
+    """top, own and others of `_fold`, for a forward pass without gradient."""
+    return _fold(*found)[1:4]
+
+
+def _fused_grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: Tensor, temperature: Tensor) -> Tensor:
+    """`_grad_logits` without in-place writes or scatters, rounded to the logits' dtype: [N, W].
+
+    Args:
+        logits: [N, W].
+        local: as in `_fold`.
+        log_norm, factor: [N, 1] fp32; factor is the gradient over the temperature.
+        temperature: as in `_fold`.
+    """
+    probabilities = (logits.float() / temperature - log_norm).exp()
+    return (((_columns(logits) == local).float() - probabilities) * factor).to(logits.dtype)
+
+
+def _columns(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under torch.compile, for all sizes: slices differ at the vocabulary's end, and batches in length."""
+    return torch.compile(function, dynamic=True)
+
+
+def _word_slices(n_rows: int, n_words: int) -> list[slice]:
+    size = max(_LEAST_WORDS, _CHUNK_ELEMENTS // max(n_rows, 1))
+    size -= size % min(size, 128)  # whole tiles of a matrix product
+    return [slice(start, min(start + size, n_words)) for start in range(0, n_words, size)]
+
+
+def _addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b for an fp32 total, without rounding the product to a 16-bit dtype first."""
+    if total.device.type == "cuda" and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

@@ -1,0 +1,227 @@
+"""Loading the policy and its tokenizer, and choosing what of it is trained."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparse_opt.errors import ConfigError, DataError
+
+from ..options import TrainingOptions
+from .pretrained import load_config_from, load_pretrained, load_tokenizer_from
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# torch's attention, under a name of its own, so that its masks are made by `_mask`.
+_SKIPPABLE = "sparse_opt_sdpa"
+# Their layers attend to all tokens before, unless a window is set.
+_CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one, else cpu.
+
+    Raises:
+        ConfigError: not a device of these kinds, or one that is not here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"option 'device' is {name!r}: wanted auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):  # meta has no values, and on others nothing here has been tried
+        raise ConfigError(f"option 'device' is '{name}': wanted auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"option 'device' is '{name}': there are {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def load_tokenizer(config: TrainingOptions) -> Any:
+    """The checkpoint's tokenizer where it has one, else the policy's."""
+    source = config.policy_name
+    if config.checkpoint is not None and (config.checkpoint / "tokenizer_config.json").is_file():
+        source = str(config.checkpoint)
+    return load_tokenizer_from(source)
+
+
+def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
+    """The model to train: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
+
+    Dropout is off everywhere: policy and reference must give the same log-probabilities for the same weights. The model
+    is in train mode all the same, because transformers checkpoints activations in no other.
+
+    Raises:
+        DataError: see `load_model`; or a checkpoint of another model than policy_name.
+    """
+    source = config.policy_name
+    if config.checkpoint is not None:
+        if not (config.checkpoint / "config.json").is_file():
+            raise DataError(f"checkpoint {config.checkpoint}: wanted a folder with config.json and weights")
+        source = str(config.checkpoint)
+        _require_same_sizes(config.policy_name, source)
+    model = load_model(source, config.dtype)
+    disable_dropout(model)
+    model.to(device).train()
+    make_masks_skippable(model)
+    if config.gradient_checkpointing:
+        # transformers 5.23 renamed the method and warns under the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def load_model(source: str, dtype: str) -> Any:
+    """A causal language model by hub name or folder, with all of its weights, in `dtype` (a key of DTYPES) on the CPU.
+
+    Raises:
+        DataError: see `load_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return load_pretrained(AutoModelForCausalLM, source, "a causal language model", dtype=DTYPES[dtype])
+
+
+def _require_same_sizes(policy_name: str, checkpoint: str) -> None:
+    """Raise DataError where the two configurations differ in hidden size, number of layers or vocabulary."""
+    policy_sizes, checkpoint_sizes = _sizes(policy_name), _sizes(checkpoint)
+    different = [
+        f"{name} is {checkpoint_sizes[name]}, {size} in {policy_name}"
+        for name, size in policy_sizes.items()
+        if checkpoint_sizes[name] != size
+    ]
+    if different:
+        raise DataError(f"checkpoint {checkpoint} is not of the model {policy_name}: {'; '.join(different)}")
+
+
+def _sizes(source: str) -> dict[str, int | None]:
+    config = load_config_from(source).get_text_config()
+    return {name: getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+
+
+class _Skipping(threading.local):
+    on = False
+
+
+_skipping = _Skipping()
+
+
+def make_masks_skippable(model: Any) -> bool:
+    """Let `skip_padding_masks` work on a causal model; True if it can. Elsewhere the model attends as it did.
+
+    Models other than those of `_CAUSAL_MODELS` without a window, and attention other than torch's, stay as they are.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    config = model.config
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if config.model_type not in _CAUSAL_MODELS or windowed or kinds != {"full_attention"}:
+        return False
+    if config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(_SKIPPABLE, sdpa_attention_forward)
+    AttentionMaskInterface.register(_SKIPPABLE, _mask)
+    model.set_attn_implementation(_SKIPPABLE)
+    return True
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask that transformers makes for torch's attention, or none: attention is then causal over all tokens."""
+    from transformers.masking_utils import sdpa_mask
+
+    # A compiled function would go on doing what it did when it was compiled. A mask of packed sequences is made anyway:
+    # transformers says of it that attention over all tokens before would be another.
+    if not torch.compiler.is_compiling() and _skipping.on and kwargs.get("allow_is_causal_skip", True):
+        return None
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+@contextmanager
+def skip_padding_masks() -> Iterator[None]:
+    """Inside, in this thread, models of `make_masks_skippable` attend without a mask: for right-padded input alone.
+
+    No token sees what follows it, so none sees padding on the right. transformers makes a mask all the same, and waits
+    for the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest
+    kernels. Input padded on the left and a cache that is longer than its tokens need their masks. Packed sequences get
+    theirs, by their position ids.
+    """
+    with _set_skipping(True):
+        yield
+
+
+@contextmanager
+def _set_skipping(on: bool) -> Iterator[None]:
+    before, _skipping.on = _skipping.on, on
+    try:
+        yield
+    finally:
+        _skipping.on = before
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A second model with the same weights, for reference log-probabilities."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """`torch.compile` each layer of a model in place, the usual regional compilation: layers of one class share code.
+
+    Names in the state dict stay as they are. Copies of the model are not compiled.
+
+    Raises:
+        ConfigError: the model has no list of layers of one class.
+    """
+    lists = list(_layer_lists(model))
+    if not lists:
+        raise ConfigError(f"option 'compile': {type(model).__name__} has no list of layers of one class")
+    for layers in lists:
+        for layer in layers:
+            layer.compile()
+
+
+def has_compiled_layers(model: nn.Module) -> bool:
+    """Whether the model's layers are compiled, as by `compile_layers`."""
+    layers = next(_layer_lists(model), None)
+    return layers is not None and layers[0]._compiled_call_impl is not None
+
+
+def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    """Lists of at least two modules of one class, outer ones first."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1:
+            yield module
+
+
+@contextmanager
+def running_eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's compiled layers run as they were written, in all threads: for shapes that hardly repeat.
+
+    A model without compiled layers runs so anyway.
+    """
+    if not has_compiled_layers(model):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0: of dropout modules, and the plain numbers that attention and layers keep.
+
+    The model's config is left as it is, and so is what `save_pretrained` writes.
+    """
+    for module in model.modules():
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
+                setattr(module, name, 0.0)

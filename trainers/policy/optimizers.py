@@ -1,0 +1,109 @@
+"""The trained weights, the optimizer and the learning-rate schedule that a run's options ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.masks.parameters import is_mlp_parameter
+from sparse_opt.optim import SparseAdamW
+
+from ..options import TrainingOptions
+from .dense_adamw import DenseAdamW
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+def adapt(config: TrainingOptions, model: nn.Module) -> Any:
+    """The model as its mode trains it: with adapters in mode lora, drawn from the seed, else as it is.
+
+    Raises:
+        ConfigError: mode lora where peft is missing.
+    """
+    if config.mode != "lora":
+        return model
+    from .adapters import add_lora
+
+    torch.manual_seed(config.seed)
+    return add_lora(model, config.lora_rank)
+
+
+def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | DenseAdamW:
+    """SparseAdamW under the mask in mode sparse, else DenseAdamW on what is trained; `mlp_only` narrows to the MLPs.
+
+    Both take the same options and both have `grad_norm` and `nbytes()`.
+
+    Raises:
+        MaskError: the mask cannot be read or is another model's.
+        ConfigError, DataError: `mlp_only` leaves nothing to train.
+    """
+    betas = (config.adam_beta1, config.adam_beta2)
+    # fp32 weights are their own master copies.
+    master_weights = config.dtype != "fp32" and config.master_weights is not False
+    if config.mode == "sparse":
+        return SparseAdamW(
+            model.named_parameters(),
+            load_mask(config, model),
+            lr=config.learning_rate,
+            betas=betas,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            master_weights=master_weights,
+            model=model,
+            backend=None if config.backend == "auto" else config.backend,
+        )
+    if config.mlp_only:
+        freeze_outside_mlps(model)
+    return DenseAdamW(
+        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        lr=config.learning_rate,
+        betas=betas,
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        master_weights=master_weights,
+    )
+
+
+def load_mask(config: TrainingOptions, model: nn.Module) -> MaskSet:
+    """The mask file checked against the model, narrowed to MLP weights under `mlp_only`."""
+    if config.mask is None:
+        raise ConfigError("mode sparse wants a mask file: --mask FILE")
+    mask = MaskSet.load(config.mask, model)
+    if config.mlp_only:
+        names = [name for name in mask.names if is_mlp_parameter(name)]
+        mask = MaskSet(
+            {name: mask[name] for name in names},
+            {name: mask.shapes[name] for name in names},
+            pattern=mask.pattern,
+            metadata=mask.metadata,
+        )
+    if mask.nnz == 0:
+        raise DataError(f"mask {config.mask} has no active element{' in MLP weights' if config.mlp_only else ''}")
+    return mask
+
+
+def freeze_outside_mlps(model: nn.Module) -> None:
+    """`requires_grad_(False)` on every parameter outside the feed-forward blocks."""
+    parameters = dict(model.named_parameters())
+    if not any(map(is_mlp_parameter, parameters)):
+        raise ConfigError(
+            f"option 'mlp_only': no parameter of {type(model).__name__} has the name of a feed-forward block"
+        )
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(is_mlp_parameter(name))
+
+
+def make_scheduler(config: TrainingOptions, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """transformers' schedule of that name, so that curves compare with its Trainer's: with warm-up the first step has
+    learning rate 0, and linear and cosine reach 0 after step n_steps."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+    return get_scheduler(name, optimizer, config.warmup_steps, config.n_steps)

@@ -1,0 +1,114 @@
+"""Reading models, tokenizers and configurations in Hugging Face format, so that what is read is all of it, or an error.
+
+transformers initializes a tensor that the files lack at random and ignores one that the model lacks, with a warning.
+Here both are errors.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from sparse_opt.errors import DataError
+from sparse_opt.files import one_line
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Inside, an error about the content of a model's files becomes a DataError, `cannot load {what}: ...`.
+
+    transformers checks little of what it reads, so that a wrong file ends in an error of nearly any type. The message
+    names the type, and the original error is its cause.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it also logs what is wrong with the files, over many lines
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise DataError(f"cannot load {what}: {one_line(error)}") from error
+    except (
+        TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        # Messages such as KeyError's "'metadata'" say nothing on their own.
+        raise DataError(f"cannot load {what}: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def load_pretrained(model_class: Any, source: str | Path, what: str, *, dtype: torch.dtype) -> Any:
+    """A model by hub name or local folder, on the CPU, with exactly the tensors that its files hold.
+
+    Args:
+        model_class: an Auto class of transformers, or a model's own class.
+        what: the kind of model, for messages: `a causal language model`.
+        dtype: of the loaded weights.
+
+    Raises:
+        DataError: no such model or folder; a folder without config.json; files that cannot be read; a tensor that the
+            files lack, that the model lacks, or that has another shape in the files than in the model.
+    """
+    folder = Path(source)
+    # A model's own class takes its default configuration where there is none.
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise DataError(f"cannot load {what} from {source}: the folder has no config.json")
+    with reading(f"{what} from {source}"):
+        model, info = model_class.from_pretrained(
+            source,
+            dtype=dtype,
+            output_loading_info=True,
+            # Refused below by name; transformers' own error names no tensor.
+            ignore_mismatched_sizes=True,
+        )
+    missing, unexpected, mismatched = (
+        sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    if missing:
+        raise DataError(f"{source}: no weights for {len(missing)} tensors of {what}, among them {missing[0]}")
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise DataError(
+            f"{source}: {name} is {list(found)} in its files, {list(expected)} in {what} of its config.json"
+            + (f"; and {len(mismatched) - 1} more" if len(mismatched) > 1 else "")
+        )
+    if unexpected:
+        raise DataError(
+            f"{source}: has {len(unexpected)} tensors that {what} of its config.json lacks, among them {unexpected[0]}"
+        )
+    if info["error_msgs"]:
+        raise DataError(f"cannot load {what} from {source}: {' '.join(str(info['error_msgs'][0]).split())}")
+    return model
+
+
+def load_tokenizer_from(source: str | Path) -> Any:
+    """The tokenizer of a model by hub name or local folder.
+
+    Raises:
+        DataError: there is none, or its files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    with reading(f"a tokenizer from {source}"):
+        return AutoTokenizer.from_pretrained(source)
+
+
+def load_config_from(source: str | Path) -> Any:
+    """The configuration of a model by hub name or local folder.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    with reading(f"the configuration of {source}"):
+        return AutoConfig.from_pretrained(source)

@@ -1,0 +1,79 @@
+"""The reference policy: the weights a run started from, in the cheapest form that its mode has, or another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparse_opt.optim import SparseAdamW
+
+from ..options import ReferenceOptions, TrainingOptions
+from ..rollouts import Rollout
+from .logprobs import token_logprobs
+from .models import compile_layers, disable_dropout, frozen_copy, load_model, make_masks_skippable
+
+
+class Reference(NamedTuple):
+    """A module, and its weights as they have to be used: `with torch.no_grad(), reference.weights():`.
+
+    No context manager of its own is around them: one that is interrupted while it leaves `base_weights()` would not
+    restore the policy.
+    """
+
+    model: nn.Module
+    weights: Callable[[], AbstractContextManager[Any]]  # inside, the module's weights are the reference's
+
+
+def make_reference(
+    config: TrainingOptions, policy: Any, optimizer: Any, device: torch.device, *, offload: bool = False
+) -> Reference:
+    """The start weights: swapped into the policy (mode sparse), the policy without its adapters (lora), a frozen second
+    model (dense); or the model `ref_name`, in the policy's dtype.
+
+    Call it before the policy's weights change. With `offload` a second model is on the CPU but while it is used.
+
+    Raises:
+        DataError: ref_name cannot be loaded.
+    """
+    other_name = config.ref_name if isinstance(config, ReferenceOptions) else None
+    if other_name is None and isinstance(optimizer, SparseAdamW):
+        return Reference(policy, optimizer.base_weights)
+    if other_name is None and config.mode == "lora":
+        return Reference(policy, policy.disable_adapter)
+    if other_name is None:
+        separate = frozen_copy(policy)
+    else:
+        separate = load_model(other_name, config.dtype)
+        disable_dropout(separate)
+        separate.requires_grad_(False)
+        make_masks_skippable(separate)
+    if config.compile:
+        compile_layers(separate)
+    if offload:
+        separate.to("cpu")
+        return Reference(separate, lambda: on_device(separate, device))
+    separate.to(device)
+    return Reference(separate, nullcontext)
+
+
+@contextmanager
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the model is on the device; outside, on the CPU."""
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to("cpu")
+
+
+def rollout_logprobs(reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int) -> Tensor:
+    """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere."""
+    logprobs = torch.zeros_like(sampled.logprobs)
+    with torch.no_grad(), reference.weights():
+        for rows, part in sampled.minibatches(rows_per_pass):
+            sampled.cut(logprobs, rows).copy_(token_logprobs(reference.model, part.batch, temperature))
+    return logprobs

@@ -1,0 +1,150 @@
+"""What a run has changed so far: how many weights, how far, and the ranks of its update, measured while it trains.
+
+The figures are those of `sparse-opt analyze` (`sparse_opt.analysis`), of the weights as a checkpoint of this moment
+would have them: in mode lora with the adapters merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_opt.analysis import ChangeCounts, count_changes, get_layer_rank_stats, sum_changes
+from sparse_opt.analysis.ranks import is_weight_matrix
+from sparse_opt.analysis.spectrum import Method
+from sparse_opt.errors import DataError
+from sparse_opt.masks.parameters import select_names
+
+FILE = "update_statistics.jsonl"
+# The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
+_TOLERANCES = (1e-6, 1e-5)
+# What peft puts before the names of the model it wraps.
+_PEFT_PREFIX = "base_model.model."
+
+
+class UpdateStatistics:
+    """Remembers a model's trained weights as they are now, on the CPU, and compares with them later.
+
+    In mode lora nothing is copied: the start weights stay in the model.
+
+    Args:
+        model: a model, or peft's wrapper of one with LoRA adapters.
+        include: shell patterns of the weight matrices whose ranks are taken; None takes all.
+        method: how singular values are found (`sparse_opt.analysis.spectrum`).
+
+    Raises:
+        DataError: no weight matrix of the model is trained and chosen.
+    """
+
+    def __init__(self, model: Any, *, include: Sequence[str] | None = None, method: Method = "gram"):
+        self.model = model
+        self.method = method
+        self._is_peft = hasattr(model, "peft_config")
+        parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        self._start: dict[str, Tensor] = {}
+        if self._is_peft:
+            adapters = {id(p) for _, module in _adapted(model) for p in _adapter_parameters(module)}
+            parameters = {name: p for name, p in parameters.items() if id(p) not in adapters}
+            shapes = {name: module.get_base_layer().weight.dim() for name, module in _adapted(model)}
+        else:
+            trained = {name: p for name, p in parameters.items() if p.requires_grad}
+            # A copy even where the weights are on the CPU already.
+            self._start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+            shapes = {name: p.dim() for name, p in trained.items()}
+        self.n_weights = sum(p.numel() for p in parameters.values())
+        matrices = [name for name, dims in shapes.items() if is_weight_matrix(name, dims)]
+        self.matrices = set(select_names(matrices, include=include))
+        if not self.matrices:
+            raise DataError(f"no trained weight matrix is chosen by {include}; there are {len(matrices)}")
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """The figures of this moment, as one row of JSON.
+
+        Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
+
+        | key | |
+        |---|---|
+        | share_changed | share of weights whose bits differ from the start's |
+        | share_changed_bf16 | the same with both rounded to bf16 first; None where the weights are 16-bit themselves |
+        | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
+        | frobenius_norm | of the whole update |
+        | effective_rank_share | mean over the chosen matrices of effective rank / min(m, n) |
+        | matrices | of each chosen matrix: shape, rank, effective_rank, stable_rank, frobenius_norm, share_changed |
+
+        Raises:
+            DataError: a weight is NaN or infinite; names the matrix.
+        """
+        stored, rounded, squares = [], [], 0.0
+        matrices: dict[str, dict[str, Any]] = {}
+        for name, before, after in self._changes():
+            device = after.device
+            counts = count_changes(before, after, _TOLERANCES, device=device)
+            stored.append(counts)
+            if after.element_size() > 2:
+                rounded.append(count_changes(before.bfloat16(), after.bfloat16(), (), device=device))
+            wide = torch.promote_types(after.dtype, torch.float32)
+            squares += float((after.to(wide) - before.to(device, wide)).double().square().sum())
+            if name in self.matrices:
+                for label, stats in get_layer_rank_stats({name: after}, {name: before}, method=self.method).items():
+                    matrices[label] = {
+                        "shape": list(stats.shape),
+                        "rank": stats.rank.value,
+                        "effective_rank": stats.effective_rank.value,
+                        "stable_rank": stats.stable_rank.value,
+                        "frobenius_norm": stats.frobenius_norm,
+                        "share_changed": counts.share,
+                    }
+        total = sum_changes(stored)
+        shares = [matrix["effective_rank"] / min(matrix["shape"]) for matrix in matrices.values()]
+        return {
+            "n_weights": self.n_weights,
+            "share_changed": total.changed / self.n_weights,
+            "share_changed_bf16": self._share(rounded),
+            **{
+                f"share_above_{tolerance:.0e}".replace("e-0", "e-"): above / self.n_weights
+                for tolerance, above in zip(_TOLERANCES, total.above, strict=True)
+            },
+            "frobenius_norm": math.sqrt(squares),
+            "effective_rank_share": sum(shares) / len(shares),
+            "matrices": matrices,
+        }
+
+    def _share(self, counts: list[ChangeCounts]) -> float | None:
+        return sum_changes(counts).changed / self.n_weights if counts else None
+
+    def _changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, weight at the start, weight now) of all that can have changed."""
+        if self._is_peft:
+            for name, module in _adapted(self.model):
+                weight = module.get_base_layer().weight.detach()
+                yield name, weight, weight + _change(module).to(weight.dtype)
+            return
+        parameters = dict(self.model.named_parameters())
+        for name, before in self._start.items():
+            yield name, before, parameters[name].detach()
+
+
+def _adapted(model: Any) -> list[tuple[str, Any]]:
+    """(name of its weight in the model that was wrapped, module) of each layer with an adapter."""
+    return [
+        (f"{name.removeprefix(_PEFT_PREFIX)}.weight", module)
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    ]
+
+
+def _adapter_parameters(module: Any) -> list[Tensor]:
+    base = {id(p) for p in module.get_base_layer().parameters()}
+    return [p for p in module.parameters() if id(p) not in base]
+
+
+def _change(module: Any) -> Tensor:
+    """What merging adds to a layer's weight."""
+    (adapter,) = module.active_adapters
+    change: Tensor = module.get_delta_weight(adapter)
+    return change

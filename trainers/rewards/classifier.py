@@ -1,0 +1,94 @@
+"""Rewards from a sequence classifier: the logit of one of its labels, as TRL's sentiment example takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparse_opt.errors import ConfigError, DataError
+
+from ..policy.models import DTYPES
+from ..policy.pretrained import load_pretrained, load_tokenizer_from
+
+# Some tokenizers state no limit by stating one that no text reaches.
+_NO_LIMIT = 10**9
+
+
+class RewardModel:
+    """Texts -> the logit of a label, by a frozen classifier with a tokenizer of its own.
+
+    A text longer than the classifier reads loses its start, so that the completion stays.
+
+    Args:
+        name: hub name or local folder of a sequence classifier.
+        label: its label whose logit is the reward, by name (in any case) or by number.
+        device: where it runs.
+        dtype: of its weights.
+        rows_per_pass: texts in one forward pass.
+
+    Raises:
+        DataError: no such model, or one whose weights do not cover a classifier (a causal model has no such head).
+        ConfigError: the model has no such label.
+    """
+
+    def __init__(
+        self, name: str, label: str, *, device: torch.device, dtype: Literal["bf16", "fp32"], rows_per_pass: int
+    ):
+        from transformers import AutoModelForSequenceClassification
+
+        model = load_pretrained(AutoModelForSequenceClassification, name, "a reward model", dtype=DTYPES[dtype])
+        self.tokenizer = load_tokenizer_from(name)
+        self.label = label_index(model.config, label, name)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.device = device
+        self.rows_per_pass = rows_per_pass
+        self._set_padding(name)
+        reach = getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
+        limit = min(reach, self.tokenizer.model_max_length)
+        self.max_length = limit if limit < _NO_LIMIT else None
+        self.tokenizer.truncation_side = "left"
+
+    def _set_padding(self, name: str) -> None:
+        """Classifiers on causal models read the last token that is no padding, and know it by the model's pad id."""
+        if self.tokenizer.pad_token is None:
+            if self.tokenizer.eos_token is None:
+                raise DataError(f"reward model {name}: its tokenizer has neither a padding token nor an EOS")
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """[len(texts)] fp32 on the device: a reward for each."""
+        starts = range(0, len(texts), self.rows_per_pass)
+        logits = [self._logits(texts[start : start + self.rows_per_pass]) for start in starts]
+        return torch.cat(logits)[:, self.label].float()
+
+    def _logits(self, texts: Sequence[str]) -> Tensor:
+        inputs = self.tokenizer(
+            list(texts),
+            return_tensors="pt",
+            padding=True,
+            truncation=self.max_length is not None,
+            max_length=self.max_length,
+        )
+        logits: Tensor = self.model(**inputs.to(self.device)).logits
+        return logits
+
+
+def label_index(config: Any, label: str, name: str) -> int:
+    """The number of a classifier's label, by that number or by its name.
+
+    Raises:
+        ConfigError: naming the labels there are.
+    """
+    names = {int(index): str(text) for index, text in config.id2label.items()}
+    if label.isdecimal() and int(label) in names:
+        return int(label)
+    matches = [index for index, text in names.items() if text.lower() == label.lower()]
+    if len(matches) != 1:
+        listed = ", ".join(f"{index} {text}" for index, text in sorted(names.items()))
+        raise ConfigError(f"option 'reward_label' is '{label}': the reward model {name} has the labels {listed}")
+    return matches[0]

@@ -1,0 +1,281 @@
+"""Reward functions by name or as `module:function`, several with weights.
+
+They have TRL's signature, and TRL's work unchanged:
+
+    def reward(prompts, completions, completion_ids, answer, **kwargs) -> list[float | None]
+
+is called with these names: `prompts` and `completions` are lists of strings, or, where the prompts are messages, of
+message lists, each completion one message of the assistant; `completion_ids` are their token ids; every other column of
+the dataset comes as a list under its own name. None means that the function does not apply to the row.
+
+| name | 1.0, where it is not 0.0 |
+|---|---|
+| exact_match | the answer is the column `answer`, character by character |
+| math | the answer equals the column `answer`, or else `solution`, by math-verify (see `math_rewards`) |
+| think_format | it begins with the only `<think>` and has a `</think>`; TRL's `think_format_reward` |
+| boxed_format | its answer has a `\\boxed{...}` that holds something and is closed |
+
+The answer is what follows the last `</think>`, and of that the content of the last `\\boxed{...}` if there is one.
+
+Left out of what TRL passes: trainer_state, log_extra and log_metric; functions that are coroutines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
+from sparse_opt.files import one_line
+
+from ..data.records import Text
+from . import math as math_rewards
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+_THINK, _END_OF_THINK = "<think>", "</think>"
+
+
+def exact_match(completions: Sequence[Text], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1.0 where the completion's answer is the row's, spaces around both aside; None where the row has none."""
+    return [
+        None if wanted is None else float(answer_text(completion_text(completion)) == str(wanted).strip())
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def think_format(completions: Sequence[Text], **kwargs: Any) -> list[float | None]:
+    """1.0 where the completion begins with its only `<think>` and closes it."""
+    texts = map(completion_text, completions)
+    return [float(text.startswith(_THINK) and text.count(_THINK) == 1 and _END_OF_THINK in text) for text in texts]
+
+
+def boxed_format(completions: Sequence[Text], **kwargs: Any) -> list[float | None]:
+    """1.0 where what follows the thinking has a closed `\\boxed{...}` that holds something."""
+    return [float(bool(last_boxed(_after_thinking(completion_text(completion))))) for completion in completions]
+
+
+def completion_text(completion: Text) -> str:
+    """A completion's text, whether it is plain or a message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def answer_text(text: str) -> str | None:
+    """The answer in a completion (see the module), without spaces around it; None where there is none."""
+    rest = _after_thinking(text)
+    boxed = last_boxed(rest)
+    return (rest.strip() if boxed is None else boxed) or None
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` whose braces are closed, without spaces around it; None without one."""
+    start = text.rfind(r"\boxed{")
+    while start >= 0:
+        first = start + len(r"\boxed{")
+        depth = 1
+        for end in range(first, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+            if depth == 0:
+                return text[first:end].strip()
+        start = text.rfind(r"\boxed{", 0, start)
+    return None
+
+
+def _after_thinking(text: str) -> str:
+    """What follows the last `</think>`; all of a text that does not think, nothing of one that does not end to."""
+    _, closed, rest = text.rpartition(_END_OF_THINK)
+    return "" if not closed and _THINK in text else rest
+
+
+_BY_NAME: dict[str, RewardFunction] = {
+    "math": math_rewards.math_reward,
+    "exact_match": exact_match,
+    "think_format": think_format,
+    "boxed_format": boxed_format,
+}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of R completions, fp32 on the CPU."""
+
+    total: Tensor  # [R]: the weighted sum over the functions that apply; NaN where none does
+    by_function: dict[str, Tensor]  # [R] each, before weighting; NaN where the function does not apply
+
+    def means(self) -> dict[str, float]:
+        """Each function's mean over the rows that it applies to; without functions that apply to none."""
+        means = {name: values.nanmean().item() for name, values in self.by_function.items()}
+        return {name: mean for name, mean in means.items() if not math.isnan(mean)}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Reward functions with their weights, in order."""
+
+    functions: dict[str, RewardFunction]
+    weights: tuple[float, ...]
+
+    def __call__(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Tensor:
+        """`score(...).total`."""
+        return self.score(prompts, completions, completion_ids, columns).total
+
+    def score(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Scores:
+        """The rewards of R completions.
+
+        A row to which no function applies has no reward, NaN, rather than 0: as in TRL, it is to have no advantage and
+        no part in its group's mean.
+
+        Args:
+            prompts: R; `PromptExample.prompt` of each completion's.
+            completions: R texts, without EOS.
+            completion_ids: R lists of token ids.
+            columns: each of R values; `PromptExample.columns` of the prompts, by name.
+
+        Raises:
+            DataError: a function lacks an argument, raises an error, returns another number of rewards than R, or
+                returns what is no finite number and not None; it names the function, and the row.
+        """
+        said: list[Text] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        arguments: dict[str, list[Any]] = {
+            "prompts": list(prompts),
+            "completions": said,
+            "completion_ids": [list(ids) for ids in completion_ids],
+            **{name: list(values) for name, values in columns.items()},
+        }
+        by_function = {name: _call(name, function, arguments) for name, function in self.functions.items()}
+        rewards = torch.stack(list(by_function.values()), dim=1)
+        total = (rewards * torch.tensor(self.weights, dtype=torch.float32, device="cpu")).nansum(dim=1)
+        return Scores(total.masked_fill(rewards.isnan().all(dim=1), math.nan), by_function)
+
+    def answered(self, completions: Sequence[str]) -> list[bool]:
+        """Whether there is an answer in each completion: one that math-verify can read, if `math` is a reward."""
+        if math_rewards.math_reward in self.functions.values():
+            return math_rewards.answered(completions)
+        return [answer_text(text) is not None for text in completions]
+
+
+def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -> Rewards:
+    """The functions of these names (see the module), with their weights; all 1 where there are none.
+
+    A module is looked for where Python looks, and then in the current folder.
+
+    Raises:
+        ConfigError: no name, a name twice, an unknown one, a module that fails to import or lacks the function, a
+            coroutine, another number of weights than of names, a weight that is not finite, or a missing package.
+    """
+    if not names:
+        raise ConfigError(f"option 'reward_functions' is empty: wanted {', '.join(_BY_NAME)}, or module:function")
+    twice = [name for name in names if list(names).count(name) > 1]
+    if twice:
+        raise ConfigError(f"option 'reward_functions' has '{twice[0]}' twice; weigh it with reward_weights")
+    if weights is not None and len(weights) != len(names):
+        raise ConfigError(f"option 'reward_weights' has {len(weights)} values, reward_functions {len(names)}")
+    for weight in weights or ():
+        if not math.isfinite(weight):
+            raise ConfigError(f"option 'reward_weights' has {weight}: wanted finite numbers")
+    short = [name.rpartition(":")[2] for name in names]
+    functions = {
+        shorter if short.count(shorter) == 1 else name: _load(name) for name, shorter in zip(names, short, strict=True)
+    }
+    if math_rewards.math_reward in functions.values():
+        math_rewards.require_math_verify()
+    return Rewards(functions, tuple(weights) if weights is not None else (1.0,) * len(names))
+
+
+def _load(name: str) -> RewardFunction:
+    module_name, colon, function_name = name.rpartition(":")
+    if not colon:
+        if name not in _BY_NAME:
+            nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown reward function '{name}': the nearest is '{nearest}'; or write module:function")
+        return _BY_NAME[name]
+    function = getattr(_import(module_name, name), function_name, None)
+    if not callable(function):
+        raise ConfigError(f"reward function '{name}': {module_name} has no function {function_name}")
+    # An instance is a coroutine function where its class's __call__ is one.
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(f"reward function '{name}' is a coroutine (async def): wanted a plain function")
+    loaded: RewardFunction = function
+    return loaded
+
+
+def _import(module_name: str, name: str) -> Any:
+    # A console script does not look in the current folder, where a user's own rewards stand. Last, so that nothing in
+    # it stands in front of an installed package.
+    folder = str(Path.cwd())
+    sys.path.append(folder)
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"reward function '{name}': cannot import {module_name}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything
+        raise ConfigError(f"reward function '{name}': cannot import {module_name}: {_described(error)}") from error
+    finally:
+        sys.path.remove(folder)
+
+
+def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) -> Tensor:
+    """The function's rewards: [R] fp32, NaN for None."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError) as error:  # a builtin may have no signature
+        raise DataError(
+            f"reward function '{name}': {error}; it is called with {', '.join(arguments)} (a function that does not "
+            "want all of them takes **kwargs)"
+        ) from error
+    try:
+        returned = list(function(**arguments))
+    except (SparseOptError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # the function is the user's, and may raise anything
+        raise DataError(f"reward function '{name}' failed: {_described(error)}") from error
+    n_rows = len(arguments["completions"])
+    if len(returned) != n_rows:
+        raise DataError(f"reward function '{name}' returned {len(returned)} rewards for {n_rows} completions")
+    numbers = [_number(name, row, value) for row, value in enumerate(returned)]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def _described(error: BaseException) -> str:
+    """An error of a user's code in one line, with the place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {one_line(error)}{where}"
+
+
+def _number(name: str, row: int, value: Any) -> float:
+    if value is None:
+        return math.nan
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"reward function '{name}', row {row}: returned {value!r}; wanted a finite number, or None")
+    return number

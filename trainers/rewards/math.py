@@ -1,0 +1,105 @@
+"""The reward `math`: does the completion's answer equal the row's, as mathematics? By math-verify, the extra `math`.
+
+It is read as TRL 1.16's `accuracy_reward` reads it: from a `\\boxed{...}`, else from LaTeX that is announced ("the
+answer is $42$"); a bare number is no answer. The right one is the column `answer` if there is one, else `solution`,
+which may be a whole worked text.
+
+math-verify bounds its time by an alarm signal, which only the main thread can set.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from sparse_opt.errors import ConfigError, DataError, SparseOptError
+
+from ..data.records import Text
+
+# TRL's.
+_PARSE_SECONDS, _VERIFY_SECONDS = 10, 5
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\b|\\begin\b")
+
+
+def math_reward(
+    completions: Sequence[Text],
+    answer: Sequence[Any] | None = None,
+    solution: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1.0 where the answer is right, 0.0 where it is not or cannot be read; None where the right one cannot be read.
+
+    Args:
+        completions: texts, or one message each.
+        answer: the right answers alone, taken as LaTeX formulas whether `$` is around them or not. Plain `2\\sqrt{3}`
+            would be read as 2.
+        solution: texts that have the right answer in them, where there is no `answer`.
+
+    Raises:
+        DataError: neither answer nor solution.
+        SparseOptError: called outside the main thread.
+    """
+    if answer is not None:
+        wanted = [None if value is None else _as_formula(str(value)) for value in answer]
+    elif solution is not None:
+        wanted = [None if value is None else str(value) for value in solution]
+    else:
+        raise DataError("reward function 'math' wants a column answer or solution, and the dataset has neither")
+    from math_verify import parse, verify
+
+    _require_main_thread()
+    # The completions of a prompt share their right answer.
+    golds = {text: parse(text, parsing_timeout=_PARSE_SECONDS) for text in set(wanted) if text is not None}
+    rewards: list[float | None] = []
+    for completion, text in zip(completions, wanted, strict=True):
+        gold = golds[text] if text is not None else []
+        right = verify(gold, _parsed(completion), timeout_seconds=_VERIFY_SECONDS) if gold else None
+        rewards.append(None if right is None else float(right))
+    return rewards
+
+
+def answered(completions: Sequence[Text]) -> list[bool]:
+    """Whether math-verify can read an answer in each completion; errors as in `math_reward`."""
+    _require_main_thread()
+    return [bool(_parsed(completion)) for completion in completions]
+
+
+def require_math_verify() -> None:
+    """Raise ConfigError where math-verify cannot be imported."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"reward function 'math' wants math-verify, which cannot be imported ({error}): "
+            "pip install 'sparse-opt[math]'"
+        ) from error
+
+
+def _parsed(completion: Text) -> list[Any]:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
+    config = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    parsed: list[Any] = parse(
+        text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=_PARSE_SECONDS
+    )
+    return parsed
+
+
+def _as_formula(answer: str) -> str:
+    return answer if _DELIMITED.search(answer) else f"${answer}$"
+
+
+def _require_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise SparseOptError(
+            f"reward function 'math' was called in thread {threading.current_thread().name}: math-verify bounds its "
+            "time by an alarm signal, which wants the main thread"
+        )

@@ -1,0 +1,122 @@
+"""The student of a teacher: what it makes of explanations and solutions, and where it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_opt.errors import ConfigError
+
+from ..data.encoding import TokenSequence, collate
+from ..data.teacher_data import StudentSequence, TeacherExample
+from ..policy.logprobs import token_logprobs
+from ..policy.models import disable_dropout, load_model, make_masks_skippable
+from ..policy.pretrained import load_config_from, load_tokenizer_from
+from ..policy.reference import Reference, on_device
+
+
+@dataclass(frozen=True)
+class StudentLogprobs:
+    """Under the student: [R, S] of the solutions' tokens, [R, E] of the explanations', with their masks."""
+
+    solution: Tensor
+    solution_mask: Tensor
+    explanation: Tensor
+    explanation_mask: Tensor
+
+
+@torch.no_grad()
+def student_logprobs(
+    model: nn.Module,
+    sequences: Sequence[StudentSequence],
+    *,
+    pad_id: int,
+    temperature: float,
+    rows_per_pass: int,
+    device: torch.device,
+) -> StudentLogprobs:
+    """Log-probabilities of the student's sequences at a temperature, `rows_per_pass` of them in a forward pass."""
+    width = max(len(sequence.ids) for sequence in sequences)
+    logprobs = torch.zeros(len(sequences), width, dtype=torch.float32, device=device)  # a column a position
+    for start in range(0, len(sequences), rows_per_pass):
+        part = sequences[start : start + rows_per_pass]
+        batch = collate([TokenSequence(row.ids, row.explanation.start) for row in part], pad_id).to(device)
+        columns = slice(batch.first_trained, batch.input_ids.shape[1])
+        logprobs[start : start + len(part), columns] = token_logprobs(model, batch, temperature)
+
+    def cut(positions: list[slice]) -> tuple[Tensor, Tensor]:
+        return spans(logprobs, 0, [span.start for span in positions], [span.stop - span.start for span in positions])
+
+    return StudentLogprobs(
+        *cut([sequence.solution for sequence in sequences]), *cut([sequence.explanation for sequence in sequences])
+    )
+
+
+def spans(values: Tensor, first: int, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A span of each row, moved to the left: its values and its mask, both [R, N], N the longest and at least 1.
+
+    Args:
+        values: [R, P], of positions `first` to first + P - 1.
+        starts, lengths: of the rows' spans, in positions.
+    """
+    start, length = (
+        torch.tensor(numbers, dtype=torch.int64, device=values.device)[:, None] for numbers in (starts, lengths)
+    )
+    columns = torch.arange(max(1, *lengths), device=values.device)
+    mask = columns < length
+    index = torch.where(mask, start - first + columns, 0)
+    return torch.where(mask, values.gather(1, index), 0.0), mask
+
+
+def load_student(name: str, dtype: str, device: torch.device, *, offload: bool) -> Reference:
+    """A model by hub name or folder, frozen; with `offload` it is on the CPU but while it is used.
+
+    Args:
+        dtype: a key of `models.DTYPES`.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    student = load_model(name, dtype).requires_grad_(False)
+    disable_dropout(student)
+    make_masks_skippable(student)
+    if offload:
+        return Reference(student, lambda: on_device(student, device))
+    return Reference(student.to(device), nullcontext)
+
+
+def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
+    """The student's tokenizer, whose chat template may be another than the policy's.
+
+    Raises:
+        ConfigError: its vocabulary is another, so that it could not read the teacher's tokens.
+        DataError: it cannot be loaded.
+    """
+    own = load_tokenizer_from(name)
+    words, policy_words = own.get_vocab(), tokenizer.get_vocab()
+    if words != policy_words:
+        different = min(words.items() ^ policy_words.items(), key=lambda item: (item[1], item[0]))[0]
+        raise ConfigError(
+            f"option 'student_model': {name} has another vocabulary than the policy, {len(words)} tokens against "
+            f"{len(policy_words)}; {different!r} has id {words.get(different)} there, {policy_words.get(different)} "
+            "here. A student has to read the teacher's tokens"
+        )
+    return own
+
+
+def require_student_room(name: str, examples: Sequence[TeacherExample], max_completion_length: int) -> None:
+    """Raise ConfigError where the student's positions do not reach to the end of its longest sequence."""
+    config = load_config_from(name).get_text_config()
+    reach = getattr(config, "max_position_embeddings", None)
+    longest = max(len(example.student_sequence([]).ids) for example in examples)
+    if reach is not None and longest + max_completion_length > reach:
+        raise ConfigError(
+            f"a question with its solution is {longest} tokens to the student, and max_completion_length "
+            f"{max_completion_length} makes {longest + max_completion_length}, more than the max_position_embeddings "
+            f"of {name}, {reach}"
+        )

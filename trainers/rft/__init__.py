@@ -1,0 +1,5 @@
+"""Rejection-sampling fine-tuning in three stages: `datagen`, `train` and `test`."""
+
+from .train import STAGES
+
+__all__ = ["STAGES"]

@@ -1,0 +1,88 @@
+"""How often a model answers right: the last stage of RFT, and a test for any other loop's checkpoint.
+
+With one completion a prompt at temperature 0 accuracy is that of greedy decoding; with several at a higher temperature
+it is the mean of the prompts' pass rates. In the output folder:
+
+| file | |
+|---|---|
+| results.jsonl | a row a prompt: index, prompt, answer, completions with their rewards and verdicts, pass rate |
+| summary.json | accuracy with its standard error, answer rate, solved prompts, seconds |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_opt.config import option
+
+from ..profiles import preset_values
+from .sampling import Figures, SamplingOptions, sample, write_lines, write_report
+
+RESULTS_FILE = "results.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(kw_only=True)
+class TestConfig(SamplingOptions):
+    """Measure accuracy and answer rate on prompts with known answers."""
+
+    __test__ = False  # pytest takes a class of this name for tests
+
+    dataset_split: str = option("test", "split of a hub dataset")
+    n_generations: int = option(1, "completions per prompt")
+    temperature: float = option(0.0, "sampling temperature; 0 takes the most likely token")
+
+    @classmethod
+    def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
+        """The values of `profile` for options that were not given."""
+        return preset_values(values.get("profile"), "test")
+
+
+def test(config: TestConfig) -> dict[str, Any]:
+    """Write results.jsonl and summary.json, and return the summary.
+
+    Raises:
+        ConfigError, DataError: as `rft_sampling.sample`.
+    """
+    with sample(config, "test") as sampled:
+        figures = Figures()
+
+        def results() -> Iterator[dict[str, Any]]:
+            for row in sampled.rows():
+                figures.add(row)
+                yield {**row, "pass_rate": sum(row["right"]) / len(row["right"])}
+
+        results_file = sampled.folder / RESULTS_FILE
+        write_lines(results_file, results())
+        summary = {
+            "algorithm": "rft",
+            "stage": "test",
+            "policy_name": config.policy_name,
+            "checkpoint": None if config.checkpoint is None else str(config.checkpoint),
+            "dataset": config.dataset,
+            "prompts": sampled.prompts,
+            **figures.as_dict(),
+            **sampled.speed(figures.n_tokens),
+            "n_parts_resumed": sampled.n_resumed,
+            "results_file": str(results_file),
+        }
+        write_report(sampled.folder / SUMMARY_FILE, summary)
+        return {**summary, "text": _text(summary, config)}
+
+
+test.__test__ = False  # type: ignore[attr-defined]  # and a function of this name
+
+
+def _text(summary: dict[str, Any], config: TestConfig) -> str:
+    how = "greedy" if config.temperature == 0 else f"{config.n_generations} at temperature {config.temperature:g}"
+    return "\n".join(
+        [
+            f"rft test: accuracy {summary['accuracy']:.4f} +- {summary['accuracy_stderr']:.4f} (standard error; "
+            f"{how}), answer rate {summary['answer_rate']:.4f}, solved {summary['solved']:.4f}",
+            f"prompts    {summary['n_prompts']}, {summary['tokens_per_completion']:.1f} tokens a completion",
+            f"time       {summary['generate_time_s']:.1f} s to generate ({summary['tokens_per_s']:.0f} tokens/s)",
+            f"results    {summary['results_file']}",
+        ]
+    )

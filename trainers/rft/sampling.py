@@ -1,0 +1,424 @@
+"""Completions of many prompts, sampled and verified block by block: what RFT's `datagen` and `test` both begin with.
+
+A block is `prompts_per_batch` prompts. Its sampling is seeded by the run's seed and its own number, and what came of it
+is written to `parts/` in one piece, so that a run that was killed goes on with the first block that is missing and ends
+with the same files as one that was not. Parts are never changed once they are there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from torch import nn
+
+from sparse_opt.config import option, require_count, require_number_ranges
+from sparse_opt.delta.digest import StateDigest
+from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.files import one_line, written_aside
+from sparse_opt.tensors import compact_json
+
+from ..data.encoding import require_known_tokens
+from ..data.prompts import PromptExample, load_prompts
+from ..options import TrainingOptions, model_slug, require_at_least
+from ..policy.models import load_policy, load_tokenizer, resolve_device
+from ..rewards.functions import Rewards, load_rewards
+from ..rollouts import Engine, Sampling, make_engine
+from ..run.lock import RunLock, require_unlocked
+from ..run.outputs import OPTIONS_FILE, begin_outputs, check_new_folder, is_begun, require_same_options, writing
+from ..run.progress import Progress
+from ..run.training_run import seed_everything
+
+INPUTS_FILE = "inputs.json"
+PARTS_FOLDER = "parts"
+_PART_DIGEST = "xxh3_128"  # in each part: of its other keys
+# What may differ between a run and the one that goes on with it.
+_MAY_DIFFER = {"resume", "mount_dir", "output_dir"}
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
+@dataclass(kw_only=True)
+class SamplingOptions:
+    """What is sampled, how it is verified, and where the results go."""
+
+    policy_name: str = option(help="model to sample from: hub name or local folder", aliases=("model_name",))
+    checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name")
+    dataset: str = option(help="prompts with what the rewards read, as a rule the answer: hub name or local file")
+    dataset_split: str = option("train", "split of a hub dataset")
+    subset_size: int | None = option(None, "take this many prompts, drawn with the seed")
+
+    n_generations: int = option(8, "completions per prompt")
+    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out")
+    max_completion_length: int = option(256, "longest completion in tokens")
+    temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token")
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
+    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all")
+    prompts_per_batch: int = option(32, "prompts whose completions are sampled together, seeded and kept as one block")
+    max_rows: int | None = option(None, "completions in flight at once; none is all of a block's")
+    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "what writes completions")
+    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take")
+
+    reward_functions: list[str] = option(["math"], "rewards by name or as module:function, several with commas")
+    reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
+    reward_threshold: float = option(1.0, "a completion is right where its reward is at least this")
+
+    device: str = option("auto", "torch device; auto is cuda where there is one, else cpu")
+    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
+    float32_matmul_precision: MatmulPrecision = option(
+        "highest", "torch.set_float32_matmul_precision: high and medium let fp32 products round their inputs on a GPU"
+    )
+    seed: int = option(0, "seed of all sampling; on a CPU the same seed gives the same files")
+    profile: str | None = option(
+        None, "conservative, balanced, aggressive or a .yaml file: values for what is not given"
+    )
+
+    mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
+    output_dir: Path | None = option(None, "new or empty folder for the results; none is rft_{stage}_{model}")
+    resume: bool = option(False, "go on with the run in output_dir; from the beginning where there is none yet")
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
+        require_count("prompts_per_batch x n_generations", self.prompts_per_batch * self.n_generations)
+        require_at_least(self, 1, "subset_size n_generations max_prompt_length max_completion_length prompts_per_batch")
+        require_at_least(self, 0, "temperature top_k")
+        for name in ("top_p", "vllm_gpu_memory_utilization"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted more than 0, at most 1")
+        if not math.isfinite(self.reward_threshold):
+            raise ConfigError(f"option 'reward_threshold' is {self.reward_threshold}: wanted a number")
+        if not self.reward_functions:
+            raise ConfigError("option 'reward_functions' is empty: wanted what verifies a completion")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
+            raise ConfigError(
+                f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
+                f"{len(self.reward_functions)}"
+            )
+        if self.temperature == 0 and self.n_generations > 1:
+            raise ConfigError(
+                f"option 'n_generations' is {self.n_generations} at temperature 0: all completions of a prompt would "
+                "be the same; wanted 1"
+            )
+
+    def folder(self, stage: str) -> Path:
+        """Where the results go."""
+        folder = self.output_dir or Path(f"rft_{stage}_{model_slug(self.policy_name)}")
+        return folder if self.mount_dir is None else self.mount_dir / folder
+
+
+@dataclass
+class Figures:
+    """What came of the completions."""
+
+    n_prompts: int = 0
+    n_completions: int = 0
+    n_judged: int = 0  # that a reward function applies to
+    n_right: int = 0
+    n_answered: int = 0
+    n_finished: int = 0
+    n_solved: int = 0
+    n_tokens: int = 0
+    reward_sum: float = 0.0
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count one prompt's row."""
+        self.n_prompts += 1
+        self.n_completions += len(row["right"])
+        self.n_right += sum(row["right"])
+        self.n_answered += sum(row["answered"])
+        self.n_finished += sum(row["finished"])
+        self.n_solved += any(row["right"])
+        self.n_tokens += sum(row["n_tokens"])
+        rewards = [reward for reward in row["rewards"] if reward is not None]
+        self.n_judged += len(rewards)
+        self.reward_sum += sum(rewards)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts and shares.
+
+        accuracy: of all completions that could be judged, those that are right (the mean of the prompts' pass rates).
+        accuracy_stderr: its standard error over prompts, were each either always right or never: the largest that it
+        can be. solved: of all prompts, those with a right completion. answer_rate: of all completions, those with an
+        answer to be found. finished: of all completions, those that ended by themselves.
+
+        Raises:
+            DataError: no completion could be judged.
+        """
+        if not self.n_judged:
+            raise DataError(f"no reward function applies to any of {self.n_completions} completions")
+        accuracy = self.n_right / self.n_judged
+        return {
+            "n_prompts": self.n_prompts,
+            "n_completions": self.n_completions,
+            "n_judged": self.n_judged,
+            "n_tokens": self.n_tokens,
+            "accuracy": accuracy,
+            "accuracy_stderr": math.sqrt(accuracy * (1 - accuracy) / self.n_prompts),
+            "solved": self.n_solved / self.n_prompts,
+            "answer_rate": self.n_answered / self.n_completions,
+            "finished": self.n_finished / self.n_completions,
+            "reward": self.reward_sum / self.n_judged,
+            "tokens_per_completion": self.n_tokens / self.n_completions,
+        }
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A finished run over all prompts, on disk."""
+
+    folder: Path
+    n_parts: int
+    prompts: dict[str, Any]  # what became of the dataset's rows
+    n_resumed: int  # parts that were there before
+    peak_memory_bytes: int | None
+    seconds: dict[str, float] = field(default_factory=dict)  # of generation and of verification, over all parts
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row for each prompt, in the dataset's order.
+
+        It has index, prompt, answer (the dataset's, where it has one), and lists with an entry for each completion:
+        completions, rewards (None where none applies), right, answered, finished, n_tokens.
+        """
+        for part in range(self.n_parts):
+            yield from _read_part(self.folder, part)["rows"]
+
+    def speed(self, n_tokens: int) -> dict[str, Any]:
+        """Seconds, tokens a second of generation, and the GPU's peak of this process."""
+        return {
+            **self.seconds,
+            "tokens_per_s": n_tokens / self.seconds["generate_time_s"],
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
+
+@contextmanager
+def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
+    """Sample and verify what the options say, or what is left of it; inside, no other run writes to the folder.
+
+    Raises:
+        ConfigError: an option that cannot be; an output folder that holds something, or with `resume` a run of other
+            options or inputs.
+        DataError: model, dataset or a part cannot be read.
+    """
+    folder = options.folder(stage)
+    require_unlocked(folder)
+    resuming = options.resume and is_begun(folder)
+    if resuming:
+        require_same_options(folder, options, _MAY_DIFFER)
+    else:
+        check_new_folder(folder, "output_dir")
+    device = resolve_device(options.device)
+    torch.set_float32_matmul_precision(options.float32_matmul_precision)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    loading = _loading(options)
+    tokenizer = load_tokenizer(loading)
+    rewards = load_rewards(options.reward_functions, options.reward_weights)
+    prompts, report = load_prompts(
+        options.dataset,
+        options.dataset_split,
+        tokenizer,
+        max_prompt_length=options.max_prompt_length,
+        subset_size=options.subset_size,
+        seed=options.seed,
+    )
+    model = load_policy(loading, device).eval()
+    require_known_tokens(model, tokenizer, (example.ids for example in prompts))
+    inputs = {"prompts": _prompts_digest(prompts), "weights": _weights_digest(model)}
+    engine = make_engine(
+        options.rollout_engine,
+        model,
+        tokenizer,
+        max_rows=options.max_rows,
+        max_length=max(len(example.ids) for example in prompts) + options.max_completion_length,
+        vllm_gpu_memory_utilization=options.vllm_gpu_memory_utilization,
+    )
+    size = options.prompts_per_batch
+    blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    seconds = {"generate_time_s": 0.0, "verify_time_s": 0.0}
+    figures = Figures()
+    with ExitStack() as locked:
+        with closing(engine):
+            locked.enter_context(RunLock(folder))
+            locked.enter_context(_claimed(folder, options, inputs, resuming=resuming))
+            there = {part for part in range(len(blocks)) if _part_file(folder, part).is_file()}
+            with Progress(f"rft {stage}", len(blocks)) as progress, torch.no_grad():
+                for part, block in enumerate(blocks):
+                    if part not in there:
+                        _write_part(folder, part, _sample_block(options, part, block, engine, tokenizer, rewards))
+                    content = _read_part(folder, part)
+                    for row in content["rows"]:
+                        figures.add(row)
+                    for name in seconds:
+                        seconds[name] += content[name]
+                    progress.advance(part + 1, _shown(figures, seconds["generate_time_s"]))
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        yield Sampled(folder, len(blocks), asdict(report), len(there), peak, seconds)
+
+
+def _loading(options: SamplingOptions) -> TrainingOptions:
+    """The same model as a training loop would load it."""
+    return TrainingOptions(
+        policy_name=options.policy_name, checkpoint=options.checkpoint, dataset=options.dataset, dtype=options.dtype
+    )
+
+
+def _sample_block(
+    options: SamplingOptions,
+    block_number: int,
+    block: Sequence[PromptExample],
+    engine: Engine,
+    tokenizer: Any,
+    rewards: Rewards,
+) -> dict[str, Any]:
+    """A part's content: rows as `Sampled.rows` gives them, and the seconds that they took."""
+    n = options.n_generations
+    sampling = Sampling(options.max_completion_length, options.temperature, options.top_p, options.top_k)
+    seed_everything(options.seed, block_number)
+    began = time.perf_counter()
+    ids = engine.generate([example.ids for example in block], n, sampling)
+    generated = time.perf_counter()
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    repeated = [example for example in block for _ in range(n)]
+    columns = {name: [example.columns[name] for example in repeated] for name in block[0].columns}
+    totals = rewards([example.prompt for example in repeated], texts, ids, columns).tolist()
+    scores = [None if math.isnan(total) else total for total in totals]
+    answered = rewards.answered(texts)
+    verified = time.perf_counter()
+    rows = []
+    for i, example in enumerate(block):
+        of_prompt = slice(i * n, (i + 1) * n)
+        rows.append(
+            {
+                "index": block_number * options.prompts_per_batch + i,
+                "prompt": example.prompt,
+                "answer": example.columns.get("answer", example.columns.get("solution")),
+                "completions": texts[of_prompt],
+                "rewards": scores[of_prompt],
+                "right": [score is not None and score >= options.reward_threshold for score in scores[of_prompt]],
+                "answered": answered[of_prompt],
+                "finished": [completion[-1] in engine.eos_ids for completion in ids[of_prompt]],
+                "n_tokens": [len(completion) for completion in ids[of_prompt]],
+            }
+        )
+    return {"rows": rows, "generate_time_s": generated - began, "verify_time_s": verified - generated}
+
+
+def _shown(figures: Figures, seconds: float) -> dict[str, str]:
+    return {
+        "accuracy": f"{figures.n_right / max(figures.n_judged, 1):.3f}",
+        "answer_rate": f"{figures.n_answered / figures.n_completions:.3f}",
+        "tokens_per_s": f"{figures.n_tokens / seconds:.0f}",
+    }
+
+
+# The folder
+
+
+@contextmanager
+def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, resuming: bool) -> Iterator[None]:
+    """Write options and inputs into a folder that is locked, or see that those of the run in it are the same.
+
+    A new run that ends before its first part leaves none of its files.
+    """
+    file = folder / INPUTS_FILE
+    if resuming:
+        require_same_options(folder, options, _MAY_DIFFER)
+        # It is missing where the run was killed right after it had begun: then there is no part either.
+        found = _read_json(file) if file.exists() or _has_parts(folder) else inputs
+        for name, digest in inputs.items():
+            if found.get(name) != digest:
+                raise ConfigError(
+                    f"option 'resume': the run in {folder} was begun with other {name}: digest {found.get(name)}, now "
+                    f"{digest}"
+                )
+    else:
+        check_new_folder(folder, "output_dir")
+        begin_outputs(folder, options)
+    try:
+        (folder / PARTS_FOLDER).mkdir(exist_ok=True)
+        if not file.exists():
+            with writing(file), written_aside(file) as aside:
+                aside.write_text(json.dumps(inputs, indent=1) + "\n", encoding="utf-8")
+        yield
+    finally:
+        if not resuming and not _has_parts(folder):
+            for path in (folder / OPTIONS_FILE, file):
+                path.unlink(missing_ok=True)
+            if (folder / PARTS_FOLDER).is_dir():
+                (folder / PARTS_FOLDER).rmdir()
+
+
+def _prompts_digest(prompts: Sequence[PromptExample]) -> str:
+    hasher = xxhash.xxh3_128()
+    for example in prompts:
+        hasher.update(json.dumps([example.ids, example.columns], sort_keys=True, default=str).encode())
+    return hasher.hexdigest()
+
+
+def _weights_digest(model: nn.Module) -> str:
+    tensors = model.state_dict()
+    digests = StateDigest.start(list(tensors.values())).result()
+    return xxhash.xxh3_128_hexdigest(json.dumps(list(zip(tensors, digests, strict=True))).encode())
+
+
+def _has_parts(folder: Path) -> bool:
+    parts = folder / PARTS_FOLDER
+    return parts.is_dir() and any(parts.iterdir())
+
+
+def _part_file(folder: Path, part: int) -> Path:
+    return folder / PARTS_FOLDER / f"{part:06d}.json"
+
+
+def _write_part(folder: Path, part: int, content: dict[str, Any]) -> None:
+    file = _part_file(folder, part)
+    with writing(file), written_aside(file) as aside:
+        aside.write_text(
+            json.dumps({**content, _PART_DIGEST: _part_digest(content)}, allow_nan=False), encoding="utf-8"
+        )
+
+
+def _read_part(folder: Path, part: int) -> dict[str, Any]:
+    file = _part_file(folder, part)
+    content = _read_json(file, "; remove it to sample it again")
+    written = content.pop(_PART_DIGEST, None)
+    if written != _part_digest(content):
+        raise DataError(
+            f"{file}: damaged: it has digest {_part_digest(content)}, expected {written}; remove it to sample it again"
+        )
+    return content
+
+
+def _part_digest(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(compact_json(content).encode("ascii"))
+
+
+def _read_json(file: Path, hint: str = "") -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: cannot be read: {one_line(error)}{hint}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: cannot be read: holds a {type(content).__name__}, expected an object{hint}")
+    return content
+
+
+def write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    """Rows as JSON lines; the file appears whole or not at all."""
+    with writing(path), written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """A report as indented JSON, whole or not at all."""
+    with writing(path), written_aside(path) as aside:
+        aside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")

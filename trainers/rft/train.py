@@ -1,0 +1,148 @@
+"""Rejection-sampling fine-tuning (RFT, https://arxiv.org/abs/2308.01825), in three stages:
+
+    sparse-opt train rft datagen --model_name M --dataset train.jsonl --output_dir round_1      # sample, verify, keep
+    sparse-opt train rft train --model_name M --dataset round_1/kept.jsonl --output_dir rft_1   # SFT on what was kept
+    sparse-opt train rft test --model_name rft_1/final --dataset test.jsonl                     # accuracy, answer rate
+
+A second round begins with the first one's model. `--profile conservative|balanced|aggressive` sets what a stage was not
+given, see `profiles`.
+
+The middle stage, here, is `sft.train` with the paper's learning rate; the others are in `rft_datagen` and
+`rft_evaluate`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sparse_opt.config import option
+from sparse_opt.errors import ConfigError
+from sparse_opt.masks.mask_set import MaskSet
+
+from .. import sft
+from ..options import model_slug
+from ..policy.pretrained import load_config_from, reading
+from ..profiles import preset_values
+from .datagen import DatagenConfig, datagen
+from .evaluate import TestConfig, test
+from .sampling import MatmulPrecision
+
+
+@dataclass(kw_only=True)
+class RFTConfig(sft.SFTConfig):
+    """Supervised fine-tuning on completions that were sampled and found right."""
+
+    learning_rate: float = option(2e-5, "peak learning rate")
+    learning_rate_scale: float = option(
+        1.0, "multiplies the learning rate: for profiles, whose masks may want another rate than dense training"
+    )
+    mask_density: float | None = option(
+        None, "in mode sparse without a mask file: make a random mask of this share, drawn with the seed, in masks/"
+    )
+    mask_pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = option(
+        "element", "how the random mask takes elements"
+    )
+    float32_matmul_precision: MatmulPrecision = option(
+        "highest", "torch.set_float32_matmul_precision: high and medium let fp32 products round their inputs on a GPU"
+    )
+    profile: str | None = option(
+        None, "conservative, balanced, aggressive or a .yaml file: values for what is not given"
+    )
+
+    @classmethod
+    def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
+        """The values of `profile` for options that were not given; its scale of the learning rate is for its mode."""
+        presets = preset_values(values.get("profile"), "train")
+        mode = {key: value for key, value, _ in presets}.get("mode")
+        if mode is not None and values.get("mode", mode) != mode:
+            presets = [preset for preset in presets if preset[0] != "learning_rate_scale"]
+        return presets
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate_scale < math.inf:
+            raise ConfigError(f"option 'learning_rate_scale' is {self.learning_rate_scale}: wanted more than 0, finite")
+        if self.mask_density is not None and not 0 < self.mask_density <= 1:
+            raise ConfigError(f"option 'mask_density' is {self.mask_density}: wanted more than 0, at most 1")
+        if self.mode == "sparse" and self.mask is None and self.mask_density is not None:
+            self.mask = self._random_mask_file()
+        super().__post_init__()
+
+    def _random_mask_file(self) -> Path:
+        """Where the random mask is, or will be."""
+        share = re.sub(r"[^0-9a-z]+", "_", f"{100 * (self.mask_density or 0):.4g}")
+        name = f"{model_slug(self.policy_name)}_random_{share}pct_{self.mask_pattern}_seed{self.seed}.safetensors"
+        folder = Path("masks") if self.mount_dir is None else self.mount_dir / "masks"
+        return folder / name
+
+    @property
+    def makes_mask(self) -> bool:
+        """Whether the mask is the random one of `mask_density`, and not a file that was given."""
+        return self.mode == "sparse" and self.mask_density is not None and self.mask == self._random_mask_file()
+
+
+def train(config: RFTConfig) -> dict[str, Any]:
+    """Fine-tune on the kept rows and return the summary; outputs and errors as in `sft.train`.
+
+    The options file of the run has the learning rate as scaled, and a scale of 1: given again, it is the same run.
+
+    Raises:
+        ConfigError: as there; or the file of the random mask is there with another mask in it.
+        DataError: as there.
+    """
+    scaled = config.learning_rate * config.learning_rate_scale
+    config = replace(config, learning_rate=scaled, learning_rate_scale=1.0)
+    torch.set_float32_matmul_precision(config.float32_matmul_precision)
+    if config.makes_mask:
+        _make_mask(config)
+    summary = {**sft.train(config, "rft"), "stage": "train"}
+    return {**summary, "text": _text(summary)}
+
+
+def _make_mask(config: RFTConfig) -> None:
+    assert config.mask is not None and config.mask_density is not None
+    model = _without_weights(config.policy_name)
+    mask = MaskSet.random(model, density=config.mask_density, pattern=config.mask_pattern, seed=config.seed)
+    if not config.mask.is_file():
+        config.mask.parent.mkdir(parents=True, exist_ok=True)
+        mask.save(config.mask)
+    elif MaskSet.load(config.mask) != mask:
+        raise ConfigError(
+            f"option 'mask_density': {config.mask} holds another mask than the random one of {config.policy_name} at "
+            f"density {config.mask_density}; remove it, or name a mask file: --mask FILE"
+        )
+
+
+def _without_weights(source: str) -> Any:
+    """The model on the meta device: names and shapes."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config_from(source)
+    with torch.device("meta"), reading(f"a causal language model from {source}"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _text(summary: dict[str, Any]) -> str:
+    first, last, median = summary["first"], summary["last"], summary["median"]
+    data = summary["data"]
+    lines = [
+        f"rft train {summary['mode']}: {summary['n_steps']} steps on {data['n_examples']} examples, loss "
+        f"{first['loss']:.4f} -> {last['loss']:.4f}",
+        f"step       {median['step_time_s']:.3f} s (median), {last['tokens_per_s']:.0f} tokens/s",
+        f"checkpoint {summary['checkpoint']}",
+        f"metrics    {summary['metrics_file']}",
+    ]
+    return "\n".join(lines)
+
+
+# Stage of `sparse-opt train rft` -> its options, and what runs it: a function from options to a summary.
+STAGES: dict[str, tuple[type, Any]] = {
+    "datagen": (DatagenConfig, datagen),
+    "train": (RFTConfig, train),
+    "test": (TestConfig, test),
+}

@@ -1,0 +1,1 @@
+"""One training run: outputs, checkpoints, metrics, progress and delta log."""

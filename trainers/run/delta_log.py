@@ -1,0 +1,111 @@
+"""A run's delta log: begun with its start weights, written on its schedule, gone on with after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparse_opt.delta.files import MASK_NAME, list_steps
+from sparse_opt.delta.lock import WriterLock
+from sparse_opt.delta.log import DeltaLog, claim
+from sparse_opt.delta.schedule import Schedule
+from sparse_opt.errors import DeltaLogError
+from sparse_opt.optim import SparseAdamW
+
+from ..options import TrainingOptions
+
+
+class RunDeltaLog:
+    """Takes the folder when it is made, and logs from `begin` on.
+
+    Of a model with adapters it logs the adapters, which are all that changes.
+
+    Raises:
+        DeltaLogError: the folder holds a log and the run is not resumed; it cannot be written; another writer has it.
+    """
+
+    def __init__(self, directory: Path, config: TrainingOptions, *, resuming: bool):
+        self.directory = directory
+        self._config = config
+        self._steps = Schedule.parse(config.delta_log_steps)
+        self._log: DeltaLog | None = DeltaLog.open(directory) if resuming and _holds_log(directory) else None
+        self._made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+        self._undo = ExitStack()
+        self._lock = None if self._log is not None else self._undo.enter_context(claim(directory))
+
+    def __enter__(self) -> RunDeltaLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._log is not None:
+            self._log.__exit__(kind, error, traceback)
+        self._undo.close()
+
+    def discard(self) -> None:
+        """Remove a log that this run has begun, of which it has logged the start weights alone."""
+        if self._log is None or self._lock is None:
+            return  # `claim` removes what is not a log
+        self._log.close()
+        lock = WriterLock.take(self.directory)
+        try:
+            steps, _ = list_steps(self.directory)
+            for file in steps.values():
+                file.path.unlink()
+            (self.directory / MASK_NAME).unlink(missing_ok=True)
+            lock.path.unlink()
+            for folder in self._made:
+                with suppress(OSError):  # it holds something else
+                    folder.rmdir()
+        finally:
+            lock.release()
+
+    def begin(self, model: Any, optimizer: Any, algorithm: str) -> None:
+        """Log the start weights as step 0; a log that is gone on with must begin with the same."""
+        self._state: nn.Module | Mapping[str, Tensor] = model
+        if hasattr(model, "peft_config"):
+            self._state = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        if self._log is None:
+            self._log = DeltaLog.create(
+                self.directory,
+                self._state,
+                level=self._config.delta_log_level,
+                mask=optimizer.mask if isinstance(optimizer, SparseAdamW) else None,
+                metadata={"model": self._config.policy_name, "method": algorithm},
+                lock=self._lock,
+            )
+            return
+        found = self._log.step_of(self._state)
+        if found is None or self._log.digest(found) != self._log.digest(self._log.steps[0]):
+            raise DeltaLogError(f"{self.directory}: does not begin with the weights that this run starts from")
+
+    def go_on_after(self, step: int) -> None:
+        """Take out what was logged after this step, which the model is at now: it is done again.
+
+        Raises:
+            DeltaLogError: the log has other weights for this step.
+        """
+        log = self._log
+        assert log is not None
+        if log.last_step > step:
+            log.truncate(step)
+        if step in log.steps:
+            found = log.step_of(self._state)
+            if found is None or log.digest(found) != log.digest(step):
+                raise DeltaLogError(f"{self.directory}: step {step} is not what the checkpoint of that step holds")
+
+    def log(self, step: int) -> None:
+        """Log the weights, if it is the step's turn."""
+        assert self._log is not None
+        if self._steps.due(step, self._config.n_steps):
+            self._log.append(step, self._state)
+
+
+def _holds_log(directory: Path) -> bool:
+    return directory.is_dir() and bool(list_steps(directory)[0])

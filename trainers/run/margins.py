@@ -1,0 +1,70 @@
+"""The margins of a DPO run, pair by pair, on disk.
+
+    logs/margins/margins_log.jsonl              a row a step: step, epoch, n, mean, std, min, max, share_positive
+    logs/margins/epoch_000/step_00001.npy       the step's margins, fp32 [n], in the order of the data
+
+A margin is beta * h: by how much the implicit reward of the chosen completion is above that of the rejected one. Epochs
+count from 0 (how often the data had been gone through when the step began), steps from 1; std is the population's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sparse_opt.files import written_aside
+
+from .outputs import writing
+
+if TYPE_CHECKING:
+    from .training_run import TrainingRun
+
+MARGINS_FOLDER = Path("logs", "margins")
+MARGINS_FILE = "margins_log.jsonl"
+_STEP_FILE = re.compile(r"step_(\d+)\.npy")
+
+
+class MarginsLog:
+    """Writes the margins of a run's steps. A resumed run writes again what followed its checkpoint."""
+
+    def __init__(self, run: TrainingRun):
+        self._run = run
+        self.folder = run.output_dir / MARGINS_FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._rows = run.row_file(str(MARGINS_FOLDER / MARGINS_FILE))
+        last_step = self._rows.rows[-1]["step"] if self._rows.rows else 0
+        for file in self.folder.glob("epoch_*/step_*.npy"):
+            match = _STEP_FILE.fullmatch(file.name)
+            if match and int(match[1]) > last_step:
+                file.unlink()
+
+    def write(self, step: int, margins: torch.Tensor) -> None:
+        """Write a step's margins [n]: the file first, then the row, so that a row's file is there."""
+        values = margins.detach().float().cpu().numpy()
+        epoch = self._run.epoch_of(step)
+        file = step_file(self.folder, epoch, step)
+        file.parent.mkdir(exist_ok=True)
+        with writing(file), written_aside(file) as aside, aside.open("wb") as stream:
+            np.save(stream, values)
+        exact = values.astype(np.float64)
+        self._rows.write(
+            {
+                "step": step,
+                "epoch": epoch,
+                "n": len(values),
+                "mean": float(exact.mean()),
+                "std": float(exact.std()),
+                "min": float(exact.min()),
+                "max": float(exact.max()),
+                "share_positive": float((exact > 0).mean()),
+            }
+        )
+
+
+def step_file(folder: Path, epoch: int, step: int) -> Path:
+    """Where a step's margins are."""
+    return folder / f"epoch_{epoch:03d}" / f"step_{step:05d}.npy"

@@ -1,0 +1,53 @@
+"""How far a run is: a bar on a terminal; in a file or a pipe, a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Progress:
+    """Shows each finished step on stderr; `with` takes the bar down at the end."""
+
+    def __init__(self, title: str, n_steps: int, n_done: int = 0):
+        self._title, self._n_steps = title, n_steps
+        self._bar = tqdm(total=n_steps, initial=n_done, desc=title, unit="step", disable=None)
+        self._said_at = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def advance(self, step: int, figures: Mapping[str, str]) -> None:
+        """Step `step` is done, with these figures to show."""
+        self._bar.set_postfix(figures, refresh=False)
+        self._bar.update()
+        # tqdm turns itself off where stderr is no terminal.
+        if self._bar.disable and time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES:
+            self._said_at = time.monotonic()
+            listed = ", ".join(f"{name} {value}" for name, value in figures.items())
+            print(f"{self._title}: step {step} of {self._n_steps}, {listed}", file=sys.stderr, flush=True)
+
+
+def hide_progress_bars(*, always: bool = False) -> None:
+    """Turn off the progress bars of transformers and datasets, which they draw into files and pipes too.
+
+    Args:
+        always: on a terminal as well.
+    """
+    import datasets
+    from transformers.utils import logging
+
+    if always or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()

@@ -1,0 +1,47 @@
+"""Completions that the policy writes while it trains, for a person to read beside the data's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..data.encoding import TokenSequence
+from ..rollouts import Sampling, make_engine
+from .training_run import TrainingRun
+
+# Enough to read, and little to wait for.
+N_SAMPLES = 4
+LONGEST = 128  # tokens; less where the data's own completions are less than half as long
+
+
+def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
+    """The policy's most likely completions of the first few prompts: rows with prompt, completion and the data's own.
+
+    A sequence without a prompt, and a prompt that leaves no room in the model's positions, is passed over.
+
+    Raises:
+        ConfigError: neither tokenizer nor model names an EOS token.
+    """
+    reach = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
+    fitting = [
+        sequence
+        for sequence in sequences
+        if sequence.prompt_length and (reach is None or sequence.prompt_length < reach)
+    ][:N_SAMPLES]
+    if not fitting:
+        return []
+    prompts = [sequence.ids[: sequence.prompt_length] for sequence in fitting]
+    longest = min(LONGEST, 2 * max(len(sequence.ids) - sequence.prompt_length for sequence in fitting))
+    if reach is not None:
+        longest = min(longest, reach - max(map(len, prompts)))
+    engine = make_engine("generate", run.model, run.tokenizer)
+    completions = engine.generate(prompts, 1, Sampling(max_new_tokens=longest, temperature=0.0))
+    decode = run.tokenizer.decode
+    return [
+        {
+            "prompt": decode(prompt),
+            "completion": decode(completion),
+            "data": decode(sequence.ids[sequence.prompt_length :]),
+        }
+        for sequence, prompt, completion in zip(fitting, prompts, completions, strict=True)
+    ]

@@ -1,0 +1,108 @@
+"""A run's metrics at Weights & Biases and TensorBoard, where they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import yaml
+
+from sparse_opt.config import to_yaml
+from sparse_opt.errors import ConfigError
+from sparse_opt.files import written_aside
+
+from ..options import TrainingOptions, model_slug
+from .outputs import writing
+
+_ID_FILE = "wandb_run_id"
+
+
+class Tracker(Protocol):
+    """One place that metrics go to."""
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """The metrics of a step."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def require_trackers(config: TrainingOptions) -> None:
+    """Raise ConfigError where one that `report_to` asks for cannot be imported."""
+    for name in config.report_to:
+        try:
+            importlib.import_module({"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[name])
+        except ImportError as error:
+            raise ConfigError(
+                f"option 'report_to' asks for {name}, which cannot be imported ({error}): pip install {name}"
+            ) from error
+
+
+def make_trackers(config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int) -> list[Tracker]:
+    """One for each entry of `report_to`; `first_step` is the first that this process logs.
+
+    Raises:
+        ConfigError: one that is asked for refuses to begin.
+    """
+    makers: dict[str, type[WandbTracker] | type[TensorBoardTracker]]
+    makers = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
+    return [makers[name](config, algorithm, output_dir, first_step) for name in config.report_to]
+
+
+def project_name(config: TrainingOptions, algorithm: str) -> str:
+    """`{model}-{algorithm}-subnetwork-emergence`, unless the option names another."""
+    return config.project_name or f"{model_slug(config.policy_name)}-{algorithm}-subnetwork-emergence"
+
+
+class TensorBoardTracker:
+    """Event files under `output_dir/tensorboard`. A resumed run hides what an earlier one wrote from its step on."""
+
+    def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step)
+        self._writer.add_text("options", f"```yaml\n{to_yaml(config)}```", first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Numbers as scalars; what is None is left out."""
+        for name, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run at wandb, the same one when the training is resumed. WANDB_MODE and its other variables work as usual."""
+
+    def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
+        import wandb
+
+        file = output_dir / _ID_FILE
+        if not file.exists():
+            with writing(file), written_aside(file) as aside:
+                aside.write_text(secrets.token_hex(8), encoding="utf-8")
+        try:
+            self._run = wandb.init(
+                project=project_name(config, algorithm),
+                name=config.run_name or output_dir.resolve().name,
+                id=file.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(output_dir),
+                config=yaml.safe_load(to_yaml(config)),
+            )
+        except wandb.Error as error:
+            raise ConfigError(f"option 'report_to': wandb: {' '.join(str(error).split())}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Numbers under their names; what is None is left out."""
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()

@@ -1,0 +1,431 @@
+"""What every loop does around its loss: set up, draw batches, log a step, evaluate, save, and go on after a kill.
+
+A loop reads
+
+    with TrainingRun(config, "dpo", "preference") as run:
+        reference = run.reference()
+        for step in run.steps(evaluate):
+            for batch in run.batches(step):
+                ...  # forward, loss, backward
+            run.update()
+            run.log(step, n_tokens, loss=loss)
+        return run.finish()
+
+Nothing but the weights, the optimizer, the schedule and what `keep` names lives from one step to the next: each step
+draws its batch and its random numbers from the seed and its own number. So a run that goes on from a checkpoint is, on
+a CPU, the run that was never stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_opt import backends
+from sparse_opt.errors import ConfigError, SparseOptError
+
+from ..data.encoding import TokenBatch, TokenSequence, collate, require_known_tokens
+from ..data.loaders import DataKind, LoadData, data_loader
+from ..data.order import ShuffledOrder
+from ..options import TrainingOptions, model_slug
+from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
+from ..policy.optimizers import adapt, make_optimizer, make_scheduler
+from ..policy.reference import Reference, make_reference
+from .checkpoints import Checkpoints, Stateful
+from .delta_log import RunDeltaLog
+from .lock import RunLock, require_unlocked
+from .outputs import (
+    ADAPTER_FOLDER,
+    CHECKPOINT_FOLDER,
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    RowFile,
+    begin_outputs,
+    check_new_folder,
+    check_resumable,
+    discard_outputs,
+    is_begun,
+    require_metrics,
+    save_checkpoint,
+    write_summary,
+)
+from .progress import Progress
+from .timing import StepTimer
+from .trackers import Tracker, make_trackers, require_trackers
+
+logger = logging.getLogger(__name__)
+
+Evaluate = Callable[[], Mapping[str, float | Tensor]]
+# Completions that are written at each of the `sample_steps`.
+_SAMPLES = 4
+
+
+class TrainingRun:
+    """One run: its model, optimizer, data and outputs. All of it is loaded before `with` begins to write.
+
+    Args:
+        config: options; those of `TrainingOptions` are read here.
+        algorithm: its name in folders and summaries.
+        data: what the dataset holds, or a function that loads it; see `run_data`.
+
+    Attributes:
+        model: the module to call and train; peft's wrapper in mode lora.
+        optimizer: of the model's trained weights.
+        data, eval_data: examples; eval_data is None without an eval_dataset.
+        pad_id, eos_id: token ids; the tokenizer may have no EOS, which is None then.
+    """
+
+    def __init__(self, config: TrainingOptions, algorithm: str, data: DataKind | LoadData):
+        self.config = config
+        self.algorithm = algorithm
+        self.output_dir = output_folder(config, algorithm)
+        delta_log_dir = delta_log_folder(config, algorithm)
+        require_unlocked(self.output_dir)
+        self._resuming = config.resume and is_begun(self.output_dir)
+        if self._resuming:
+            check_resumable(self.output_dir, config)
+        elif config.resume_step:
+            raise ConfigError(f"option 'resume_step' is {config.resume_step}: there is no run in {self.output_dir}")
+        else:
+            check_new_folder(self.output_dir, "output_dir")
+            if delta_log_dir is not None:
+                check_new_folder(delta_log_dir, "delta_log_dir")
+        self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
+        self._steps_found = self._checkpoints.steps()
+        self._first_step = (self._checkpoints.choose(config.resume_step) if self._resuming else 0) + 1
+        require_metrics(self.output_dir, self._first_step - 1)
+        require_trackers(config)
+        torch.manual_seed(config.seed)
+        self.device = resolve_device(config.device)
+        # A backend that cannot run is found here, not when the run has begun to write. The delta log has no argument.
+        backends.functions(self.device, None if config.backend == "auto" else config.backend)
+        if delta_log_dir is not None:
+            backends.functions(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.tokenizer = load_tokenizer(config)
+        self.eos_id: int | None = self.tokenizer.eos_token_id
+        self.pad_id: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        self._load_data(data_loader(data, config) if isinstance(data, str) else data)
+        policy = load_policy(config, self.device)
+        examples = [*self.data, *(self.eval_data or [])]
+        sequences = (part for example in examples for part in (example if isinstance(example, list) else [example]))
+        require_known_tokens(policy, self.tokenizer, ([*part.ids, self.pad_id] for part in sequences))
+        self.model: Any = adapt(config, policy)
+        if config.compile:
+            compile_layers(self.model)
+        self.optimizer = make_optimizer(config, self.model)
+        self._scheduler = make_scheduler(config, self.optimizer)
+        self._order = ShuffledOrder(len(self.data), config.seed)
+        self._timer = StepTimer(self.device)
+        self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
+        self._trackers: list[Tracker] = []
+        self._metrics = RowFile(self.output_dir / METRICS_FILE)
+        self._row_files: list[RowFile] = []
+        self._delta_log_dir = delta_log_dir
+        self._delta_log: RunDeltaLog | None = None
+
+    def _load_data(self, load: LoadData) -> None:
+        config, tokenizer = self.config, self.tokenizer
+        self.data, self.data_report = load(
+            config.dataset, config.dataset_split, tokenizer, config.subset_size, config.seed
+        )
+        self.eval_data: list[Any] | None = None
+        if config.eval_dataset is not None:
+            self.eval_data, _ = load(
+                config.eval_dataset, config.eval_dataset_split, tokenizer, config.eval_subset_size, config.seed
+            )
+        dropped = self.data_report.n_examples < self.data_report.n_rows
+        logger.log(logging.WARNING if dropped else logging.INFO, "%s: %s", config.dataset, self.data_report)
+
+    def __enter__(self) -> TrainingRun:
+        with ExitStack() as stack:
+            # Both folders are this run's before anything is written to either.
+            stack.enter_context(RunLock(self.output_dir))
+            self._require_unchanged()
+            if self._delta_log_dir is not None:
+                log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
+                self._delta_log = stack.enter_context(log)
+            if not self._resuming:
+                stack.push(self._discard_unstarted)
+            stack.callback(self._close)
+            if self._resuming:
+                self._checkpoints.set_aside_after(self._first_step - 1)
+            else:
+                begin_outputs(self.output_dir, self.config)
+            self._metrics, self._evaluations, self._samples = map(
+                self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
+            )
+            if self._delta_log is not None:
+                self._delta_log.begin(self.model, self.optimizer, self.algorithm)
+            self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
+            self._exit = stack.pop_all()
+        return self
+
+    def _require_unchanged(self) -> None:
+        """Raise ConfigError where another run has written to the folder since it was looked at."""
+        if not self._resuming:
+            check_new_folder(self.output_dir, "output_dir")
+            return
+        check_resumable(self.output_dir, self.config)
+        if self._checkpoints.steps() != self._steps_found:
+            raise ConfigError(f"option 'resume': another run has written to {self.output_dir} meanwhile; resume again")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._exit.__exit__(kind, error, traceback)
+
+    def _discard_unstarted(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the files of a run that failed before its first step was logged: they would block the next one."""
+        if kind is None or self._metrics.rows:
+            return
+        discard_outputs(self.output_dir)
+        if self._delta_log is not None:
+            self._delta_log.discard()
+
+    def _close(self) -> None:
+        for file in self._row_files:
+            file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    # Before the first step
+
+    def reference(self, *, offload: bool = False) -> Reference:
+        """The reference policy. Call it before `steps`, which puts a checkpoint's weights into the model.
+
+        With `offload` a second model, where the mode takes one, is on the CPU but while it is used.
+        """
+        return make_reference(self.config, self.model, self.optimizer, self.device, offload=offload)
+
+    def row_file(self, name: str) -> RowFile:
+        """A file of JSON rows with a `step` each in the output folder; a resumed run drops those it does again."""
+        last = self._first_step - 1
+        # What was evaluated before the first step is evaluated again where nothing else was kept.
+        file = (
+            RowFile.resumed(self.output_dir / name, last or -1) if self._resuming else RowFile(self.output_dir / name)
+        )
+        self._row_files.append(file)
+        return file
+
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Let checkpoints hold another thing's state. Call it before `steps`, which restores it."""
+        if name in self._kept:
+            raise ValueError(f"'{name}' is kept already")
+        self._kept[name] = thing
+
+    def steps(self, evaluate: Evaluate | None = None) -> Iterator[int]:
+        """The steps to do, up to n_steps, with a progress bar on a terminal and a line now and then elsewhere.
+
+        Args:
+            evaluate: called without gradient every `eval_steps` where there is an eval_dataset; returns scalars.
+        """
+        config = self.config
+        if self._first_step > 1:
+            self._checkpoints.restore(self._first_step - 1, self.model, self._kept)
+        self._checkpoints.remove_leftovers()
+        if self._delta_log is not None:
+            self._delta_log.go_on_after(self._first_step - 1)
+        if self.eval_data is None:
+            evaluate = None
+        if evaluate is not None and self._first_step == 1:
+            self._evaluate(0, evaluate)
+        with Progress(f"{self.algorithm} {config.mode}", config.n_steps, self._first_step - 1) as self._progress:
+            for step in range(self._first_step, config.n_steps + 1):
+                seed_everything(config.seed, step)
+                self._step_started = time.perf_counter()
+                yield step
+                last = step == config.n_steps
+                if evaluate is not None and (last or step % config.eval_steps == 0):
+                    self._evaluate(step, evaluate)
+                if config.save_steps is not None and step % config.save_steps == 0 and not last:
+                    for file in self._row_files:
+                        file.sync()
+                    self._checkpoints.save(step, self.model, self.tokenizer, self._kept)
+
+    # Within a step
+
+    def indices_of(self, step: int) -> list[int]:
+        """Where the step's examples stand in the data, `examples_per_step` of them."""
+        count = self.config.examples_per_step
+        return self._order.take((step - 1) * count, count)
+
+    def examples_of(self, step: int) -> list[Any]:
+        """The step's examples of the data."""
+        return [self.data[index] for index in self.indices_of(step)]
+
+    def epoch_of(self, step: int) -> int:
+        """How often the data had been gone through when the step began."""
+        return (step - 1) * self.config.examples_per_step // len(self.data)
+
+    def batches(self, step: int) -> list[TokenBatch]:
+        """A step's micro-batches on the device. In a batch of pairs all chosen completions come before the rejected."""
+        examples, size = self.examples_of(step), self.config.batch_size
+        return [self.collate(examples[start : start + size]) for start in range(0, len(examples), size)]
+
+    def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
+        """Examples as one batch on the device: first the first sequence of each, then the second."""
+        sequences = [sequence for column in zip(*examples, strict=True) for sequence in column]
+        return collate(sequences, self.pad_id).to(self.device)
+
+    def time(self, section: str) -> AbstractContextManager[None]:
+        """`with run.time("optimizer"):` counts the block's time as the step's `optimizer_time_s`."""
+        return self._timer.section(section)
+
+    def update(self) -> None:
+        """The optimizer's step on the gradients there are, which are dropped then; timed as `optimizer`."""
+        with self.time("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def samples_due(self, step: int) -> bool:
+        """Whether `log_samples` writes at this step."""
+        every = self.config.sample_steps
+        return every is not None and (step == 1 or step % every == 0 or step == self.config.n_steps)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the first few of these completions (text, reward, ...) to samples.jsonl, if it is the step's turn."""
+        if self.samples_due(step):
+            for sample in samples[:_SAMPLES]:
+                self._samples.write({"step": step, **sample})
+
+    def log(self, step: int, n_tokens: int, **metrics: Tensor | float | None) -> None:
+        """End the step: advance the learning rate, write and show the metrics, log the weights if it is their turn.
+
+        Args:
+            n_tokens: tokens in the step's batches, without padding.
+            metrics: scalars; `loss` is one of them. Tensors are read together, the step's only synchronisation. None is
+                a figure that the step does not have.
+
+        Raises:
+            SparseOptError: a figure is not finite.
+        """
+        if self.optimizer.grad_norm is not None:
+            metrics["grad_norm"] = self.optimizer.grad_norm
+        values = _read(metrics)
+        step_time = time.perf_counter() - self._step_started
+        for name, value in values.items():
+            if value is not None and not math.isfinite(value):
+                raise SparseOptError(f"step {step}: {name} is {value}; lower --learning_rate, or train in fp32")
+        row: dict[str, Any] = {"step": step, **values}
+        row["learning_rate"] = self._scheduler.get_last_lr()[0]
+        row["epoch"] = step * self.config.examples_per_step / len(self.data)
+        row["n_tokens"] = n_tokens
+        row["tokens_per_s"] = n_tokens / step_time
+        row["step_time_s"] = step_time
+        row.update({f"{section}_time_s": seconds for section, seconds in self._timer.read().items()})
+        if self.device.type == "cuda":
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        self._scheduler.step()
+        self._metrics.write(row)
+        for tracker in self._trackers:
+            tracker.log(step, {name: value for name, value in row.items() if name != "step"})
+        if self._delta_log is not None:
+            self._delta_log.log(step)
+        names = ("loss", "reward", "accuracy", "tokens_per_s")
+        self._progress.advance(step, {name: f"{row[name]:.4g}" for name in names if row.get(name) is not None})
+
+    def _evaluate(self, step: int, evaluate: Evaluate) -> None:
+        seed_everything(self.config.seed, 0)  # the same prompts are sampled alike each time
+        began = time.perf_counter()
+        with torch.no_grad():
+            values = {f"eval_{name}": value for name, value in _read(evaluate()).items()}
+        for name, value in values.items():
+            if value is not None and not math.isfinite(value):
+                raise SparseOptError(f"step {step}: {name} is {value}")
+        self._timer.read()  # what it timed is no part of a step
+        self._evaluations.write({"step": step, **values, "eval_time_s": time.perf_counter() - began})
+        for tracker in self._trackers:
+            tracker.log(step, values)
+
+    # At the end
+
+    def finish(self, beside: Callable[[Path], object] | None = None) -> dict[str, Any]:
+        """Save the final model, which plain transformers loads, and return the run's summary.
+
+        In mode lora the adapters are saved too, and then merged into the weights.
+
+        Args:
+            beside: writes what else belongs to the final model into the folder it is given, before that has its name.
+        """
+        checkpoint = self.output_dir / CHECKPOINT_FOLDER
+        model = self.model
+        if self.config.mode == "lora":
+            save_checkpoint(model, self.tokenizer, self.output_dir / ADAPTER_FOLDER)
+            model = model.merge_and_unload()
+        save_checkpoint(model, self.tokenizer, checkpoint, beside)
+        rows = self._metrics.rows
+        times = [name for name in rows[0] if name.endswith("_time_s")]
+        evaluations = self._evaluations.rows
+        summary = {
+            "algorithm": self.algorithm,
+            "mode": self.config.mode,
+            "n_steps": self.config.n_steps,
+            "data": asdict(self.data_report),
+            "first": rows[0],
+            "last": rows[-1],
+            "first_evaluation": evaluations[0] if evaluations else None,
+            "last_evaluation": evaluations[-1] if evaluations else None,
+            # The first step pays for allocation and compilation; the median does not see it.
+            "median": {name: median(row.get(name, 0.0) for row in rows) for name in times},
+            "optimizer_bytes": self.optimizer.nbytes(),
+            "peak_memory_bytes": rows[-1].get("peak_memory_bytes"),
+            "metrics_file": str(self._metrics.path),
+            "checkpoint": str(checkpoint),
+            "delta_log_dir": None if self._delta_log is None else str(self._delta_log.directory),
+        }
+        write_summary(self.output_dir, summary)
+        return summary
+
+
+def output_folder(config: TrainingOptions, algorithm: str) -> Path:
+    """`output_dir`, or checkpoints_{model}_{algorithm}; under `mount_dir` unless it is absolute."""
+    folder = config.output_dir or Path(f"checkpoints_{model_slug(config.policy_name)}_{algorithm}")
+    return folder if config.mount_dir is None else config.mount_dir / folder
+
+
+def delta_log_folder(config: TrainingOptions, algorithm: str) -> Path | None:
+    """`delta_log_dir`, where `auto` is delta_logs_{model}, with _{algorithm} for all but dpo; under `mount_dir`."""
+    folder = config.delta_log_dir
+    if folder is None:
+        return None
+    if folder == Path("auto"):
+        suffix = "" if algorithm == "dpo" else f"_{algorithm}"
+        folder = Path(f"delta_logs_{model_slug(config.policy_name)}{suffix}")
+    return folder if config.mount_dir is None else config.mount_dir / folder
+
+
+def seed_everything(seed: int, step: int) -> None:
+    """Seed Python, numpy and torch by the run's seed and a step alone."""
+    # Odd multipliers keep (seed, step) pairs apart; others than those of the example order.
+    value = (seed * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def _read(metrics: Mapping[str, Tensor | float | None]) -> dict[str, float | None]:
+    """All figures as numbers; tensors of a device are read in one copy."""
+    tensors: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor):
+            tensors.setdefault(value.device, {})[name] = value.detach().float().reshape(())
+    read: dict[str, float] = {}
+    for of_device in tensors.values():
+        read.update(zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True))
+    return {name: read[name] if isinstance(value, Tensor) else value for name, value in metrics.items()}
