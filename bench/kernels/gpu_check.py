@@ -34,7 +34,7 @@ from . import table as kernels
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
 # Markers and folders of tests, in parts that run side by side. Much of a GPU's memory is for tests/ops/test_large.py of
-# both parts, and for patch_codec, the last of its part.
+# both parts, and for delta/codec, in the last part.
 GPU_TESTS = (
     ("gpu and triton", ("ops",)),
     ("gpu and not triton", ("ops",)),
