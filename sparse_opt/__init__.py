@@ -1,6 +1,6 @@
-"""Sparse fine-tuning: training that pays only for the weights a mask makes active.
+"""Sparse fine-tuning: optimizers, masks and ops whose cost scales with the number of active weights.
 
-Names are loaded on first use, so that `import sparse_opt` costs nothing and needs neither torch nor the extension.
+Names are imported on first use, so that `import sparse_opt` is fast and needs neither torch nor the extension.
 """
 
 from __future__ import annotations

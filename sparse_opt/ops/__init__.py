@@ -1,23 +1,23 @@
 """Functional ops on the active elements of whole lists of tensors.
 
-Each op takes the dense tensors of a model as a list and what belongs to the active elements as flat compact buffers.
+Each op takes the dense tensors of a model as a list, and the data of the active elements as flat compact buffers.
 Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i, and `indices` holds positions in that
-flattened tensor, sorted and unique within the segment. A segment may be empty; slots outside all segments are left
-alone, which is how a tensor without a gradient sits out a step. Elements outside the mask keep their bits.
+flattened tensor, sorted and unique within the segment. A segment may be empty. Slots outside all segments do not
+change, so that a step can leave out a tensor without a gradient. Elements outside the mask keep their bits.
 
-A mask that takes its elements in runs, r consecutive ones at a time, needs one index for each run: with `run_length` r,
-a power of two, `indices` holds the first position of every run, nnz / r of them, and slot s of the compact buffers has
-the position indices[s // r] + s % r. Buffers, starts and ends count slots as ever; starts and ends are multiples of r.
-A run may begin anywhere in its tensor and go on from one row into the next. To swap the 64 elements 8-39 and 96-127:
+A mask of runs, r consecutive elements each, needs one index per run: with `run_length` r, a power of two, `indices`
+holds the first position of every run, nnz / r in all, and slot s of the compact buffers has the position
+indices[s // r] + s % r. Buffers, starts and ends still count slots; starts and ends are multiples of r. A run may begin
+anywhere in its tensor and cross the end of a row. To swap the 64 elements 8-39 and 96-127:
 
     indexed_swap_([weight], held, torch.tensor([8, 96]), [0], [64], run_length=32)
 
-Where a mask takes elements one by one, `narrow_indices` puts int32 indices into two bytes each: uint16 offsets, and an
-int32 base for every 256 slots and each segment, for the ops' `indices` and `index_bases`.
+For a mask of single elements, `narrow_indices` compresses int32 indices to two bytes each: uint16 offsets for
+`indices`, and an int32 base for every 256 slots and each segment for `index_bases`.
 
-The tensors of a list share one device and one dtype and are contiguous; a tensor in error is named in a ValueError.
-Positions are trusted: comparing them with the tensors' sizes would read them back from the device, and `MaskSet` has
-done it. `backend` is one of reference, cpu, triton, cuda or auto; see `sparse_opt.backends`.
+The tensors of a list share one device and one dtype and are contiguous; a ValueError names the first invalid tensor.
+Positions are not checked, because comparing them with the tensors' sizes would read them back from the device;
+`MaskSet` has checked them. `backend` is one of reference, cpu, triton, cuda or auto; see `sparse_opt.backends`.
 
 The same ops are `torch.ops.sparse_opt.*`, with fakes and mutation schemas, for torch.compile and export.
 """
@@ -74,33 +74,34 @@ def indexed_adamw_(
     index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """AdamW on the active elements: updates `params`, `exp_avg`, `exp_avg_sq` and `master` in place.
+    """One AdamW step on the active elements: updates `params`, `exp_avg`, `exp_avg_sq` and `master` in place.
 
-    Loshchilov and Hutter, "Decoupled weight decay regularization", https://arxiv.org/abs/1711.05101, in fp32
-    whatever the storage. Nothing is read back from the device, so a call can be captured in a CUDA graph
-    (backend `reference` excepted).
+    Implements Loshchilov and Hutter, "Decoupled weight decay regularization", https://arxiv.org/abs/1711.05101, in
+    fp32 arithmetic for every storage dtype. Nothing is read back from the device, so a call can be captured in a CUDA
+    graph (except with backend `reference`).
 
     Args:
         params: n tensors, bf16, fp16 or fp32, any shapes.
-        indices: [nnz / run_length] int32 or int64; or [nnz] uint16 beside `index_bases`.
+        indices: [nnz / run_length] int32 or int64; or, with `index_bases`, [nnz] uint16.
         starts, ends: n host integers each.
-        exp_avg, exp_avg_sq: [nnz] fp32 or bf16, both the same.
+        exp_avg, exp_avg_sq: [nnz], both fp32 or both bf16.
         lr: one fp32 element on the device.
         steps: [n] fp32, the number of this step for each tensor, counted from 1.
-        grad: [nnz] bf16, fp16 or fp32, the compact gradient; or
-        dense_grads: n tensors shaped like `params`, read at the indices. Exactly one of the two.
-        master: [nnz] fp32 weights that are updated in place of the stored ones, which become their rounded copy.
+        grad: [nnz] bf16, fp16 or fp32, the compact gradient. Pass exactly one of `grad` and `dense_grads`.
+        dense_grads: n tensors shaped like `params`, read at the indices.
+        master: [nnz] fp32 master weights; the update is applied to them, and `params` receives the rounded result.
         beta1, beta2, eps, weight_decay: as in `torch.optim.AdamW`.
-        clip_coef: one fp32 element that the gradient is multiplied by.
-        grad_scale: one fp32 element that the gradient is divided by first, as `torch.amp.GradScaler` sets it.
+        clip_coef: one fp32 element by which the gradient is multiplied.
+        grad_scale: one fp32 element by which the gradient is divided before clipping, as set by
+            `torch.amp.GradScaler`.
         found_inf: one fp32 element; if it is not zero, nothing changes.
-        stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random, from
-            Philox2x32-7 with key `seed` and counter (compact slot, step), 32 bits each, their high words mixed in: a
-            repeated step repeats its bits. A finite value stays finite: past the largest finite value of the dtype it
-            becomes that one.
+        stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random. The
+            random bits are those of Philox2x32-7 with key `seed` and counter (compact slot, step), 32 bits each, with
+            their high words mixed in, so that a repeated step gives the same bits. A finite value stays finite: values
+            beyond the largest finite value of the dtype are rounded to it.
         seed: 0 <= seed < 2**63.
-        run_length: consecutive elements that each index stands for, a power of two; 1 where a mask takes elements one
-            by one. With a mask of pattern `run32` (see `MaskSet`) 32: fewer indices, and neighbours moved together.
+        run_length: number of consecutive elements per index, a power of two; 1 for a mask of single elements, 32 for a
+            mask of pattern `run32` (see `MaskSet`). Longer runs need fewer indices and move neighbours together.
         index_bases: [nnz // 256 + n] int32, with `indices` in uint16 and run_length 1: see `narrow_indices`.
 
     Raises:
@@ -160,12 +161,12 @@ def indexed_sgd_(
     index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """SGD on the active elements, as `torch.optim.SGD`: updates `params`, `momentum_buffer` and `master` in place.
+    """One step of `torch.optim.SGD` on the active elements: updates `params`, `momentum_buffer`, `master` in place.
 
     Args:
-        momentum_buffer: [nnz] fp32 or bf16, or None with `momentum` 0. At step 1 it becomes the gradient itself; with
-            `momentum` 0 it is left as it is.
-        momentum, dampening, nesterov, weight_decay: as in `torch.optim.SGD`; the decay is part of the gradient.
+        momentum_buffer: [nnz] fp32 or bf16, or None with `momentum` 0. Step 1 sets it to the gradient; with `momentum`
+            0 it does not change.
+        momentum, dampening, nesterov, weight_decay: as in `torch.optim.SGD`; the decay is added to the gradient.
         Others: as in `indexed_adamw_`.
 
     Raises:
@@ -213,17 +214,17 @@ def masked_grad_gather_(
     index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """out (+)= scale * dense[indices], with the sum of squares and a non-finite flag from the same pass.
+    """Gather or accumulate out (+)= scale * dense[indices]; compute sums of squares and a non-finite flag on the way.
 
     Args:
-        out: [nnz] bf16, fp16 or fp32, written at the slots of the segments. The sum is made in fp32.
+        out: [nnz] bf16, fp16 or fp32, written at the slots of the segments. The sum is computed in fp32.
         dense: n tensors, bf16, fp16 or fp32.
         indices, starts, ends, run_length, index_bases: as in `indexed_adamw_`.
         scale: one fp32 element on the device.
         accumulate: add to `out` instead of overwriting it.
         sum_sq: [n] fp32, set to the sum of squares of each segment as stored in `out`; the same bits on every run
-            of one backend, and equal to rounding between backends.
-        found_inf: one fp32 element, set to inf if a stored value is inf or NaN, else left alone.
+            of one backend, and equal up to rounding between backends.
+        found_inf: one fp32 element, set to inf if a stored value is inf or NaN, otherwise unchanged.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
@@ -260,24 +261,24 @@ def tile_weight_grad_(
     found_inf: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """The active tiles of linear layers' weight gradients, and nothing else of them: no dense gradient is made.
+    """Compute only the active tiles of linear layers' weight gradients, without a dense gradient.
 
-    Weight i, [rows, columns] as `torch.nn.Linear` has it, has the gradient grad_outputs[i]^T @ inputs[i], summed over
-    all leading dimensions. Of each active tile, out (+)= scale * its part of that. Products and sums are fp32 (no
+    Weight i, [rows, columns] as in `torch.nn.Linear`, has the gradient grad_outputs[i]^T @ inputs[i], summed over all
+    leading dimensions. For each active tile, out (+)= scale * that tile of the gradient. Products and sums are fp32 (no
     TF32), in the same order on every run on the same device; different backends add in different orders.
 
     Args:
-        out: [nnz] bf16, fp16 or fp32, the compact gradient that the other ops take; written at the tiles' slots.
+        out: [nnz] bf16, fp16 or fp32, the compact gradient as the other ops take it; written at the tiles' slots.
         grad_outputs: n tensors [..., rows], gradients of the layers' outputs; bf16, fp16 or fp32.
-        inputs: n tensors [..., columns] of the same dtype and leading sizes, the layers' inputs. Layers that share
-            theirs name it several times. A weight that is stored [in, out] (transformers' `Conv1D`) takes the two lists
-            the other way round.
+        inputs: n tensors [..., columns] of the same dtype and leading sizes, the layers' inputs. The same tensor may
+            appear several times, for layers that share an input. For a weight stored [in, out] (transformers'
+            `Conv1D`), exchange the two lists.
         tiles: [k, 4] int64 from `tile_table`.
-        starts, ends: n host integers each: weight i has the tiles [starts[i], ends[i]), maybe none.
-        tile_size: 64 or 128, the one that `tiles` was made with.
+        starts, ends: n host integers each: weight i has the tiles [starts[i], ends[i]), which may be empty.
+        tile_size: 64 or 128, as passed to `tile_table`.
         scale, accumulate, found_inf: as in `masked_grad_gather_`.
         sum_sq: [n] fp32, set to the sum of squares of each weight's part of `out`, as stored; the same bits on every
-            run of one backend, and equal to rounding between backends.
+            run of one backend, and equal up to rounding between backends.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
@@ -310,7 +311,7 @@ def indexed_swap_(
     index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    """Exchange dense[indices] with `compact`, bit for bit; twice is the identity.
+    """Exchange dense[indices] with `compact`, bit for bit; a second call restores both.
 
     Args:
         dense: n tensors of one dtype with elements of 1, 2, 4 or 8 bytes.
@@ -329,9 +330,9 @@ def indexed_swap_(
 def delta_encode(
     old: Sequence[Tensor], new: Sequence[Tensor], *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the bits of `new` differ from those of `old`, and what they are there.
+    """Find the elements whose bits differ between `old` and `new`, and return their positions and new values.
 
-    Compares bits, not numbers: -0.0 differs from 0.0, and a NaN equals itself only with the same payload.
+    Compares bits, not numbers: -0.0 differs from 0.0, and two NaNs are equal only if their payloads are.
 
     Args:
         old, new: n tensors each, pairwise of one shape, all of one dtype with elements of 1, 2, 4 or 8 bytes.
@@ -340,13 +341,14 @@ def delta_encode(
         indices: [changed] positions in each flattened tensor, ascending; int32, or int64 if a tensor has more than
             2**31 - 1 elements.
         values: [changed] of the tensors' dtype, the new bits.
-        counts: [n] int64 on the CPU, the number of changes in each tensor. The call waits until the device knows them;
-            with backend cuda indices and values may still be on their way then: other streams wait for this one.
+        counts: [n] int64 on the CPU, the number of changes in each tensor. The call synchronizes to return them. With
+            backend cuda, indices and values may still be being written on the current stream; other streams must wait
+            for it.
 
-    Memory while it runs: a bit for each element on a CPU and with backend triton; with cuda 12 bytes for every 2048
-    elements or more, and room for as many changes as the last call on tensors of this size lets expect, or, where there
-    was none or it found more than one in nine, a sample; for all elements where that is 64 MiB at most. Indices and
-    values may be the front of buffers a third larger.
+    Temporary memory: one bit per element on a CPU and with backend triton. With cuda, 12 bytes for every 2048 elements
+    or more, and buffers for the expected number of changes: estimated from the last call on tensors of this size, or
+    from a sample if there was none or it found more than one change in nine elements; buffers for all elements where
+    those take at most 64 MiB. Indices and values may be views of buffers up to a third larger.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
@@ -364,7 +366,7 @@ def delta_apply_(
     *,
     backend: str | None = None,
 ) -> None:
-    """dense[indices] = values, bit for bit: what `delta_encode` found, put into the tensors it was found against.
+    """Apply the result of `delta_encode` to the old tensors: dense[indices] = values, bit for bit.
 
     Args:
         dense: n tensors of one dtype with elements of 1, 2, 4 or 8 bytes.

@@ -1,9 +1,9 @@
-"""Every op in plain torch: the definition, and the oracle of the tests.
+"""Reference implementation of every op in plain torch: defines the results, and is the oracle of the tests.
 
-A call names n dense tensors and flat compact buffers over all of them. Segment i, the compact slots
+A call takes n dense tensors and flat compact buffers over all of them. Segment i, the compact slots
 [starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened, each the first of
-`run_length` consecutive ones, or an offset from one of `index_bases`. Arithmetic is fp32 whatever the storage, and each
-operation is rounded on its own, so that every backend can give the same bits.
+`run_length` consecutive ones, or an offset from one of `index_bases`. Arithmetic is fp32 for every storage dtype, and
+each operation is rounded separately, so that every backend can give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _segments(
     run_length: int = 1,
     index_bases: Tensor | None = None,
 ) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """(i, compact slice, flat dense tensor, int64 positions in it) of each segment that is not empty."""
+    """Yield (i, compact slice, flat dense tensor, int64 positions in it) for each non-empty segment."""
     within_run = torch.arange(run_length, device=indices.device)
     for i, (tensor, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
         if end > start and index_bases is not None:
@@ -49,7 +49,7 @@ def _gradient(
     if dense_grads is not None:
         g = dense_grads[i].view(-1)[positions].float()
     else:
-        assert grad is not None  # the argument check wants exactly one of the two
+        assert grad is not None  # the argument check requires exactly one of the two
         g = grad[where].float()
     if grad_scale is not None:
         g = g / grad_scale
@@ -66,9 +66,10 @@ def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor 
 
 
 def _lerp(m: Tensor, g: Tensor, weight: float) -> Tensor:
-    """torch.lerp from `m` to `g`, each operation rounded on its own: from the nearer end, as in ATen/native/Lerp.h.
+    """Compute torch.lerp from `m` to `g` with each operation rounded separately, as in ATen/native/Lerp.h.
 
-    Starting from `m` whatever the weight would lose a small gradient in g - m: with weight 1 the result would not be g.
+    The sum starts at the nearer end: from `m` with a weight near 1, g - m would round a small `g` away, and the result
+    for weight 1 would not be `g`.
     """
     weight = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
     return m + (g - m) * weight if weight < 0.5 else g - (g - m) * (1.0 - weight)
@@ -115,7 +116,7 @@ def indexed_adamw_(
         p = p * decay
         m = _lerp(m, g, 1.0 - beta1)
         v = v * beta2 + (g * g) * (1.0 - beta2)
-        # By way of fp64, which makes it the correctly rounded root: torch's own fp32 sqrt on a CPU is not.
+        # In fp64 and then rounded, which gives the correctly rounded root; torch's fp32 sqrt on a CPU does not.
         denom = v.double().sqrt().float() / sqrt_bias_correction2 + eps
         p = p - (m / denom) * step_size
 
