@@ -1,11 +1,12 @@
 """Direct Preference Optimization (https://arxiv.org/abs/2305.18290) and its relatives, dense, sparse or with adapters.
 
-The policy learns to prefer the chosen completion of each pair over the rejected one, held near a reference by beta. The
-reference is the policy as training starts, or another model. Dense training keeps it as a second, frozen model; sparse
-training has it in the policy itself, because `SparseAdamW.base_weights` swaps the active elements' start values in and
-out, and so has LoRA, with its adapters off. With `reference: precomputed` no mode needs it while training.
+The policy learns to prefer the chosen completion of each pair over the rejected one; beta controls how close it stays
+to a reference. The reference is the initial policy or another model. Dense training keeps it as a second, frozen model.
+Sparse training needs no second model, because `SparseAdamW.base_weights` swaps the initial values of the active
+elements in and out; neither does LoRA, which disables its adapters. With `reference: precomputed` no mode needs it
+during training.
 
-Left out: losses that need more than the four sums of a pair, and several losses at once.
+Not implemented: losses that need more than the four log-probability sums of a pair, and combinations of losses.
 """
 
 from __future__ import annotations
@@ -77,26 +78,27 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each pair, a function of h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected).
 
-    While the policy is the reference, h is 0. With e the label smoothing:
+    h is 0 while the policy equals the reference. With e the label smoothing:
 
     - sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). e = 0 is equation 7 of DPO
-      (https://arxiv.org/abs/2305.18290), ln 2 at h = 0; e > 0 is cDPO (https://ericmitchell.ai/cdpo.pdf). TRL 1.16 has
-      no e in this loss.
-    - robust: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), whose mean over labels that are wrong
-      with probability e is the loss of the right labels (https://arxiv.org/abs/2403.00409, equation 13).
-    - hinge: max(0, 1 - beta h), SLiC's on policy ratios (https://arxiv.org/abs/2305.10425, https://arxiv.org/abs/2309.06657).
+      (https://arxiv.org/abs/2305.18290), ln 2 at h = 0; e > 0 is cDPO (https://ericmitchell.ai/cdpo.pdf). TRL 1.16 does
+      not support e in this loss.
+    - robust: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e). If labels are wrong with probability
+      e, its expectation is the loss under the correct labels (https://arxiv.org/abs/2403.00409, equation 13).
+    - hinge: max(0, 1 - beta h), the SLiC loss on policy ratios (https://arxiv.org/abs/2305.10425,
+      https://arxiv.org/abs/2309.06657).
     - ipo: (h - 1 / (2 beta))^2 (https://arxiv.org/abs/2310.12036, equation 17).
 
     Args:
         policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] fp32, log-probability sums over the completions.
         beta: strength of the pull towards the reference.
         label_smoothing: e of sigmoid and robust; 0 <= e < 0.5.
-        lengths: trained tokens [B] of the chosen and of the rejected completions. Given, ipo's h is a difference of
-            averages per token (TRL's ipo).
+        lengths: numbers of trained tokens [B] of the chosen and of the rejected completions. If given, h in ipo is a
+            difference of averages per token, as in TRL.
 
     Returns:
-        losses [B]; and without gradient the implicit rewards beta * (policy - ref) of the chosen completions [B] and of
-        the rejected ones [B].
+        losses [B], and the implicit rewards beta * (policy - ref) of the chosen [B] and of the rejected completions
+        [B], both detached.
     """
     chosen_rewards = beta * (policy_chosen - ref_chosen)
     rejected_rewards = beta * (policy_rejected - ref_rejected)
@@ -111,13 +113,13 @@ def dpo_loss(
 
 
 def margin_loss(margins: Tensor, loss_type: LossType, label_smoothing: float = 0.0) -> Tensor:
-    """The losses that are functions of the margin beta * h, of each pair: [B]; see `dpo_loss`."""
+    """The loss of each pair for the loss types that depend on the margin beta * h alone: [B]; see `dpo_loss`."""
     if loss_type == "hinge":
         return torch.relu(1 - margins)
     right = -F.logsigmoid(margins)
     if label_smoothing == 0.0:
         return right
-    wrong = -F.logsigmoid(-margins)  # the loss if the other completion was meant
+    wrong = -F.logsigmoid(-margins)  # the loss if the label is wrong
     if loss_type == "robust":
         return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
     return (1 - label_smoothing) * right + label_smoothing * wrong
@@ -129,13 +131,13 @@ def ipo_loss(h: Tensor, beta: float) -> Tensor:
 
 
 def train(config: DPOConfig) -> dict[str, Any]:
-    """Run DPO and return its summary: first and last metrics, median times, bytes, and where the files are.
+    """Run DPO and return its summary: first and last metrics, median times, bytes, and the paths of its files.
 
-    Writes `output_dir/metrics.jsonl` as it goes and the model to `output_dir/final` at the end.
+    Writes `output_dir/metrics.jsonl` during training and the model to `output_dir/final` at the end.
 
     Raises:
-        SparseOptError: in one of its kinds, before training, for options, data, model or mask that do not fit; during
-            training for a loss that is not finite.
+        SparseOptError: one of its subclasses: before training if the options, data, model or mask do not fit together;
+            during training if the loss is not finite.
     """
     run = TrainingRun(config, "dpo", "preference")
     reference = _reference_logprobs(config, run)
@@ -163,7 +165,7 @@ def train(config: DPOConfig) -> dict[str, Any]:
             with run.time("forward_backward"):
                 for batch, ref in zip(batches, ref_logprobs, strict=True):
                     losses, chosen, rejected = _losses(config, batch, completion_logprobs(run.model, batch), ref)
-                    # The mean over all pairs of the step, whatever number of forward passes they are spread over.
+                    # The mean over all pairs of the step, independent of the number of forward passes.
                     (losses.sum() / config.examples_per_step).backward()
                     parts.append((losses.detach(), chosen, rejected))
             run.update()
@@ -217,7 +219,7 @@ ReferenceLogprobs = Callable[[Sequence[Pairs], Sequence[TokenBatch]], list[Tenso
 
 
 def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprobs:
-    """A function from groups of pairs and their batches to the reference's log-probability sums [2B] of each."""
+    """A function that maps groups of pairs and their batches to the reference's log-probability sums [2B] of each."""
     if config.reference == "precomputed":
         known = _precompute(config, run)
 
@@ -235,29 +237,29 @@ def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprob
 
 
 class _KnownLogprobs:
-    """Log-probability sums of pairs, by the pairs' identity: the run's data keeps them alive."""
+    """Log-probability sums of pairs, keyed by `id(pair)`; the run's data keeps the pairs alive."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._of: dict[int, tuple[float, float]] = {}
 
     def add(self, pairs: Pairs, logprobs: Tensor) -> None:
-        """Keep the sums [2B] of those pairs that are new."""
+        """Store the sums [2B] of the pairs that are not stored yet."""
         chosen, rejected = logprobs.float().chunk(2)
         for pair, *sums in zip(pairs, chosen.tolist(), rejected.tolist(), strict=True):
             self._of.setdefault(id(pair), (sums[0], sums[1]))
 
     def of(self, pairs: Pairs) -> Tensor:
-        """The sums, first of the chosen completions, then of the rejected: [2B] fp32."""
+        """The sums of the chosen completions, then those of the rejected ones: [2B] fp32."""
         columns = torch.tensor([self._of[id(pair)] for pair in pairs], dtype=torch.float32, device="cpu").T
         return columns.reshape(-1).to(self._device)
 
 
 def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
-    """One pass over the pairs that the run will see, and over those to evaluate on.
+    """Compute the reference's sums of all training pairs that the run uses, and of the evaluation pairs.
 
-    The pairs go through in the batches of the first epoch, so that on a CPU its steps see the very bits that
-    `reference: weights` gives. Later epochs batch them otherwise, which can move a sum by its rounding.
+    The pairs are batched as in the first epoch, so that on a CPU the steps of that epoch get the same bits as with
+    `reference: weights`. Later epochs batch the pairs differently, which can change the rounding of a sum.
     """
     known = _KnownLogprobs(run.device)
     first_epoch = -(-len(run.data) // config.examples_per_step)
@@ -268,7 +270,7 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     ]
     groups += _chunks(run.eval_data or [], config.batch_size)
 
-    # Before the first step the policy is the reference, in every mode.
+    # Before the first step the policy equals the reference in every mode.
     reference = Reference(run.model, nullcontext) if config.ref_name is None else run.reference()
     with torch.no_grad(), reference.weights(), Progress("dpo reference", len(groups)) as progress:
         for n, pairs in enumerate(groups, 1):

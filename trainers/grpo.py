@@ -1,11 +1,11 @@
-"""Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its kin: DAPO, Dr. GRPO, GSPO.
+"""Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its variants: DAPO, Dr. GRPO, GSPO.
 
-Each prompt gets a group of completions; a completion's advantage is its reward beside its group's. What a group's
-completions share in reward, nothing can be learned from. Of one rollout several optimizer steps may be made; each
-token's ratio is to the policy that wrote it.
+Each prompt gets a group of completions; the advantage of a completion is its reward relative to its group. A group
+whose rewards are all equal gives no gradient. One rollout can be used for several optimizer steps; the ratio of each
+token is relative to the policy that sampled it.
 
-Left out: DAPO's drawing again of groups without a spread and its price for long completions; a correction for an
-engine whose probabilities are not the policy's own (`rollouts` recomputes them); an entropy bonus.
+Not implemented: DAPO's dynamic sampling (resampling groups with equal rewards) and its penalty for long completions; a
+correction for an engine whose probabilities differ from the policy's (`rollouts` recomputes them); an entropy bonus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .run.training_run import TrainingRun
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
 Scale = Literal["group", "batch", "none"]
-# Keeps a group of nearly equal rewards from being blown up; TRL's value.
+# Limits the scale of the advantages in a group of nearly equal rewards; TRL's value.
 _STD_FLOOR = 1e-4
 
 
@@ -42,17 +42,18 @@ _STD_FLOOR = 1e-4
 def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "group") -> Tensor:
     """(reward - its group's mean) / (std + 1e-4): [G * n_generations] fp32.
 
-    Exactly 0 in a group whose rewards are all the same: what rounding leaves there, Adam would make a full step of.
-    A completion without a reward (NaN) has the advantage 0, and no part in mean and standard deviation, as in TRL.
+    Exactly 0 in a group whose rewards are all the same, because Adam would turn a rounding error into a full step. A
+    completion without a reward (NaN) has the advantage 0 and is excluded from mean and standard deviation, as in TRL.
 
     Args:
-        rewards: [G * n_generations], a group's completions next to each other.
+        rewards: [G * n_generations]; the completions of a group are contiguous.
         n_generations: completions per group, at least 2.
         scale: divide by the standard deviation of the group, or of all rewards (https://arxiv.org/abs/2508.08221), or
-            by nothing, as Dr. GRPO (https://arxiv.org/abs/2503.20783). It is the sample's (n - 1).
+            do not divide, as in Dr. GRPO (https://arxiv.org/abs/2503.20783). It is the sample standard deviation (n -
+            1).
 
     Raises:
-        ValueError: fewer than two completions a group, or rewards that do not divide into groups.
+        ValueError: fewer than two completions per group, or the number of rewards is not a multiple of n_generations.
     """
     if n_generations < 2:
         raise ValueError(f"n_generations is {n_generations}, wanted at least 2: a group of one has no advantage")
@@ -74,7 +75,7 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "gro
 
 
 def is_flat(groups: Tensor) -> Tensor:
-    """Whether a group's rewards, NaN aside, are all the same, so that it teaches nothing: [G, 1] bool for [G, n]."""
+    """Whether the rewards of a group are all the same, ignoring NaN: [G, 1] bool for [G, n]."""
     missing = groups.isnan()
     lowest = groups.masked_fill(missing, torch.inf).amin(dim=1, keepdim=True)
     return groups.masked_fill(missing, -torch.inf).amax(dim=1, keepdim=True) <= lowest
@@ -96,10 +97,10 @@ def grpo_loss(
     n_tokens: int | Tensor | None = None,
     max_completion_length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The clipped policy loss, with the k3 estimate of the divergence from a reference, equations 3 and 4 of the paper.
+    """The clipped policy loss with the k3 estimate of the KL divergence from a reference: equations 3 and 4.
 
     Per token -min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A) + beta * k3, with
-    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1. It is averaged by type:
+    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1. The loss type determines the average:
 
     | loss_type | |
     |---|---|
@@ -107,37 +108,39 @@ def grpo_loss(
     | bnpo | mean over the tokens of this forward pass, then over the passes of the optimizer step |
     | dapo | mean over the tokens of the optimizer step (https://arxiv.org/abs/2503.14476) |
     | dr_grpo | sum over sequences times `max_completion_length` (https://arxiv.org/abs/2503.20783) |
-    | gspo | grpo with one ratio a sequence, exp(mean of logprob - old) (https://arxiv.org/abs/2507.18071) |
+    | gspo | grpo with one ratio per sequence, exp(mean of logprob - old) (https://arxiv.org/abs/2507.18071) |
 
-    With `n_sequences` and `n_tokens` of the optimizer step, the losses of its forward passes add up to its loss,
-    whatever passes it is split into. bnpo alone depends on the split, as its name's batch is the local one.
+    With `n_sequences` and `n_tokens` of the whole optimizer step, the losses of its forward passes add up to the loss
+    of the step, however it is split. Only bnpo depends on the split, because it averages over the local batch.
 
-    The names, and the defaults, are TRL's (1.16), where gspo is `importance_sampling_level="sequence"` with the loss
-    type grpo. TRL differs where several optimizer steps are made of a rollout: its dapo divides each by the mean of
-    their tokens, not its own. And its `correct_k3` takes the sequence's ratio in gspo, where the token's is meant.
+    Names and defaults are those of TRL 1.16, where gspo is `importance_sampling_level="sequence"` with the loss type
+    grpo. TRL differs if a rollout is used for several optimizer steps: its dapo divides each step by the mean token
+    count of these steps instead of the step's own. With gspo, its `correct_k3` uses the ratio of the sequence instead
+    of the token's.
 
     Args:
-        logprobs: [R, P] of the tokens under the policy, with gradient; likewise fp32 all that follow.
-        old_logprobs: [R, P] under the policy that made them.
-        advantages: [R] one a completion.
-        mask: [R, P] bool, the tokens that count; what stands elsewhere must be finite, and has no effect. A row may
-            have none: it counts as a sequence whose loss is 0.
-        ref_logprobs: [R, P] under the reference; wanted where beta is not 0.
+        logprobs: [R, P] fp32, of the tokens under the policy, with gradient.
+        old_logprobs: [R, P] fp32, under the policy that sampled the tokens.
+        advantages: [R] fp32, one per completion.
+        mask: [R, P] bool, the tokens that count. Values outside the mask must be finite and have no effect. A row
+            without tokens counts as a sequence whose loss is 0.
+        ref_logprobs: [R, P] fp32, under the reference; required if beta is not 0.
         beta: weight of k3.
         correct_k3: multiply k3 by the token's ratio, so that its gradient is that of the divergence (DeepSeek-V3.2,
-            https://arxiv.org/abs/2512.02556). TRL 1.16 does unless told otherwise; the paper of GRPO does not.
-        epsilon_low, epsilon_high: how far a ratio may go below and above 1; DAPO's "clip-higher" is 0.2 and 0.28,
-            GSPO's ratios want 3e-4 and 4e-4.
-        n_sequences: of all the optimizer step's passes; None takes this batch's R.
-        n_tokens: in the masks of all the optimizer step's passes; None takes this batch's.
-        max_completion_length: of loss type dr_grpo.
+            https://arxiv.org/abs/2512.02556). TRL 1.16 does this by default; the GRPO paper does not.
+        epsilon_low, epsilon_high: clipping range of the ratio below and above 1; DAPO's "clip-higher" uses 0.2 and
+            0.28, GSPO uses 3e-4 and 4e-4.
+        n_sequences: sequences in all forward passes of the optimizer step; None takes R of this batch.
+        n_tokens: tokens in the masks of all forward passes of the optimizer step; None takes those of this batch.
+        max_completion_length: required for loss type dr_grpo.
 
     Returns:
-        The loss, a scalar; and without gradient the ratios [R, P] and k3 [R, P] (None without ref_logprobs), 1 and 0
-        outside the mask. k3 is not multiplied by anything.
+        The loss, a scalar; and, detached, the ratios [R, P] and the unweighted k3 [R, P] (None without ref_logprobs),
+        which are 1 and 0 outside the mask.
 
     Raises:
-        ValueError: shapes that differ, an argument that the loss type or beta wants, or an unknown loss type.
+        ValueError: shapes differ, an argument required by the loss type or by beta is missing, or the loss type is
+            unknown.
     """
     if not logprobs.shape == old_logprobs.shape == mask.shape or logprobs.shape[:1] != advantages.shape:
         shapes = [list(tensor.shape) for tensor in (logprobs, old_logprobs, mask, advantages)]
@@ -211,7 +214,7 @@ class GRPOConfig(RolloutOptions):
 
     @property
     def scale(self) -> Scale:
-        """What advantages are divided by."""
+        """The standard deviation that advantages are divided by; "auto" depends on the loss type."""
         if self.scale_rewards == "auto":
             return "none" if self.loss_type == "dr_grpo" else "group"
         return self.scale_rewards
@@ -230,23 +233,23 @@ def update_on_rollout(
     epsilon_high: float | None = None,
     mask_truncated_completions: bool = False,
 ) -> dict[str, Tensor | None]:
-    """`num_iterations` passes over a rollout, each of `n_minibatches` optimizer steps.
+    """Make `num_iterations` passes over a rollout, each of `n_minibatches` optimizer steps.
 
-    Rows are taken in order, `batch_size` in a forward pass, so that a group's completions are in one step where a step
-    has room for them. A rollout whose log-probabilities were computed `batch_size` rows at a time (`rows_per_pass`) has
-    ratios of exactly 1 until the first optimizer step.
+    Rows are processed in order, `batch_size` per forward pass, so that the completions of a group are in the same step
+    if the step is large enough. If the rollout's log-probabilities were computed `batch_size` rows at a time
+    (`rows_per_pass`), the ratios are exactly 1 until the first optimizer step.
 
     Args:
         run: its config is a `RolloutOptions`.
         advantages: [R] fp32.
-        ref_logprobs: [R, P] under the reference, see `rollout_logprobs`; wanted where beta is not 0.
-        mask_truncated_completions: completions without EOS have no part in the loss, but count as sequences.
-        loss_type, beta, correct_k3, epsilon, epsilon_high: see `grpo_loss`; None takes epsilon.
+        ref_logprobs: [R, P] under the reference, see `rollout_logprobs`; required if beta is not 0.
+        mask_truncated_completions: exclude completions without EOS from the loss; they still count as sequences.
+        loss_type, beta, correct_k3, epsilon, epsilon_high: see `grpo_loss`; epsilon_high None takes epsilon.
 
     Returns:
-        loss, the mean over optimizer steps; over all tokens that were trained on, the ratios' mean and largest
-        distance from 1 (ratio_mean, ratio_error), the shares whose gradient clipping took below and above 1 (clip_low,
-        clip_high), and k3's mean (kl; None without a reference).
+        loss, the mean over the optimizer steps; and over all trained tokens: the mean ratio and its largest distance
+        from 1 (ratio_mean, ratio_error), the shares whose gradient was clipped to 0 with a ratio below and above 1
+        (clip_low, clip_high), and the mean of k3 (kl; None without a reference).
     """
     config = run.config
     assert isinstance(config, RolloutOptions)
@@ -302,14 +305,14 @@ def update_on_rollout(
 def score_completions(
     run: TrainingRun, rewards: Rewards, sequences: Sequence[TokenSequence], examples: Sequence[PromptExample]
 ) -> tuple[list[str], Scores]:
-    """The completions' texts, without EOS, and their rewards.
+    """The texts of the completions, without EOS, and their rewards.
 
     Args:
         sequences: R prompts with completions.
-        examples: R, the one that each completion is of.
+        examples: R, the example of each completion.
 
     Raises:
-        DataError: a reward function does not fit the data, or none applies to any completion.
+        DataError: a reward function does not fit the data, or no reward function applies to any completion.
     """
     completion_ids = [sequence.ids[sequence.prompt_length :] for sequence in sequences]
     texts = run.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -324,7 +327,7 @@ def score_completions(
 
 
 def reward_metrics(scores: Scores) -> dict[str, float | Tensor | None]:
-    """The mean reward, and each function's own; None for one that applied to no completion."""
+    """The mean reward, and that of each function; None for a function that applied to no completion."""
     by_function = scores.means()
     return {"reward": scores.total.nanmean()} | {
         f"rewards/{name}": by_function.get(name) for name in scores.by_function
@@ -332,7 +335,7 @@ def reward_metrics(scores: Scores) -> dict[str, float | Tensor | None]:
 
 
 def completion_metrics(sequences: Sequence[TokenSequence], ended: Tensor) -> dict[str, float | Tensor]:
-    """Lengths in tokens, EOS among them, and the share that was cut at the greatest length."""
+    """Lengths in tokens, including EOS, and the share of completions truncated at the maximum length."""
     lengths = [len(sequence.ids) - sequence.prompt_length for sequence in sequences]
     return {
         "completion_length": sum(lengths) / len(lengths),
@@ -343,7 +346,7 @@ def completion_metrics(sequences: Sequence[TokenSequence], ended: Tensor) -> dic
 
 
 def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOConfig) -> dict[str, Any]:
-    """One completion of each evaluation prompt: mean rewards, lengths, and the share that was cut."""
+    """Sample one completion of each evaluation prompt: mean rewards, lengths, and the truncated share."""
     data = run.eval_data or []
     sampling = Sampling(config.max_completion_length, config.eval_temperature, config.top_p, config.top_k)
     sequences: list[TokenSequence] = []
@@ -361,7 +364,7 @@ def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOCon
 
 def train(config: GRPOConfig) -> dict[str, Any]:
     """Run GRPO and return its summary; outputs and errors as in `dpo.train`."""
-    rewards = load_rewards(config.reward_functions, config.reward_weights)  # before the run, which writes
+    rewards = load_rewards(config.reward_functions, config.reward_weights)  # fails before the run writes files
     sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
     run = TrainingRun(config, "grpo", "prompt")
     reference = run.reference() if config.beta > 0 else None
@@ -410,7 +413,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
                 **reward_metrics(scores),
                 reward_std=scores.total[~scores.total.isnan()].std(correction=0),
                 zero_std_groups=is_flat(groups).float().mean(),
-                # What was sampled has this log-probability on average; with top_p or top_k it is no estimate.
+                # Mean of -logprob over the sampled tokens; with top_p or top_k this does not estimate the entropy.
                 entropy=-sampled.logprobs.sum() / sampled.batch.n_trained,
                 **completion_metrics(sampled.sequences, sampled.ended),
             )

@@ -1,11 +1,11 @@
 """Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) of a language model, as in TRL 0.8.6.
 
-A completion's tokens are the actions of an episode. Each token costs its part of the divergence from the reference, and
-the last one earns the completion's score (https://arxiv.org/abs/1909.08593); a value head on the policy's own trunk is
-the critic. What TRL computes as means over a micro-batch are here means over the tokens of an optimizer step.
+The tokens of a completion are the actions of an episode. Each token is penalised by its part of the divergence from the
+reference, and the last one is rewarded with the completion's score (https://arxiv.org/abs/1909.08593). The critic is a
+value head on the policy's hidden states. Means that TRL takes over a micro-batch are taken over an optimizer step here.
 
-Left out of TRL 0.8.6: scaling, normalising and clipping of scores, whitening of rewards, the other divergences (abs,
-mse, full) and the skipping of minibatches by their mean ratio.
+Not implemented, unlike in TRL 0.8.6: scaling, normalising and clipping of scores, whitening of rewards, the other
+divergences (abs, mse, full), and skipping minibatches by their mean ratio.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .run.training_run import TrainingRun
 
 # Added to the variance in `whiten`; TRL's.
 _VARIANCE_FLOOR = 1e-8
-# How far a measured divergence can push the coefficient in one update; Ziegler et al.'s, section 2.2.
+# Bound on the relative error that adapts the KL coefficient; Ziegler et al., section 2.2.
 _LARGEST_ERROR = 0.2
 
 
-# From scores to advantages. [R, P] tensors are fp32, a row a completion. `mask` [R, P] bool is its tokens, which stand
-# next to each other; what other tensors hold elsewhere has no effect if it is finite.
+# From scores to advantages. [R, P] tensors are fp32, one row per completion. `mask` [R, P] bool marks its tokens, which
+# are contiguous; finite values outside the mask have no effect.
 
 
 def token_rewards(
@@ -55,7 +55,7 @@ def token_rewards(
     0 outside the mask.
 
     Raises:
-        ValueError: a completion without tokens, which could not earn its score.
+        ValueError: a completion has no tokens, and so none that its score could be added to.
     """
     empty = int((~mask.any(dim=1)).sum())
     if empty:
@@ -87,10 +87,10 @@ def generalized_advantages(
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """(values - mean) / sqrt(variance + 1e-8) over all tokens of the mask, 0 elsewhere: [R, P].
 
-    The variance is the sample's (n - 1). Without `shift_mean` the mean is added again.
+    The variance is the sample variance (n - 1). Without `shift_mean` the mean is added back.
 
     Raises:
-        ValueError: fewer than two tokens, which have no variance.
+        ValueError: fewer than two tokens, so that the variance is undefined.
     """
     inside = values[mask]
     if inside.numel() < 2:
@@ -101,30 +101,30 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
 
 def sequence_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The divergence from the reference as the completions show it: the sum of logprob - ref_logprob in each, [R]."""
+    """The sampled divergence from the reference: the sum of logprob - ref_logprob over each completion, [R]."""
     return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(dim=1)
 
 
 class FixedKLController:
-    """A KL coefficient that stays as it is."""
+    """A constant KL coefficient."""
 
     def __init__(self, coefficient: float):
         self.coefficient = coefficient
 
     def update(self, kl: float, n: int) -> None:
-        """Take notice of a step's `sequence_kl` averaged over its `n` completions."""
+        """Do nothing; see `AdaptiveKLController.update`."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state saved in a checkpoint."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `state_dict()`."""
+        """Restore the result of `state_dict()`."""
         self.coefficient = state["coefficient"]
 
 
 class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that follows a target: section 2.2 of https://arxiv.org/abs/1909.08593.
+    """A KL coefficient adapted to a target divergence: section 2.2 of https://arxiv.org/abs/1909.08593.
 
     coefficient <- coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
     """
@@ -135,13 +135,13 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
-        """One update, by a step's `sequence_kl` averaged over its `n` completions."""
+        """Update the coefficient from the mean `sequence_kl` of a step's `n` completions."""
         error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
         self.coefficient *= 1 + error * n / self.horizon
 
 
-# The losses: sums over a micro-batch's tokens divided by `n_tokens`, the tokens of all micro-batches of the optimizer
-# step, so that the micro-batches' losses add up to means over the step.
+# The losses. A sum over the tokens of a micro-batch is divided by `n_tokens`, the token count of the whole optimizer
+# step, so that the losses of the micro-batches add up to the mean over the step.
 
 
 def policy_loss(
@@ -151,11 +151,11 @@ def policy_loss(
 
     Args:
         logprobs: [R, P] under the policy, with gradient.
-        old_logprobs: [R, P] under the policy that made the completions.
+        old_logprobs: [R, P] under the policy that sampled the completions.
         advantages: [R, P].
 
     Returns:
-        The loss, a scalar; and [R, P] bool, where clipping took the gradient away.
+        The loss, a scalar; and [R, P] bool, the tokens whose gradient is clipped to 0.
     """
     ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)
@@ -170,10 +170,10 @@ def value_loss(
 
     Args:
         values: [R, P] of the critic, with gradient.
-        old_values: [R, P] of the critic when the completions were made.
+        old_values: [R, P] of the critic when the completions were sampled.
 
     Returns:
-        The loss, a scalar; and [R, P] bool, where clipping took the gradient away.
+        The loss, a scalar; and [R, P] bool, the tokens whose gradient is clipped to 0.
     """
     clipped_values = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()
@@ -182,9 +182,9 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - mean((V - return)^2) / var(return) over the tokens: 1 of a perfect critic, 0 of the returns' mean.
+    """1 - mean((V - return)^2) / var(return) over the tokens.
 
-    0 where all returns are the same.
+    1 for a perfect critic, 0 for one that predicts the mean return, and 0 if all returns are the same.
     """
     returns = returns[mask]
     error, variance = (values[mask] - returns).square().mean(), returns.var(correction=0)
@@ -262,7 +262,7 @@ class PPOConfig(RolloutOptions):
 
 @dataclass(frozen=True)
 class Episodes:
-    """A rollout, and what stays the same while the policy is trained on it: [R, P] fp32, as `Rollout` has them."""
+    """A rollout with its values, advantages and returns, fixed while the policy trains on it: [R, P] fp32."""
 
     rollout: Rollout
     values: Tensor
@@ -271,12 +271,12 @@ class Episodes:
 
     @property
     def explained_variance(self) -> Tensor:
-        """How much of the returns the critic foresaw."""
+        """`explained_variance` of the critic's values at rollout time."""
         return explained_variance(self.values, self.returns, self.rollout.mask)
 
 
 class Scorer:
-    """The score of each completion, by a reward model or by reward functions; loads them."""
+    """Loads the reward model or the reward functions, and scores completions with them."""
 
     def __init__(self, config: PPOConfig):
         self.model: RewardModel | None = None
@@ -295,14 +295,15 @@ class Scorer:
     def __call__(
         self, run: TrainingRun, rollout: Rollout, examples: Sequence[PromptExample]
     ) -> tuple[Tensor, dict[str, float]]:
-        """[R] fp32 on the run's device; and each reward function's mean, for the log.
+        """The scores [R] fp32 on the run's device, and the mean of each reward function for the log.
 
         Args:
-            examples: [R], the one that each completion is of.
+            examples: R, the example of each completion.
         """
         decode = run.tokenizer.batch_decode
         if self.model is not None:
-            # Decoded together: a tokenizer may drop a completion's first space, and split a letter between the two.
+            # Prompt and completion are decoded together: decoded alone, a completion can lose its leading space, and a
+            # character whose bytes span both cannot be decoded.
             return self.model(decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True)), {}
         assert self.functions is not None
         completions = decode(rollout.completions, skip_special_tokens=True)
@@ -321,7 +322,7 @@ class Scorer:
 def sample_rollout(
     run: TrainingRun, engine: Engine, head: ValueHead, examples: Sequence[PromptExample], config: PPOConfig
 ) -> tuple[Rollout, Tensor]:
-    """`n_generations` completions of each example, with their log-probabilities; and their values [R, P]."""
+    """Sample `n_generations` completions of each example with their log-probabilities; and their values [R, P]."""
     sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
     batch, ended, sequences = sample(
         engine,
@@ -342,10 +343,10 @@ def sample_rollout(
 
 
 def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, config: PPOConfig) -> dict[str, Tensor]:
-    """`num_iterations` passes over a rollout in a new order each, of `n_minibatches` optimizer steps.
+    """Make `num_iterations` passes over a rollout, each in a new order and of `n_minibatches` optimizer steps.
 
     Returns:
-        Figures averaged over the optimizer steps.
+        Statistics averaged over the optimizer steps.
     """
     rollout = episodes.rollout
     figures: list[Tensor] = []
@@ -362,15 +363,15 @@ def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, co
     }
 
 
-# Of an optimizer step: losses; the divergence from the policy of the rollout by two estimates, mean((new - old)^2) / 2
-# and mean(old - new); and shares of tokens whose gradient clipping took.
+# Statistics of an optimizer step: losses; the divergence from the policy of the rollout by two estimates,
+# mean((new - old)^2) / 2 and mean(old - new); and the shares of tokens whose gradient is clipped to 0.
 _FIGURES = ("loss", "policy_loss", "value_loss", "approx_kl", "policy_kl", "policy_clip_share", "value_clip_share")
 
 
 def _optimizer_step(
     run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, minibatch: list[int], config: PPOConfig
 ) -> Tensor:
-    """One step on these rows of the rollout, `batch_size` in a forward pass: [len(_FIGURES)]."""
+    """One optimizer step on these rows of the rollout, `batch_size` per forward pass: [len(_FIGURES)]."""
     rollout = episodes.rollout
     n_tokens = sum(rollout.sequences[row].n_trained for row in minibatch)
     figures = torch.zeros(len(_FIGURES), dtype=torch.float32, device=run.device)
@@ -404,7 +405,7 @@ def _optimizer_step(
 def evaluate(
     run: TrainingRun, engine: Engine, head: ValueHead, scorer: Scorer, config: PPOConfig
 ) -> dict[str, Tensor | float]:
-    """One completion of each evaluation prompt, sampled as in training: mean score, length, and share that ended."""
+    """Sample one completion of each evaluation prompt as in training: mean score, length, and share that ended."""
     data = run.eval_data or []
     scores, lengths, ended = [], 0, []
     for start in range(0, len(data), config.completions_per_step):
@@ -434,19 +435,19 @@ def samples(run: TrainingRun, rollout: Rollout, scores: Tensor) -> list[dict[str
 
 
 def statistics_due(step: int, config: PPOConfig) -> bool:
-    """Whether the update is measured at this step: every `statistics_steps`, and at the last."""
+    """Whether the update is measured at this step: every `statistics_steps` steps, and at the last one."""
     return step == config.n_steps or (config.statistics_steps is not None and step % config.statistics_steps == 0)
 
 
 def make_controller(config: PPOConfig) -> FixedKLController:
-    """The controller that the options ask for."""
+    """The KL controller of the options: adaptive if `kl_target` is set, else constant."""
     if config.kl_target is None:
         return FixedKLController(config.kl_coefficient)
     return AdaptiveKLController(config.kl_coefficient, config.kl_target, config.kl_horizon)
 
 
 def load_prompt_data(config: PPOConfig) -> LoadData:
-    """Reads texts, of which the beginnings are the prompts, and what other loops take prompts from."""
+    """A loader for datasets of texts, whose beginnings become the prompts, and for datasets with prompts."""
 
     def load(dataset: str, split: str, tokenizer: Any, subset_size: int | None, seed: int) -> tuple[list[Any], Any]:
         if not is_text_data(load_records(dataset, split).column_names):
@@ -468,10 +469,10 @@ def load_prompt_data(config: PPOConfig) -> LoadData:
 def train(config: PPOConfig) -> dict[str, Any]:
     """Run PPO and return its summary; outputs and errors as in `dpo.train`.
 
-    Beside the final model's files stands its value head, `value_head.safetensors`. With `statistics_steps` the output
-    folder has `update_statistics.jsonl`.
+    The value head is saved next to the final model, as `value_head.safetensors`. With `statistics_steps` the update
+    statistics are written to `update_statistics.jsonl` in the output folder.
     """
-    scorer = Scorer(config)  # before the run, which writes: what cannot be loaded leaves nothing behind
+    scorer = Scorer(config)  # before the run writes files, so that a failed load leaves none
     run = TrainingRun(config, "ppo", load_prompt_data(config))
     reference = run.reference()
     critic = ValueHeadTrainer(

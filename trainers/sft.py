@@ -1,8 +1,8 @@
 """Supervised fine-tuning on completions, dense, sparse or with adapters.
 
-The loss is the negative log-likelihood of the completion's tokens (EOS among them), averaged over all completion tokens
-of the step; prompts are read, never trained. Preference data trains the chosen completion. With `packing` the rows of a
-batch are several sequences long (see `packing.py`), and the loss is the same function of them.
+The loss is the negative log-likelihood of the completion tokens, including EOS, averaged over all completion tokens of
+the step; prompt tokens have no loss. Preference data trains the chosen completion. With `packing` a row of a batch
+holds several sequences (see `data/packing.py`); the loss is unchanged.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class SFTConfig(TrainingOptions):
 
 
 def sft_loss(logprobs: Tensor, n_trained: int) -> Tensor:
-    """Negative log-likelihood per token: scalar, from summed log-probabilities [B] and the tokens to average over.
+    """Negative log-likelihood per token: scalar, from summed log-probabilities [B] and the number of trained tokens.
 
-    Given the token count of the whole step, the losses of its micro-batches add up to the step's mean.
+    With the token count of the whole step, the losses of its micro-batches add up to the mean of the step.
     """
     return -logprobs.sum() / n_trained
 
@@ -47,7 +47,7 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     """Run SFT and return its summary; outputs and errors as in `dpo.train`.
 
     Args:
-        algorithm: the name in folders, trackers and the summary; other loops that end in SFT give theirs.
+        algorithm: the name used in folders, trackers and the summary; loops that call this one pass their own.
     """
     load = data_loader("demonstration", config)
     run = TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load)
