@@ -1,4 +1,4 @@
-"""AdamW over the active elements of a mask."""
+"""SparseAdamW: AdamW over the active elements of a mask."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ from .sparse_optimizer import Params, SparseOptimizer
 
 
 class SparseAdamW(SparseOptimizer):
-    """AdamW that trains the active elements of a mask and pays only for them.
+    """AdamW that trains the active elements of a mask; its cost scales with their number.
 
-    Equals `torch.optim.AdamW` whose gradients are multiplied by the mask and whose decay touches active elements only
-    (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101). Arithmetic is fp32 whatever the storage.
+    Equals `torch.optim.AdamW` with gradients multiplied by the mask and decay applied to active elements only
+    (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101). Arithmetic is fp32 for every storage dtype.
 
     With 16-bit weights and neither `master_weights` nor `stochastic_rounding`, updates smaller than half a unit in the
-    last place vanish, as they do in torch: a bf16 weight w keeps its value under |w| / 512 or so.
+    last place are lost, as in torch: a bf16 weight w does not change for updates under about |w| / 512.
 
     Args:
         params: a model, `model.named_parameters()`, or parameter groups whose 'params' are (name, parameter) pairs.
             Parameters with no active element are frozen, so that their gradients are never computed.
-        mask: which elements may change, by parameter name.
+        mask: the elements that may change, by parameter name.
         lr: a float, or a tensor of one element (needed to change it under a CUDA graph).
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        grads: 'compact': a hook gathers each gradient and frees it, and micro-batches add up in the compact buffer;
-            `param.grad` stays None, so clip with `clip_grad_norm_` or `max_grad_norm` of this class. `step` consumes
-            the compact gradients: another step without a backward pass in between does nothing. 'dense': gradients
-            stay in `param.grad`, and each step reads them at the active elements, as torch's do.
-        max_grad_norm: clip the global norm over the active gradients in each step.
-        state_dtype: of both moments, torch.float32 or torch.bfloat16 (which wants `stochastic_rounding`: a second
-            moment with beta2 = 0.999 decays by less than half a bf16 unit a step).
-        grad_dtype: of the compact gradient.
-        master_weights: keep fp32 weights of the active elements of 16-bit parameters.
-        stochastic_rounding: round 16-bit stores of the step up or down at random, the same way in a repeated run.
-        seed: of the stochastic rounding.
-        freeze_inactive: `requires_grad_(False)` on parameters with no active element; `close()` undoes it.
-        keep_base_weights: remember the weights as they are now, for `base_weights()`.
-        amp_scaling: let `torch.amp.GradScaler` see compact gradients, through a parameter of one element that is
-            appended to the first group. grads='dense' does not need it.
-        model: the module whose parameters `params` names, where `params` is not the module itself. Needed for
+        grads: 'compact': a hook gathers the active elements of each gradient and frees the dense gradient;
+            micro-batches accumulate in the compact buffer. `param.grad` stays None, so clip with `clip_grad_norm_` or
+            `max_grad_norm` of this class. `step` consumes the compact gradients: another step without a backward pass
+            in between does nothing. 'dense': gradients stay in `param.grad`, and each step reads them at the active
+            elements, as in torch.
+        max_grad_norm: clip the global norm of the active gradients to this value in each step.
+        state_dtype: dtype of both moments, torch.float32 or torch.bfloat16. Use bfloat16 with `stochastic_rounding`: a
+            second moment with beta2 = 0.999 decays by less than half a bf16 unit per step.
+        grad_dtype: dtype of the compact gradient.
+        master_weights: keep fp32 master weights for the active elements of 16-bit parameters.
+        stochastic_rounding: round 16-bit stores of the step up or down at random, reproducibly.
+        seed: seed of the stochastic rounding.
+        freeze_inactive: call `requires_grad_(False)` on parameters with no active element; `close()` undoes it.
+        keep_base_weights: keep a copy of the current active weights, for `base_weights()`.
+        amp_scaling: make compact gradients visible to `torch.amp.GradScaler`, through a parameter of one element that
+            is appended to the first group. grads='dense' does not need it.
+        model: the module that the parameters belong to, if `params` is not the module itself. Needed for
             `tile_backward`.
         tile_backward: with a mask of pattern tile64 or tile128 and grads='compact', the linear layers of the model
-            (`torch.nn.Linear`, transformers' `Conv1D`) compute only the active tiles of their weights' gradients, and
-            no dense gradient of these is ever made. Forward pass and input gradients are the same to the bit. The
-            layers get a `forward` of their own, which `detach` and `close` take back. None: where it pays, by the
-            weight's density; True: wherever it can; False: nowhere. `tiled_parameters` names who takes it. Not:
-            embeddings, weights of several layers, parametrized layers, subclasses, layers that have another forward,
-            weights with hooks of others'. They keep the dense gradient, and so do the embedding's part of a tied
-            weight and a use of a weight outside of its layer; both add up. Differentiating twice (create_graph=True)
-            raises, and so does torch's compiled autograd, but for a model that is compiled itself. Under
-            `torch.compile`, and on the backends reference and triton, `torch.autograd.grad` of such a weight raises.
-        backend: reference, cpu, triton, cuda; default by `sparse_opt.backends`.
+            (`torch.nn.Linear`, transformers' `Conv1D`) compute only the active tiles of their weight gradients, and no
+            dense gradient. Forward pass and input gradients keep their bits. The layers' `forward` is replaced;
+            `detach` and `close` restore it. None: use it where the weight's density makes it faster; True: wherever
+            possible; False: nowhere. `tiled_parameters` lists the parameters that use it. Not supported: embeddings,
+            weights of several layers, parametrized layers, subclasses, layers with another forward, weights with
+            other hooks; their gradients stay dense. The gradient of a tied embedding, or of a use of the weight outside
+            its layer, is dense too and is added to the tiles. Differentiating twice (create_graph=True) raises, and so
+            does torch's compiled autograd, unless the model itself is compiled. Under `torch.compile`, and on the
+            backends reference and triton, `torch.autograd.grad` of such a weight raises.
+        backend: reference, cpu, triton or cuda; the default is chosen by `sparse_opt.backends`.
 
     Raises:
-        ValueError: the mask names no active element, or one of a parameter that does not require grad; a parameter
-            stands in two groups; an option is out of its range; tile_backward=True and no parameter can take it.
-        MaskError: the mask belongs to another model; every mismatch is named. Or a parameter with active elements
-            shares memory with a different parameter.
+        ValueError: the mask has no active element, or one in a parameter that does not require grad; a parameter is in
+            two groups; an option is out of range; tile_backward=True and no parameter supports it.
+        MaskError: the mask does not fit the model (lists the mismatches), or a parameter with active elements shares
+            memory with a different parameter.
         BackendUnavailable: the named backend cannot run on the parameters' device.
     """
 

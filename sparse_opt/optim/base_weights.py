@@ -1,4 +1,4 @@
-"""The weights a run started from, kept at the elements that may have changed since."""
+"""Base weights: the starting weights of every element that may have changed, and the context that swaps them in."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .collector import GradientCollector, arrived_inside
 from .segments import Segments, fits_uint16, index_dtype, longest_run, pack_indices
 from .signals import UninterruptedContext
 
-# While the base weights are in, autograd must take them for another version of the parameters: a graph made inside
-# may not run backward outside, nor the other way round. Outside again the bits and so the version are the old ones.
+# Inside `base_weights()` the parameters have version counters of their own, so that autograd refuses to run a graph
+# built inside backward outside, and the reverse. On exit the bits are restored, and so are the version counters.
 _ELSEWHERE = itertools.count(2**30)
 
 
 @dataclass(eq=False)
 class BaseWeights(Segments):
-    """W0 at every element that was ever active, for parameters that one op call can take."""
+    """W0 at every element that was ever active, for a set of parameters that one op call can take."""
 
     values: Tensor  # [nnz], the parameters' dtype
     ops: Any
@@ -54,7 +54,7 @@ class BaseWeights(Segments):
         self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
 
     def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
-        """(parameter, (positions, values)) of each."""
+        """Yield (parameter, (positions, values)) for each parameter."""
         for i, param in enumerate(self.params):
             yield param, (self.positions(i), self.values[self.segment(i)])
 
@@ -62,10 +62,10 @@ class BaseWeights(Segments):
 def rebuild(
     buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]], backend: str | None
 ) -> list[BaseWeights]:
-    """Base weights of the active elements and of those in `held`, parameter -> (positions, values).
+    """Build the base weights of the active elements and of those in `held`, parameter -> (positions, values).
 
-    An element not held has never changed, so its base is the weight as it is. Parameters may be held that no bucket
-    has any more: their elements left the mask.
+    An element that is not in `held` has never changed, so its base value is the current weight. `held` may have
+    parameters that are in no bucket, because all their elements have left the mask.
     """
     active = {p: (b, i) for b in buckets for i, p in enumerate(b.params)}
     longest = max(b.run_length for b in buckets)
@@ -90,7 +90,7 @@ def rebuild(
         ops = backends.functions(device, backend)
         where = pack_indices(indices, starts, ends, narrow)
         if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
-            where = bucket.indices, bucket.index_bases  # one copy for both
+            where = bucket.indices, bucket.index_bases  # share one copy
         bases.append(BaseWeights(params, *where, starts, ends, run_length, torch.cat(values), ops))
     return bases
 
@@ -103,16 +103,15 @@ def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> 
 
 
 class InBaseWeights(UninterruptedContext):
-    """The model is W0 inside and itself again outside, bit for bit, also after an exception or a signal.
+    """Context manager that puts W0 into the model and restores the trained weights, also after exceptions and signals.
 
-    Inside, the parameters whose elements change places are constants (`requires_grad` is False), so that a graph made
-    there holds no edge to them that could be followed outside. Autograd would drop the gradients of a graph that was
-    made outside and runs backward inside: every such parameter has a hook that refuses them, the collector's or one of
-    this class.
+    Inside, the swapped parameters are constants (`requires_grad` is False), so that a graph built inside has no edge to
+    them that could be used outside. If a graph built outside runs backward inside, autograd would drop the gradients
+    silently; a hook on every such parameter, the collector's or one of this class, raises instead.
 
     Args:
-        prepare: gives the weights to swap; raises where that is not allowed.
-        named: the optimizer's parameters, for messages.
+        prepare: returns the weights to swap; raises if the swap is not allowed.
+        named: returns the optimizer's named parameters, for messages.
     """
 
     def __init__(
@@ -146,10 +145,10 @@ class InBaseWeights(UninterruptedContext):
                 base.swap_()
                 undo(base.swap_)
         _set_versions(params, (next(_ELSEWHERE),) * len(params))
-        torch.clear_autocast_cache()  # it holds casts of the weights that were in before
+        torch.clear_autocast_cache()  # it holds casts of the previous weights
 
     def leave(self) -> None:
-        """See `UninterruptedContext`. What can't be undone does not keep the rest from being undone."""
+        """See `UninterruptedContext`. If undoing one change fails, the others are still undone."""
         with torch.no_grad():
             self._undo.close()
 
@@ -168,7 +167,10 @@ def _set_requires_grad(params: Iterable[Parameter], requires_grad: bool) -> None
 
 
 def _hooks_on(param: Parameter) -> dict[Any, Callable[[Tensor], None]]:
-    """Where `register_post_accumulate_grad_hook` puts hooks, which refuses parameters that require no gradient."""
+    """Return the dictionary in which torch keeps post-accumulate-grad hooks.
+
+    `register_post_accumulate_grad_hook` itself refuses parameters that do not require grad.
+    """
     hooks: dict[Any, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks
     if hooks is None:
         hooks = param._post_accumulate_grad_hooks = OrderedDict()

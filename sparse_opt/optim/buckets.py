@@ -1,4 +1,4 @@
-"""Flat compact storage of the active elements that one op call covers."""
+"""Buckets: flat compact storage of the active elements that one op call covers, and their construction from a mask."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_leng
 
 @dataclass(eq=False)
 class Tiles:
-    """The active tiles of those parameters of a bucket whose gradients are made tile by tile."""
+    """The active tiles of a bucket's tiled parameters, those whose gradients are computed tile by tile."""
 
-    table: Tensor  # [tiles, 4], `ops.tile_table`'s, one parameter after the other
-    starts: list[int]  # of each parameter; equal to its end for one that has none here
+    table: Tensor  # [tiles, 4] from `ops.tile_table`, one parameter after the other
+    starts: list[int]  # of each parameter; equal to its end for a parameter that is not tiled
     ends: list[int]
     tile_size: int
     _first_rows: dict[int, list[int]] = field(default_factory=dict)
 
     def of_rows(self, i: int, begin: int, end: int) -> Tensor:
-        """The tiles of parameter i's rows [begin, end) as the table of a matrix of these rows alone.
+        """Return the tiles of rows [begin, end) of parameter i, as a table for the matrix of these rows.
 
         Raises:
-            ValueError: a tile lies on both sides of the first row.
+            ValueError: `begin` is not a multiple of the tile size.
         """
         if begin % self.tile_size:
             raise ValueError(f"rows from {begin} on: wanted a multiple of the tile size, {self.tile_size}")
         table = self.table[self.starts[i] : self.ends[i]]
-        if i not in self._first_rows:  # on the host, where slices are cut; waits for the device this once
+        if i not in self._first_rows:  # the host needs them to slice the table; synchronizes only this once
             self._first_rows[i] = table[:, 0].tolist()
         first_rows = self._first_rows[i]
         part = table[bisect_left(first_rows, begin) : bisect_left(first_rows, end)].clone()
@@ -50,9 +50,9 @@ class Bucket(Segments):
 
     group: dict[str, Any]
     names: list[str]
-    ordinal: int  # among the buckets; keeps their random streams apart
-    ops: Any  # an attribute an op, on the backend that was chosen
-    native: Any  # `backends.bind` of the lists, or None
+    ordinal: int  # number of the bucket; gives each bucket its own random stream
+    ops: Any  # one attribute per op, on the chosen backend
+    native: Any  # result of `backends.bind`, or None
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
     sum_sq: Tensor  # [n] fp32, of the compact gradient of each parameter
@@ -63,12 +63,12 @@ class Bucket(Segments):
 
     def __post_init__(self) -> None:
         self.numels = [p.numel() for p in self.params]
-        self._received = [False] * len(self.params)  # where no native object keeps it
+        self._received = [False] * len(self.params)  # unused if there is a native object, which keeps its own
         self._came_by_tiles: set[int] = set()  # likewise
 
     @property
     def received(self) -> list[bool]:
-        """Of each parameter: whether a compact gradient is there since zero_grad."""
+        """For each parameter, whether it has received a compact gradient since `zero_grad`."""
         return self._received if self.native is None else list(self.native.received)
 
     @received.setter
@@ -79,17 +79,17 @@ class Bucket(Segments):
             self.native.received = received
 
     def mark_received(self, i: int, *, by_tiles: bool = False) -> None:
-        """Parameter i has a compact gradient now. A native object keeps account of what it gathers itself.
+        """Record that parameter i has a compact gradient. A native object records the gradients that it gathers.
 
         Args:
-            by_tiles: it was made by tiles, so that the parameter's hook will be called without a gradient.
+            by_tiles: it was computed tile by tile, so that the parameter's hook will be called without a gradient.
         """
         self._received[i] = True
         if by_tiles:
             self._came_by_tiles.add(i)
 
     def add_values_(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
-        """Add a gradient of parameter i that has come by tiles, fp32 [its slots], to the compact one, or begin it."""
+        """Add `values`, fp32 [slots of parameter i] computed tile by tile, to the compact gradient, or start it."""
         assert self.grad is not None
         if self.native is not None:
             self.native.add_values_(i, values, self.grad, self.sum_sq, found_inf)
@@ -103,18 +103,18 @@ class Bucket(Segments):
         self.mark_received(i, by_tiles=True)
 
     def came_by_tiles(self, i: int) -> bool:
-        """Whether a gradient of parameter i has come by tiles since `drop_gradients`."""
+        """Whether parameter i has received a gradient computed tile by tile since `drop_gradients`."""
         return i in self._came_by_tiles if self.native is None else bool(self.native.came_by_tiles(i))
 
     def drop_gradients(self) -> None:
-        """Forget what is in the compact gradient and what waits to be added to it. Nothing is written."""
+        """Discard the compact gradient and all pending additions to it. Nothing is written."""
         if self.native is not None:
             self.native.drop()
         self._came_by_tiles.clear()
         self._received = [False] * len(self.params)
 
     def finish_gradients(self) -> None:
-        """Before the compact gradient is read: add what waits to be added to it."""
+        """Add all pending gradients to the compact one. Call it before reading the compact gradient."""
         if self.native is not None:
             self.native.flush()
 
@@ -123,7 +123,7 @@ class Bucket(Segments):
         return self.indices.device
 
     def check_params(self) -> None:
-        """Raise a ValueError that names a parameter which the ops can't take as it is now."""
+        """Raise a ValueError that names the first parameter which the ops cannot take."""
         for name, param, numel in zip(self.names, self.params, self.numels, strict=True):
             if param.numel() != numel:
                 raise ValueError(f"{name!r} has {param.numel()} elements, but had {numel} when its mask was bound")
@@ -145,7 +145,7 @@ class Bucket(Segments):
         return ", ".join(name for name, p in zip(self.names, self.params, strict=True) if p.grad is not None)
 
     def refresh_lr(self) -> Tensor:
-        """The group's learning rate on the device, sent there only when it has changed."""
+        """Return the group's learning rate on the device; it is copied there only after a change."""
         lr = self.group["lr"]
         if isinstance(lr, Tensor):
             self.lr.copy_(lr, non_blocking=True)
@@ -156,7 +156,7 @@ class Bucket(Segments):
         return self.lr
 
     def parameter_state(self, i: int) -> dict[str, Tensor]:
-        """Views of parameter i's part of the flat buffers, under the names torch's optimizers use."""
+        """Return views of parameter i's part of the flat buffers, under the names of torch's optimizers."""
         views = {name: flat[self.segment(i)] for name, flat in self.state.items()}
         return {"step": self.steps[i], **views}
 
@@ -164,14 +164,15 @@ class Bucket(Segments):
 def bucket_keys(
     groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str
 ) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter], int, bool]]:
-    """Split each group's active parameters by what one op call can take: device, dtype, and layout of indices.
+    """Split each group's active parameters into sets that one op call can take: same device, dtype and index layout.
 
-    The last two results are the run length and whether indices take two bytes. A mask's pattern has one run length,
-    and 1 for parameters whose rows do not hold whole runs. Two bytes suffice unless active elements lie far apart.
+    The last two results are the run length and whether indices take two bytes. The run length follows from the mask's
+    pattern; it is 1 for parameters whose rows do not hold whole runs. Two bytes suffice unless the active elements are
+    scattered too widely.
     """
     for group in groups:
         split: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], tuple[list[str], list[Parameter]]] = {}
-        # A gradient scaler_proxy may stand behind the parameters; it has no name.
+        # The last parameter may be a ScalerProxy's, which has no name.
         for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
                 run_length = run_length_of(param.shape, pattern)
@@ -196,7 +197,7 @@ def build_bucket(
     op: str,
     backend: str | None,
 ) -> Bucket:
-    """Indices of `params` laid end to end on their device; the compact buffers are the optimizer's to add."""
+    """Build a bucket with the concatenated indices of `params` on their device; the optimizer adds the buffers."""
     device = params[0].device
     counts = [active[p].numel() for p in params]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
@@ -225,7 +226,7 @@ def build_bucket(
 
 
 def compact(bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
-    """[nnz] the parameters' own values at the active elements, in `dtype` or theirs."""
+    """Return the parameters' values at the active elements: [nnz] in `dtype`, by default the parameters' own."""
     parts = [p.detach().view(-1)[bucket.positions(i).long()] for i, p in enumerate(bucket.params)]
     return torch.cat(parts).to(dtype or bucket.params[0].dtype)
 
@@ -233,15 +234,15 @@ def compact(bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
 def active_parameters(
     named: dict[str, Parameter], mask: MaskSet, frozen: Collection[Parameter], model: nn.Module | None
 ) -> tuple[MaskSet, dict[Parameter, Tensor]]:
-    """The mask under the parameters' names, and the indices of each parameter with active elements.
+    """Return the mask under the parameters' names, and the indices of each parameter with active elements.
 
     Args:
-        frozen: parameters that need no gradient only because the optimizer has frozen them.
-        model: the module they are of, if it is known; it may have other parameters.
+        frozen: parameters that do not require grad only because the optimizer has frozen them.
+        model: the module that the parameters belong to, if known; it may have others.
 
     Raises:
-        MaskError: the mask belongs to another model, or a parameter with active elements shares memory with another.
-        ValueError: it has no active element, or one in a parameter that can't be trained.
+        MaskError: the mask does not fit the model, or a parameter with active elements shares memory with another.
+        ValueError: the mask has no active element, or one in a parameter that cannot be trained.
     """
     mask = mask.resolve(named)
     active = {named[name]: mask[name] for name in mask.names if mask[name].numel()}
@@ -269,7 +270,7 @@ def active_parameters(
 def build_buckets(
     groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str, op: str, backend: str | None
 ) -> list[Bucket]:
-    """The buckets of all groups, in the groups' order, without state and gradients. `pattern` is the mask's."""
+    """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`."""
     return [
         build_bucket(
             group, names, params, active, run_length=run_length, narrow=narrow, ordinal=ordinal, op=op, backend=backend

@@ -1,4 +1,4 @@
-"""Taking gradients in as a backward pass makes them: hooks and layers, what they refuse, and what a GradScaler sees."""
+"""GradientCollector: gathers compact gradients during the backward pass, through hooks and tiled layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .tile_backward import Route
 
 
 class ScalerProxy:
-    """Lets `torch.amp.GradScaler` see compact gradients, which are not in any `.grad`.
+    """Makes compact gradients, which are not in any `.grad`, visible to `torch.amp.GradScaler`.
 
-    The scaler multiplies each `.grad` it finds in the parameter groups by 1/scale and looks for inf and NaN in it.
-    While gradients wait, a parameter of one element stands at the end of the first group. Its `.grad` starts at 1, the
-    gather turns it to inf when a gradient is not finite, and what the scaler leaves in it is the factor that the
-    compact gradients still have to be multiplied by.
+    The scaler multiplies each `.grad` in the parameter groups by 1/scale and checks it for inf and NaN. While there are
+    unused gradients, the first group has this parameter of one element at its end. Its `.grad` starts at 1, the gather
+    sets it to inf if a gradient is not finite, and after the scaler has run it is the factor by which the compact
+    gradients still have to be multiplied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,20 +46,20 @@ class ScalerProxy:
 
 
 def arrived_inside(name: str) -> str:
-    """Why a gradient is refused inside `base_weights()`."""
+    """Return the error message for a gradient that is refused inside `base_weights()`."""
     return f"a gradient of {name!r} arrived inside base_weights(), where W0 is not trained"
 
 
 class GradientCollector:
-    """Keeps the active elements of every gradient that arrives, from one step to the next.
+    """Accumulates the active elements of every gradient between two steps.
 
-    With `compact` it puts hooks on the parameters, and layers of tiled parameters get their own backward pass; without,
-    gradients stay where autograd puts them. No hook keeps it alive.
+    With `compact` it registers hooks on the parameters, and gives the layers of tiled parameters their own backward
+    pass; otherwise gradients stay in `.grad`. Hooks hold weak references to the collector.
 
-    Backward passes of several threads, or on several devices, may deliver gradients at the same time. One lock makes
-    each of these a single action: testing whether a gradient is accepted, dropping those that a step has used, and
-    adding it; changing one of the conditions of that test and notifying the native objects. The lock is taken before a
-    native object's mutex, never while one is held, and waiting for either leaves the interpreter's lock to others.
+    Backward passes in several threads, or on several devices, may deliver gradients concurrently. One lock makes two
+    sequences atomic: to test whether a gradient is accepted, drop the gradients that a step has used, and add it; and
+    to change a condition of that test and notify the native objects. The lock is taken before a native object's mutex,
+    never while one is held, and waiting for either of them releases the interpreter's lock.
     """
 
     def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], *, compact: bool, amp_scaling: bool) -> None:
@@ -67,19 +67,19 @@ class GradientCollector:
         self._lock = threading.RLock()  # reentrant: a signal handler or a finalizer may run while it is held
         self.buckets: list[Bucket] = []
         self.scaler_proxies: dict[torch.device, ScalerProxy] = {}
-        self.stepped = False  # the gradients that wait have been stepped with
+        self.stepped = False  # a step has used the gradients in the buckets
         self._optimizer = optimizer
         self._clip_coef: Tensor | None = None
         self._inside_base = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: set[int] = set()  # ids: a tensor's own hash is Python code
         self._routed: list[tuple[nn.Module, Route]] = []
-        # A layer with a forward of its own refers to itself: without this its memory would wait for the collector.
+        # A layer with a replaced forward refers to itself; without this only the garbage collector would free it.
         weakref.finalize(self, tile_linears.restore, self._routed).atexit = False
 
     @property
     def clip_coef(self) -> Tensor | None:
-        """What the next step multiplies the gradients by; once it is there, no further gradient is taken."""
+        """The factor that the next step applies to the gradients; once it is set, further gradients are refused."""
         return self._clip_coef
 
     @clip_coef.setter
@@ -90,11 +90,11 @@ class GradientCollector:
 
     @property
     def inside_base(self) -> bool:
-        """Whether the model has its base weights, which are not trained."""
+        """Whether the model holds its base weights, which are not trained."""
         return self._inside_base
 
     def enter_base(self) -> None:
-        """Refuse every gradient until `leave_base`. One thread at a time can do so."""
+        """Refuse every gradient until `leave_base`. Raises a RuntimeError if the base weights are already in use."""
         with self._lock:
             if self._inside_base:
                 raise RuntimeError("base_weights: the model holds its base weights; leave base_weights() first")
@@ -107,13 +107,13 @@ class GradientCollector:
             self._notify_native()
 
     def has_hook_on(self, param: Tensor) -> bool:
-        """Whether `receive` is called where autograd has a gradient of the parameter."""
+        """Whether autograd calls `receive` with gradients of the parameter."""
         return id(param) in self._hooked
 
     # Hooks
 
     def adopt(self, buckets: list[Bucket], model: nn.Module | None) -> None:
-        """Take the gradients of these from now on; what the others hold must have been forgotten."""
+        """Collect the gradients of `buckets` from now on. Gradients of the previous buckets must be dropped first."""
         self.detach()
         self.buckets = buckets
         if self.compact and self.amp_scaling:
@@ -121,7 +121,7 @@ class GradientCollector:
         self.attach(model)
 
     def attach(self, model: nn.Module | None) -> None:
-        """Put the hooks on, with `compact`."""
+        """Register the hooks, with `compact`."""
         if not self.compact:
             return
         with self._lock:
@@ -132,7 +132,7 @@ class GradientCollector:
                     hook = self._hook(weakref.ref(bucket), i)
                     self._handles.append(param.register_post_accumulate_grad_hook(hook))
                     self._hooked.add(id(param))
-                    if bucket.native is not None:  # does the work of `hook` wherever it only gathers
+                    if bucket.native is not None:  # replaces `hook` whenever that would only gather
                         bucket.native.hook(i, param._post_accumulate_grad_hooks)
                 if bucket.tiles is not None and model is not None:
                     if bucket.native is not None:
@@ -141,7 +141,7 @@ class GradientCollector:
             self._notify_native()
 
     def detach(self) -> None:
-        """Take the hooks off, and give layers their forward back."""
+        """Remove the hooks, and restore every layer's own forward."""
         with self._lock:
             for handle in self._handles:
                 handle.remove()
@@ -161,7 +161,7 @@ class GradientCollector:
         return gather
 
     def _tiles_hook(self, bucket: weakref.ref[Bucket]) -> Callable[[int, Tensor, Tensor], bool]:
-        """What a native object calls with the tiles that it does not take by itself."""
+        """Return the function that a native object calls with operands of tiles that it does not handle itself."""
         collector = weakref.ref(self)
 
         def take(i: int, left: Tensor, right: Tensor) -> bool:
@@ -171,9 +171,10 @@ class GradientCollector:
         return take
 
     def _notify_native(self) -> None:
-        """Let native hooks do `receive`'s work while it would only gather.
+        """Enable the native hooks exactly while `receive` would only gather.
 
-        To be called when that has changed, with the lock held: the latest change must be the last notification.
+        Call it with the lock held after each change of that condition, so that the last notification is the current
+        state.
         """
         refusing = self._inside_base or self.stepped or self.scaler_proxies or self._clip_coef is not None
         plain = bool(self._handles) and not refusing
@@ -184,10 +185,10 @@ class GradientCollector:
     # Arrivals
 
     def receive(self, bucket: Bucket, i: int, param: Tensor) -> None:
-        """A dense gradient has been made: keep its active elements and free it."""
-        grad, param.grad = param.grad, None  # also where it is refused: nothing of it may stay for a later one
+        """Gather the active elements of `param.grad` and free it."""
+        grad, param.grad = param.grad, None  # also if it is refused: later gradients must not be added to it
         with self._lock:
-            if grad is None and bucket.came_by_tiles(i) and not self._inside_base:  # there none comes by tiles
+            if grad is None and bucket.came_by_tiles(i) and not self._inside_base:  # tiles are refused inside
                 return
             self._refuse(bucket, i)
             if grad is None:
@@ -199,7 +200,10 @@ class GradientCollector:
             gradients.gather_(bucket, i, grad.detach(), self._begin(bucket))
 
     def receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
-        """The gradient of parameter i is left^T @ right: keep its active tiles. False if they are not ours to keep."""
+        """Add the active tiles of left^T @ right, the gradient of parameter i.
+
+        Returns False, and adds nothing, if this collector does not collect the bucket's gradients.
+        """
         with self._lock:
             if not self._takes_tiles(bucket):
                 return False
@@ -208,12 +212,12 @@ class GradientCollector:
         return True
 
     def receive_tile_rows(self, bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`receive_tiles` of a left operand in parts, none of which is asked for if the answer is False."""
+        """`receive_tiles` with the left operand in parts. If the result is False, no part has been computed."""
         with self._lock:
             if not self._takes_tiles(bucket):
                 return False
             self._refuse(bucket, i)
-        values = gradients.tile_rows(bucket, i, parts, right.detach())  # unlocked: the caller makes the parts
+        values = gradients.tile_rows(bucket, i, parts, right.detach())  # unlocked: the caller's code computes parts
         with self._lock:
             self._refuse(bucket, i)
             found_inf = self._begin(bucket)
@@ -232,9 +236,9 @@ class GradientCollector:
             )
 
     def _begin(self, bucket: Bucket) -> Tensor | None:
-        """Make ready for a gradient that is accepted; what turns to inf if it is not finite, where a scaler looks.
+        """Prepare for an accepted gradient; return the element to set to inf if it is not finite, or None.
 
-        To be called with the lock held, until the gradient has been added.
+        Call it with the lock held, and hold the lock until the gradient has been added.
         """
         if self.stepped:
             self.forget()
@@ -247,17 +251,17 @@ class GradientCollector:
     # From step to step
 
     def forget(self) -> None:
-        """The next gradients begin anew. Nothing is written: they overwrite the compact buffer."""
+        """Drop the gradients. Nothing is written; the next gradients overwrite the compact buffer."""
         with self._lock:
             for bucket in self.buckets:
                 bucket.drop_gradients()
             self._hide_proxies()
             self._clip_coef = None
-            self.stepped = False  # last: interrupted before, all of it is done again when the next gradient arrives
+            self.stepped = False  # last: after an interruption, the next gradient repeats all of this
             self._notify_native()
 
     def mark_stepped(self) -> None:
-        """A step has used the gradients; they stay until the next ones arrive."""
+        """Record that a step has used the gradients; they stay in the buffers until the next ones arrive."""
         with self._lock:
             self.stepped = True
             self._clip_coef = None
@@ -265,18 +269,18 @@ class GradientCollector:
             self._notify_native()
 
     def received(self, bucket: Bucket) -> list[bool]:
-        """Of each parameter of the bucket: whether a compact gradient is there that no step has used."""
+        """Return, for each parameter of the bucket, whether it has a compact gradient that no step has used."""
         return [False] * len(bucket.params) if self.compact and self.stepped else bucket.received
 
     def waits(self) -> bool:
-        """Whether a gradient is there that no step has used."""
+        """Whether there is a gradient that no step has used."""
         return not self.stepped and any(any(bucket.received) for bucket in self.buckets)
 
     def shown_proxies(self) -> int:
         return sum(scaler_proxy.shown for scaler_proxy in self.scaler_proxies.values())
 
     def unscaled(self, norm: Tensor) -> Tensor:
-        """A norm of compact gradients as it is after what a scaler's `unscale_` has done, if it was called."""
+        """Return the norm of the compact gradients, multiplied by the factor of a scaler's `unscale_`, if any."""
         for scaler_proxy in self.scaler_proxies.values():
             if scaler_proxy.shown:  # the scaler leaves the same factor in each
                 return norm * scaler_proxy.factor.to(norm.device).squeeze()

@@ -1,4 +1,4 @@
-"""SGD over the active elements of a mask."""
+"""SparseSGD: SGD over the active elements of a mask."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .sparse_optimizer import Params, SparseOptimizer
 
 
 class SparseSGD(SparseOptimizer):
-    """SGD, with momentum or without, that trains the active elements of a mask and pays only for them.
+    """SGD with optional momentum that trains the active elements of a mask; its cost scales with their number.
 
-    Equals `torch.optim.SGD` whose gradients are multiplied by the mask and whose decay touches active elements only.
+    Equals `torch.optim.SGD` with gradients multiplied by the mask and decay applied to active elements only.
 
     Args:
-        lr, momentum, dampening, weight_decay, nesterov: as in `torch.optim.SGD`. Whether there is a momentum buffer is
-            settled when the optimizer is built.
-        Others: as in `SparseAdamW`; `state_dtype` is that of the momentum buffer.
+        lr, momentum, dampening, weight_decay, nesterov: as in `torch.optim.SGD`. The momentum buffer is allocated when
+            the optimizer is built, if `momentum` is not 0 then.
+        Others: as in `SparseAdamW`; `state_dtype` is the dtype of the momentum buffer.
 
     Raises:
         ValueError, MaskError, BackendUnavailable: as in `SparseAdamW`.

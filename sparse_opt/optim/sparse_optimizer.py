@@ -1,4 +1,4 @@
-"""What the sparse optimizers share: the mask's binding to parameters, gradients, clipping, base weights, state."""
+"""Base class of the sparse optimizers: binds a mask to parameters; gradients, clipping, base weights, saved state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 class SparseOptimizer(torch.optim.Optimizer):
     """Trains the active elements of a mask; state, gradients and clipping scale with their number (nnz).
 
-    Subclasses name their op in `_op`, their compact state in `_state_names`, check their groups' options in
-    `_check_options`, and call the op in `_update`.
+    A subclass sets `_op`, the name of its op, and implements `_state_names` (its compact state), `_check_options`
+    (checks of its groups' options) and `_update` (the call of the op).
     """
 
     _op: str
-    _step_supports_amp_scaling = True  # GradScaler leaves scale and inf check to step(), as with torch's fused ones
+    _step_supports_amp_scaling = True  # step() unscales and checks for inf, as in torch's fused optimizers
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._groups_fixed = self._closed = False
 
         if isinstance(params, nn.Module):
-            params = getattr(params, "_orig_mod", params)  # of torch.compile, which puts it before every name
+            params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
             mask = mask.resolve(params)
             model, params = params if model is None else model, params.named_parameters()
         self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
@@ -95,7 +95,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     # Binding a mask
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch while the optimizer is being built; afterwards the mask has fixed the groups."""
+        """Add a group while the optimizer is built, as in torch; later calls raise, because the mask fixes the groups.
+
+        Raises:
+            RuntimeError: the optimizer is already built.
+            ValueError: the group has no parameter names, or holds a parameter twice.
+        """
         if self._groups_fixed:
             raise RuntimeError("the mask has fixed the parameter groups; build a new optimizer to add one")
         super().add_param_group(param_group)
@@ -123,7 +128,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _adopt(
         self, buckets: list[Bucket], bases: list[base_weights.BaseWeights], active: dict[Parameter, Tensor]
     ) -> None:
-        """Train these from now on: the part of binding that changes the model."""
+        """Train the parameters of `buckets` from now on. This is the part of binding that changes the model."""
         self._buckets, self._bases = buckets, bases
         self._freeze(p for _, p in self._named() if p not in active)
         self._publish_state()
@@ -165,7 +170,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def tiled_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters whose gradients are made tile by tile, by the layers whose weights they are."""
+        """Names of the parameters whose gradients their layers compute tile by tile."""
         return tuple(
             name
             for bucket in self._buckets
@@ -175,16 +180,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
 
     def detach(self) -> None:
-        """Leave the model to others for a while: no hook, nothing frozen, every layer with the forward of its class.
+        """Remove the optimizer's hooks from the model, unfreeze parameters, and restore every layer's own forward.
 
-        State stays, and so does `base_weights`.
+        The optimizer keeps its state and its base weights. `attach` undoes this.
         """
         self._collector.detach()
         self._unfreeze()
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Undo `detach`. Master weights follow weights that have been changed meanwhile."""
+        """Undo `detach`. Master weights are updated from weights that changed in between."""
         self._refuse("attach")
         self.detach()
         self.refresh_master_weights()
@@ -193,10 +198,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._collector.attach(self._root())
 
     def close(self) -> None:
-        """Give the model back: remove the hooks, give layers their forward back, and unfreeze what was frozen.
-
-        The optimizer can't step after it.
-        """
+        """Remove the hooks, restore every layer's own forward, and unfreeze parameters; `step` raises afterwards."""
         if self._collector.inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
         self.detach()
@@ -204,9 +206,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
-        """To be called when something else has set active weights: their master weights take the new values.
+        """Update the master weights of active weights that were changed outside of the optimizer.
 
-        The others keep what fp32 holds beyond the weight. Without this the next step would put the old values back.
+        Call it after such a change; otherwise the next step restores the old values. Master weights of unchanged
+        weights keep their fp32 precision.
         """
         for bucket in self._buckets:
             if "master" in bucket.state:
@@ -215,14 +218,14 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_mask(self, mask: MaskSet) -> None:
-        """Train other elements from now on. Kept elements keep their state; new ones start with zero moments.
+        """Replace the mask. Elements in both masks keep their state; new elements start with zero moments.
 
-        Step counts stay with the parameters, so the bias correction no longer lifts the moments of new elements:
-        Adam's first updates there are up to (1 - beta1) / sqrt(1 - beta2) times the learning rate, about 3.2 with the
-        usual betas. Elements that leave the mask stay as they are, and `base_weights` still restores them.
+        Step counts are per parameter and are kept, so bias correction does not scale up the moments of new elements:
+        Adam's first updates of them are up to (1 - beta1) / sqrt(1 - beta2) times the learning rate, about 3.2 with the
+        usual betas. Elements that leave the mask keep their values, and `base_weights` still restores them.
 
         Raises:
-            RuntimeError: gradients wait for a step, or the model holds its base weights.
+            RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
         self._refuse("set_mask")
         if self._collector.waits():
@@ -238,9 +241,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     # Gradients
 
     def compact_grad(self, param: Parameter) -> Tensor | None:
-        """[nnz of param] the compact gradient that the next step will use, in `grad_dtype`: a view.
+        """Return a view of the compact gradient that the next step will use: [nnz of param] in `grad_dtype`.
 
-        None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with grads='dense'.
+        Returns None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with
+        grads='dense'.
         """
         for bucket in self._buckets if self.grads == "compact" else ():
             for i, p in enumerate(bucket.params):
@@ -252,14 +256,14 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no step has used.
 
-        After `step` there are no compact gradients left to drop, so that a trainer may as well call `model.zero_grad()`
-        alone, which sees none of them.
+        `step` leaves no compact gradients behind, so a trainer may call `model.zero_grad()` instead, which does not
+        reach them.
         """
         self._collector.forget()
         super().zero_grad(set_to_none or self.grads == "compact")
 
     def _check_gradients(self) -> None:
-        """Raise unless every gradient is where the step reads it and as it reads it; names the parameter."""
+        """Raise an error that names the parameter if the step cannot read a gradient."""
         for bucket in self._buckets:
             if self.grads == "compact" and bucket.has_dense_grads():
                 raise RuntimeError(
@@ -271,7 +275,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 gradients.check_dense(bucket)
 
     def _norm(self) -> Tensor:
-        """Global 2-norm over the active gradients, one fp32 element, without a synchronisation."""
+        """Compute the global 2-norm of the active gradients, one fp32 element, without a synchronization."""
         self._check_gradients()
         home = self._buckets[0].device
         sums = []
@@ -283,7 +287,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             elif bucket.native is not None:
                 bucket.native.sum_squares_(bucket.sum_sq)  # finishes gradients first
             received = self._collector.received(bucket)
-            if self.grads == "compact" and not all(received):  # the others' sums are of an earlier step
+            if self.grads == "compact" and not all(received):  # sums of the others are from an earlier step
                 received_mask = gradients.to_device(received, torch.bool, bucket.device)
                 bucket.sum_sq.copy_(torch.where(received_mask, bucket.sum_sq, 0.0))
             sums.append(bucket.sum_sq.sum().to(home))
@@ -293,7 +297,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
-        """(norm, the coefficient that clips the gradients to max_norm; None if there is no gradient)."""
+        """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
         norm = self._norm()
         if not any(any(self._collector.received(bucket)) for bucket in self._buckets):
             return norm, None
@@ -301,14 +305,15 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the active gradients. The next step() multiplies by the coefficient.
+        """Clip the norm of the active gradients, as `torch.nn.utils.clip_grad_norm_` does.
 
-        The norm comes from the pass that gathered the gradients; with grads='dense' it gathers them now, and the
-        step reads what was gathered. Nothing waits for the device, unless `error_if_nonfinite`.
+        The next `step` multiplies the gradients by the coefficient. The norm is computed in the pass that gathers the
+        gradients; with grads='dense' this method gathers them, and the step reads the gathered values. There is no
+        synchronization unless `error_if_nonfinite` is True.
 
         Returns:
-            The norm before clipping, one fp32 element on the device; 0 if there is no gradient, and the next step then
-            clips nothing.
+            The norm before clipping, one fp32 element on the device. Without gradients it is 0, and the next step does
+            not clip.
 
         Raises:
             ValueError, RuntimeError: as in `step`.
@@ -327,14 +332,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_options(self, group: dict[str, Any], where: str = "") -> None:
-        """Raise a ValueError unless a group's options are in their ranges. `where` begins the message."""
+        """Raise a ValueError if an option of a group is out of range. `where` is put before the message."""
         options.require_lr(where, group["lr"])
         options.require_seed(where, group["seed"])
 
     def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
-        """Call `op` on `target`, which names the parameters and segments, with the group's options.
+        """Call `op` with `target` (the parameters and segments), the bucket's state and the group's options.
 
-        Also called with a check of the op's arguments in the place of `op`.
+        To check the arguments only, it is called with an argument check as `op`.
         """
         raise NotImplementedError
 
@@ -348,23 +353,22 @@ class SparseOptimizer(torch.optim.Optimizer):
     # torch's stub has two overloads for the closure; one signature serves both.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of the active elements. Parameters without a gradient are skipped, as torch does.
+        """Update the active elements once. Parameters without a gradient are skipped, as in torch.
 
-        The step consumes the compact gradients, also one that a GradScaler makes do nothing. A second step without a
-        backward pass in between does nothing: no decay, no change of the moments and step counts. torch applies the
-        same `param.grad` again until `zero_grad`, and so does grads='dense'.
+        The step consumes the compact gradients, even if a GradScaler skips the update. A second step without a
+        backward pass in between does nothing: no decay, no change of moments or step counts. With grads='dense', as in
+        torch, the same `param.grad` is applied again until `zero_grad`.
 
-        All parameter groups are checked before the first one is written. After an error of those below nothing has
-        changed, the gradients are still there, and the step may be repeated once its cause is removed. What remains is
-        an op that fails at work: out of memory for its temporaries, or a kernel that the device can't launch. Some
-        parameters may have been stepped then.
+        All parameter groups are checked before anything is written. After one of the errors below nothing has changed,
+        the gradients are still available, and the step can be repeated once the cause is removed. An op can still fail
+        while it runs (out of memory, a failed kernel launch); some parameters may then have been updated.
 
         Raises:
-            ValueError: an option of a group is missing or out of its range; a parameter has another size, dtype or
-                device than the op takes, or is not contiguous; so has its `param.grad`, with grads='dense'.
+            ValueError: an option of a group is missing or out of range; the size, dtype or device of a parameter is not
+                what the op takes, or the parameter is not contiguous; the same for `param.grad` with grads='dense'.
             RuntimeError: `param.grad` is not strided; with grads='compact', a parameter has a `param.grad` that no hook
-                has seen; a GradScaler is used without `amp_scaling`; the optimizer is closed, or the model has its
-                base weights.
+                has received; a GradScaler is used without `amp_scaling`; the optimizer is closed, or the model holds
+                its base weights.
         """
         self._refuse("step")
         loss = None
@@ -391,13 +395,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        """(grad_scale, found_inf) as a GradScaler has set them on this optimizer, if one has."""
+        """Return (grad_scale, found_inf) as a GradScaler has set them on this optimizer, each None if it has not."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and self.grads == "compact" and not self._collector.scaler_proxies:
             raise RuntimeError(
                 "a GradScaler can't see compact gradients; build the optimizer with amp_scaling=True or grads='dense'"
             )
-        # With no gradient at all GradScaler sums an empty list to the integer 0.
+        # Without any gradient, GradScaler's found_inf is the sum of an empty list, the integer 0.
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
 
     def _prepare(
@@ -422,7 +426,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         found_inf: Tensor | None,
         clip_coef: Tensor | None,
     ) -> dict[str, Tensor | None]:
-        """The device scalars that a step multiplies and divides gradients by, and its flag to do nothing."""
+        """Return the device scalars of a step: gradient scale, clip coefficient, and the flag that skips the update."""
         if found_inf is not None and grad_scale is None and self._collector.scaler_proxies:
             factor = self._collector.scaler_proxies[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
             clip_coef = factor if clip_coef is None else factor * clip_coef.to(device)
@@ -438,20 +442,20 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._bases
 
     def base_weights(self) -> AbstractContextManager[None]:
-        """The model is W0, the weights it had when this optimizer was built, inside; itself again outside.
+        """Context manager inside which the model has W0, the weights it had when this optimizer was built.
 
-        Bit for bit, also after an exception, whenever it is raised: a signal (Ctrl-C) that arrives on the way in or out
-        is handled when all weights are in their places. Use it in a `with` statement of its own, since
-        `contextlib.ExitStack` and `contextlib.contextmanager` can be interrupted while they enter or leave it. A signal
-        handler that is called inside finds W0 in the model.
+        On exit the trained weights are restored bit for bit, also after an exception at any point: a signal (Ctrl-C)
+        that arrives during entry or exit is handled after all weights have been exchanged. Use it directly in a `with`
+        statement, since `contextlib.ExitStack` and `contextlib.contextmanager` can be interrupted while they enter or
+        leave it. A signal handler that runs inside sees W0 in the model.
 
         Inside, the parameters whose elements change are constants (`requires_grad=False`), so that no gradient of W0
-        reaches the optimizer, and a backward pass through a graph that was made outside raises. A graph made outside,
-        before, runs backward after it as if nothing had happened.
+        reaches the optimizer, and a backward pass through a graph built outside raises. A graph built before entry can
+        run backward after exit.
 
-        Not checked is reentrant checkpointing (`torch.utils.checkpoint` with use_reentrant=True), which makes the graph
-        of a layer again in the backward pass, with the weights as they are then: run its backward pass where its
-        forward pass ran, inside or outside.
+        Reentrant checkpointing (`torch.utils.checkpoint` with use_reentrant=True) is not checked. It rebuilds a layer's
+        graph during the backward pass, with the weights of that moment: run its backward pass where its forward pass
+        ran, either inside or outside.
 
         Raises:
             RuntimeError: on entry, if the model holds its base weights, the optimizer is closed, or it was built with
@@ -468,10 +472,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout; each active parameter's state holds its indices and base weights beside the moments.
+        """Return the state in torch's layout; each active parameter's entry also has its indices and base weights.
 
-        The indices are those of every active element, whatever pattern the mask has. They are made here:
-        `optimizer.state` does not hold them.
+        The indices are those of every active element, for every pattern. They are computed by this call and are not in
+        `optimizer.state`.
         """
         self._refuse("state_dict")
         params, state = self.param_groups[0]["params"], self.state
@@ -483,17 +487,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.param_groups[0]["params"], self.state = params, state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state in, bit for bit, into the buffers that are there, and drop the gradients.
+        """Copy a saved state, bit for bit, into the existing buffers, and drop the gradients.
 
         Hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` run as in torch.
 
         Raises:
-            ValueError: it is malformed, or was saved under another mask, shape, dtype or set of parameters. Nothing has
-                changed then: not the state, nor the groups' options, nor the gradients.
+            ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters; the
+                optimizer's state, options and gradients have not changed.
         """
         self._refuse("load_state_dict")
         if isinstance(state_dict, dict):
-            state_dict = state_dict.copy()  # which the hooks may change
+            state_dict = state_dict.copy()  # the hooks may change it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
@@ -526,7 +530,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes held by the compact buffers, by what they are for: state, master, indices, grad, base."""
+        """Return the bytes of the compact buffers by purpose: state, master, indices, grad, base."""
         total = dict.fromkeys(("state", "master", "indices", "grad", "base"), 0)
         for bucket in self._buckets:
             for name, flat in bucket.state.items():
