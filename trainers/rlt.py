@@ -1,20 +1,20 @@
-"""Reinforcement-learned teachers (https://arxiv.org/abs/2506.08388): explanations of known solutions.
+"""Reinforcement-learned teachers (https://arxiv.org/abs/2506.08388): train a policy to explain known solutions.
 
-The policy is a teacher: given a question with its solution, it writes an explanation. Its reward is how well a student,
-given question and explanation, predicts the solution, less how unnatural the explanation is to the student, who knows
-the question alone:
+The policy is a teacher: given a question and its solution, it writes an explanation. The reward is the log-probability
+that a student assigns to the solution given question and explanation, minus the divergence between teacher and student
+on the explanation, where the student sees only the question:
 
     reward = sum_i a_i red_i(log p_student(solution | question, explanation))
              - sum_j k_j red_j(log p_teacher - log p_student on the explanation's tokens) + format
 
 Defaults are those of https://github.com/SakanaAI/RLT, cfgs/run_cfg/teacher_rlt.yaml: reductions mean and min with
-a = (1, 0.01), mean and max with k = (3, 0.03); the divergence token by token as the plain difference, which may be
-negative; both models at the sampling temperature, 0.7; -1 where the end tag is missing, and the whole completion is
-then scored as the explanation. The policy is updated as in GRPO.
+a = (1, 0.01), mean and max with k = (3, 0.03); the divergence of a token is the plain difference of log-probabilities,
+which may be negative; both models use the sampling temperature, 0.7; format is -1 if the end tag is missing, and the
+whole completion is then scored as the explanation. The policy is updated as in GRPO.
 
-Unlike there, the student reads the teacher's own tokens, not its text tokenized anew, so that both score the same
-tokens; the white space around solution and tags is not scored. Left out: the reference that follows the policy
-(`sync_ref_model`), the k3 estimate of the divergence, and other transformations of log-probabilities than none.
+Unlike there, the student reads the teacher's tokens instead of retokenizing its text, so that both score the same
+tokens; whitespace around the solution and the tags is not scored. Not implemented: a reference that is synchronised
+with the policy (`sync_ref_model`), the k3 estimate of the divergence, and transformations of the log-probabilities.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ class TeacherReward:
     """The parts of each completion's reward, all [R] fp32."""
 
     solution: Tensor  # weighted reductions of the student's log-probabilities
-    kl: Tensor  # weighted reductions of the divergence, to be subtracted
+    kl: Tensor  # weighted reductions of the divergence; subtracted
     format: Tensor
-    reduced: dict[str, Tensor]  # each reduction by itself: solution_logprob_mean, explanation_kl_max, ...
+    reduced: dict[str, Tensor]  # each unweighted reduction: solution_logprob_mean, explanation_kl_max, ...
 
     @property
     def total(self) -> Tensor:
@@ -159,19 +159,19 @@ def teacher_reward(
     kl_coefficients: Sequence[float] = (3.0, 0.03),
     format_penalty: float = 1.0,
 ) -> TeacherReward:
-    """The reward of the module's formula, with its parts.
+    """The reward of the formula in the module docstring, with its parts.
 
     Args:
-        solution_logprobs: [R, S] fp32 of the solution's tokens under the student.
+        solution_logprobs: [R, S] fp32, of the solution tokens under the student.
         solution_mask: [R, S] bool.
-        teacher_logprobs, student_logprobs: [R, E] fp32 of the explanation's tokens, column by column the same ones.
-        explanation_mask: [R, E] bool. What stands outside the masks has no effect, whatever it is.
-        closed: [R] bool, the end tag is there.
-        format_penalty: what its absence costs. An empty explanation, and with it an undefined divergence, costs as much
-            in place of each of the divergence's reductions, as in the original.
+        teacher_logprobs, student_logprobs: [R, E] fp32, of the same explanation tokens under both models.
+        explanation_mask: [R, E] bool. Values outside the masks have no effect, even if they are not finite.
+        closed: [R] bool, whether the end tag is present.
+        format_penalty: penalty for a missing end tag. An empty explanation has no divergence: each of its reductions is
+            then this penalty, as in the original.
 
     Raises:
-        ValueError: shapes that differ, a solution without tokens, or not as many coefficients as reductions.
+        ValueError: shapes differ, a solution has no tokens, or the numbers of coefficients and reductions differ.
     """
     if solution_logprobs.shape != solution_mask.shape or not (
         teacher_logprobs.shape == student_logprobs.shape == explanation_mask.shape
@@ -197,10 +197,10 @@ def teacher_reward(
 
 
 def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -> Tensor:
-    """The mean, sum, min or max of each row's values inside the mask, `empty` where it has none: [R] for [R, N].
+    """The mean, sum, min or max of each row's values inside the mask, `empty` for rows without any: [R] for [R, N].
 
     Raises:
-        ValueError: an unknown reduction.
+        ValueError: the reduction is unknown.
     """
     if how in ("mean", "sum"):
         result = torch.where(mask, values, 0.0).sum(dim=1)
@@ -219,7 +219,7 @@ def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -
 
 
 class InParts:
-    """An engine that is given the prompts of `completions` completions at a time."""
+    """An engine wrapper that samples about `completions` completions per call of the engine."""
 
     def __init__(self, engine: Engine, completions: int):
         self.eos_ids = engine.eos_ids
@@ -238,14 +238,14 @@ class InParts:
 
 @dataclass(frozen=True)
 class Judged:
-    """A rollout's rewards, and what was found in its completions."""
+    """The rewards of a rollout, and for each completion its explanation's length and whether the end tag is present."""
 
     reward: TeacherReward
     explanation_lengths: list[int]
     closed: list[bool]
 
     def means(self) -> dict[str, Tensor | float]:
-        """Over the completions."""
+        """Statistics averaged over the completions."""
         reward, n = self.reward, len(self.closed)
         return {
             "reward": reward.total.mean(),
@@ -258,7 +258,7 @@ class Judged:
         }
 
     def rows(self, sampled: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
-        """One for each completion, with the parts of its reward."""
+        """One log row per completion, with the parts of its reward."""
         reward = self.reward
         columns = {
             "reward": reward.total,
@@ -290,7 +290,7 @@ def judge(
     examples: Sequence[TeacherExample],
     eos_ids: Sequence[int],
 ) -> Judged:
-    """The rewards of a rollout; `examples` has the example of each of its rows."""
+    """The rewards of a rollout; `examples` holds one example per row of the rollout."""
     found = [
         split_explanation(run.tokenizer, completion, config.explanation_end, eos_ids)
         for completion in sampled.completions
@@ -329,7 +329,7 @@ def judge(
 
 def train(config: RLTConfig) -> dict[str, Any]:
     """Run RLT and return its summary; outputs and errors as in `dpo.train`."""
-    # Before the run, which writes: a student that cannot be loaded leaves nothing behind.
+    # Before the run writes files, so that a failed load leaves none.
     student = None
     if config.student_model is not None:
         device, offload = resolve_device(config.device), config.offload_untrained_models
@@ -365,7 +365,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
                 return sampled, judge(config, run, student, sampled, of_rows, engine.eos_ids), of_rows
 
         def evaluate() -> dict[str, Tensor | float]:
-            """One explanation of each example."""
+            """Statistics of one explanation per example."""
             data, size = run.eval_data or [], config.completions_per_step
             means: dict[str, Tensor | float] = {}
             sequences, ended = [], []

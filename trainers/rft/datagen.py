@@ -1,19 +1,20 @@
-"""RFT's data (https://arxiv.org/abs/2308.01825): sample completions, verify them, keep right ones that differ.
+"""The data stage of RFT (https://arxiv.org/abs/2308.01825): sample completions and keep distinct correct ones.
 
-A completion is kept where its reward is at least `reward_threshold` and it ended by itself: one that was cut at
-`max_completion_length` would be taught with an end that it did not have. Of the same prompt's right completions those
-that say the same count once (`deduplicate`), the earliest of them; of what is then left, `keep` says how many stay.
+A completion is correct if its reward is at least `reward_threshold`, and kept only if it ended with EOS: a completion
+truncated at `max_completion_length` would be trained with an EOS that it did not have. `deduplicate` keeps the first of
+several equivalent completions of a prompt, and `keep` selects among the rest.
 
-In the output folder:
+Files in the output folder:
 
 | file | |
 |---|---|
-| kept.jsonl | prompt, completion, reward, as `train` and TRL's SFTTrainer read them: text, or messages as the prompts |
-| report.json | accuracy, answer rate, what was kept and what was not, seconds |
-| parts/ | every completion with its verdict, block by block |
+| kept.jsonl | prompt, completion, reward, as `train` and TRL's SFTTrainer read them: text, or messages like the prompts
+    |
+| report.json | accuracy, answer rate, counts of kept and discarded completions, seconds |
+| parts/ | every completion with its verdict, one file per block |
 
-Left out: mixing the kept rows with the demonstrations that the model was first trained on, as the paper does (JSON
-lines: put the files together), and its selection of the most different paths from several models.
+Not implemented: mixing the kept rows with the original demonstrations, as the paper does (concatenate the JSON lines
+files), and the paper's selection of the most different reasoning paths from several models.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .sampling import Figures, SamplingOptions, sample, write_lines, write_repor
 KEPT_FILE = "kept.jsonl"
 REPORT_FILE = "report.json"
 
-# A side of numbers and operators, "=", and another; as in "6*7=42" or "(1+2) / 3 = 1.0".
+# An equation of numbers and operators, such as "6*7=42" or "(1+2) / 3 = 1.0".
 _SIDE = r"[\d.,()+\-*/^%$ ]*\d[\d.,()+\-*/^%$ ]*"
 _EQUATION = re.compile(rf"{_SIDE}(?:={_SIDE})+")
 
@@ -61,18 +62,18 @@ class DatagenConfig(SamplingOptions):
 
 @dataclass
 class Selection:
-    """What became of the right completions."""
+    """Selects the correct completions to keep, and counts the kept and the discarded ones."""
 
     n_kept: int = 0
     n_prompts_kept: int = 0
     n_wrong: int = 0
-    n_unfinished: int = 0  # right, but cut
+    n_unfinished: int = 0  # correct, but truncated
     n_duplicates: int = 0
-    n_not_chosen: int = 0  # right, different, and not what `keep` takes
+    n_not_chosen: int = 0  # correct and distinct, but not selected by `keep`
     _seen: set[tuple[str, str]] = field(default_factory=set, repr=False)
 
     def select(self, row: dict[str, Any], config: DatagenConfig) -> list[int]:
-        """The places of one prompt's completions that are kept; they are counted."""
+        """The positions of the kept completions of one prompt; updates the counts."""
         candidates = []
         for i, completion in enumerate(row["completions"]):
             if not row["right"][i]:
@@ -87,7 +88,7 @@ class Selection:
         if config.keep == "first":
             kept = candidates[:1]
         elif config.keep == "best" and candidates:
-            kept = [max(candidates, key=lambda i: row["rewards"][i])]  # the earliest of equals
+            kept = [max(candidates, key=lambda i: row["rewards"][i])]  # the first of equal rewards
         self.n_not_chosen += len(candidates) - len(kept)
         self.n_kept += len(kept)
         self.n_prompts_kept += bool(kept)
@@ -104,10 +105,10 @@ class Selection:
 
 
 def fingerprint(completion: str, deduplicate: str) -> str:
-    """What two completions that say the same have in common.
+    """A key that is equal for equivalent completions.
 
-    text: the words. equations: the list of equations in their order, without spaces (section 3.3 of the paper), and the
-    words where there is none.
+    text: the words. equations: the equations in order, without spaces (section 3.3 of the paper), or the words if there
+    is no equation.
     """
     if deduplicate == "equations":
         equations = ["".join(match.split()).strip(".,$") for match in _EQUATION.findall(completion)]
@@ -120,7 +121,7 @@ def datagen(config: DatagenConfig) -> dict[str, Any]:
     """Write kept.jsonl and report.json, and return the report.
 
     Raises:
-        ConfigError, DataError: as `rft_sampling.sample`.
+        ConfigError, DataError: as in `sampling.sample`.
     """
     with sample(config, "datagen") as sampled:
         figures, selection = Figures(), Selection()

@@ -1,11 +1,11 @@
-"""How often a model answers right: the last stage of RFT, and a test for any other loop's checkpoint.
+"""The test stage of RFT: measure a model's accuracy on prompts with known answers. It accepts any loop's checkpoint.
 
-With one completion a prompt at temperature 0 accuracy is that of greedy decoding; with several at a higher temperature
-it is the mean of the prompts' pass rates. In the output folder:
+With one completion per prompt at temperature 0, accuracy is that of greedy decoding; with several completions at a
+higher temperature it is the mean pass rate of the prompts. Files in the output folder:
 
 | file | |
 |---|---|
-| results.jsonl | a row a prompt: index, prompt, answer, completions with their rewards and verdicts, pass rate |
+| results.jsonl | one row per prompt: index, prompt, answer, completions with their rewards and verdicts, pass rate |
 | summary.json | accuracy with its standard error, answer rate, solved prompts, seconds |
 """
 
@@ -28,7 +28,7 @@ SUMMARY_FILE = "summary.json"
 class TestConfig(SamplingOptions):
     """Measure accuracy and answer rate on prompts with known answers."""
 
-    __test__ = False  # pytest takes a class of this name for tests
+    __test__ = False  # pytest would collect a class of this name
 
     dataset_split: str = option("test", "split of a hub dataset")
     n_generations: int = option(1, "completions per prompt")
@@ -44,7 +44,7 @@ def test(config: TestConfig) -> dict[str, Any]:
     """Write results.jsonl and summary.json, and return the summary.
 
     Raises:
-        ConfigError, DataError: as `rft_sampling.sample`.
+        ConfigError, DataError: as in `sampling.sample`.
     """
     with sample(config, "test") as sampled:
         figures = Figures()

@@ -1,8 +1,8 @@
-"""Completions of many prompts, sampled and verified block by block: what RFT's `datagen` and `test` both begin with.
+"""Sampling and verification of completions in blocks, shared by the RFT stages `datagen` and `test`.
 
-A block is `prompts_per_batch` prompts. Its sampling is seeded by the run's seed and its own number, and what came of it
-is written to `parts/` in one piece, so that a run that was killed goes on with the first block that is missing and ends
-with the same files as one that was not. Parts are never changed once they are there.
+A block is `prompts_per_batch` prompts. Its random seed depends on the run's seed and the block's number, and its
+results are written atomically to one file in `parts/`. A killed run therefore resumes at the first missing block and
+produces the same files as an uninterrupted one. A part is never modified after it is written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from ..run.training_run import seed_everything
 
 INPUTS_FILE = "inputs.json"
 PARTS_FOLDER = "parts"
-_PART_DIGEST = "xxh3_128"  # in each part: of its other keys
-# What may differ between a run and the one that goes on with it.
+_PART_DIGEST = "xxh3_128"  # key of a part that holds the digest of its other keys
+# Options that may differ when a run is resumed.
 _MAY_DIFFER = {"resume", "mount_dir", "output_dir"}
 MatmulPrecision = Literal["highest", "high", "medium"]
 
@@ -108,18 +108,18 @@ class SamplingOptions:
             )
 
     def folder(self, stage: str) -> Path:
-        """Where the results go."""
+        """The folder of the results."""
         folder = self.output_dir or Path(f"rft_{stage}_{model_slug(self.policy_name)}")
         return folder if self.mount_dir is None else self.mount_dir / folder
 
 
 @dataclass
 class Figures:
-    """What came of the completions."""
+    """Counts of completions by outcome."""
 
     n_prompts: int = 0
     n_completions: int = 0
-    n_judged: int = 0  # that a reward function applies to
+    n_judged: int = 0  # those that a reward function applies to
     n_right: int = 0
     n_answered: int = 0
     n_finished: int = 0
@@ -128,7 +128,7 @@ class Figures:
     reward_sum: float = 0.0
 
     def add(self, row: dict[str, Any]) -> None:
-        """Count one prompt's row."""
+        """Add one prompt's row to the counts."""
         self.n_prompts += 1
         self.n_completions += len(row["right"])
         self.n_right += sum(row["right"])
@@ -143,10 +143,10 @@ class Figures:
     def as_dict(self) -> dict[str, Any]:
         """Counts and shares.
 
-        accuracy: of all completions that could be judged, those that are right (the mean of the prompts' pass rates).
-        accuracy_stderr: its standard error over prompts, were each either always right or never: the largest that it
-        can be. solved: of all prompts, those with a right completion. answer_rate: of all completions, those with an
-        answer to be found. finished: of all completions, those that ended by themselves.
+        accuracy: share of correct completions among those that could be judged (the mean pass rate of the prompts).
+        accuracy_stderr: upper bound of its standard error over prompts, reached if each prompt is always or never
+        answered correctly. solved: share of prompts with a correct completion. answer_rate: share of completions in
+        which an answer was found. finished: share of completions that ended with EOS.
 
         Raises:
             DataError: no completion could be judged.
@@ -171,26 +171,26 @@ class Figures:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A finished run over all prompts, on disk."""
+    """The results of a finished run over all prompts, read from disk."""
 
     folder: Path
     n_parts: int
-    prompts: dict[str, Any]  # what became of the dataset's rows
-    n_resumed: int  # parts that were there before
+    prompts: dict[str, Any]  # counts of the dataset's used and dropped rows
+    n_resumed: int  # parts that an earlier run had written
     peak_memory_bytes: int | None
     seconds: dict[str, float] = field(default_factory=dict)  # of generation and of verification, over all parts
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each prompt, in the dataset's order.
+        """One row per prompt, in the order of the dataset.
 
-        It has index, prompt, answer (the dataset's, where it has one), and lists with an entry for each completion:
-        completions, rewards (None where none applies), right, answered, finished, n_tokens.
+        A row has index, prompt, answer (if the dataset has one), and lists with one entry per completion: completions,
+        rewards (None if no reward function applies), right, answered, finished, n_tokens.
         """
         for part in range(self.n_parts):
             yield from _read_part(self.folder, part)["rows"]
 
     def speed(self, n_tokens: int) -> dict[str, Any]:
-        """Seconds, tokens a second of generation, and the GPU's peak of this process."""
+        """Seconds, generated tokens per second, and the peak GPU memory of this process."""
         return {
             **self.seconds,
             "tokens_per_s": n_tokens / self.seconds["generate_time_s"],
@@ -200,12 +200,12 @@ class Sampled:
 
 @contextmanager
 def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
-    """Sample and verify what the options say, or what is left of it; inside, no other run writes to the folder.
+    """Sample and verify all blocks that are not written yet; the output folder is locked until the context exits.
 
     Raises:
-        ConfigError: an option that cannot be; an output folder that holds something, or with `resume` a run of other
+        ConfigError: an option is invalid; the output folder is not empty or, with `resume`, holds a run with other
             options or inputs.
-        DataError: model, dataset or a part cannot be read.
+        DataError: the model, the dataset or a part cannot be read.
     """
     folder = options.folder(stage)
     require_unlocked(folder)
@@ -264,7 +264,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
 
 
 def _loading(options: SamplingOptions) -> TrainingOptions:
-    """The same model as a training loop would load it."""
+    """Options that load the model as a training loop does."""
     return TrainingOptions(
         policy_name=options.policy_name, checkpoint=options.checkpoint, dataset=options.dataset, dtype=options.dtype
     )
@@ -278,7 +278,7 @@ def _sample_block(
     tokenizer: Any,
     rewards: Rewards,
 ) -> dict[str, Any]:
-    """A part's content: rows as `Sampled.rows` gives them, and the seconds that they took."""
+    """The content of a part: rows as in `Sampled.rows`, and the seconds that they took."""
     n = options.n_generations
     sampling = Sampling(options.max_completion_length, options.temperature, options.top_p, options.top_k)
     seed_everything(options.seed, block_number)
@@ -324,14 +324,14 @@ def _shown(figures: Figures, seconds: float) -> dict[str, str]:
 
 @contextmanager
 def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, resuming: bool) -> Iterator[None]:
-    """Write options and inputs into a folder that is locked, or see that those of the run in it are the same.
+    """Write options and input digests to a locked folder, or check them against those of the run to resume.
 
-    A new run that ends before its first part leaves none of its files.
+    A new run that fails before its first part leaves no files.
     """
     file = folder / INPUTS_FILE
     if resuming:
         require_same_options(folder, options, _MAY_DIFFER)
-        # It is missing where the run was killed right after it had begun: then there is no part either.
+        # The file is missing if the run was killed right after its start; then it has no part either.
         found = _read_json(file) if file.exists() or _has_parts(folder) else inputs
         for name, digest in inputs.items():
             if found.get(name) != digest:
@@ -412,13 +412,13 @@ def _read_json(file: Path, hint: str = "") -> dict[str, Any]:
 
 
 def write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Rows as JSON lines; the file appears whole or not at all."""
+    """Write rows as JSON lines, atomically."""
     with writing(path), written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """A report as indented JSON, whole or not at all."""
+    """Write a report as indented JSON, atomically."""
     with writing(path), written_aside(path) as aside:
         aside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,14 +1,13 @@
-"""Rejection-sampling fine-tuning (RFT, https://arxiv.org/abs/2308.01825), in three stages:
+"""The training stage of rejection-sampling fine-tuning (RFT, https://arxiv.org/abs/2308.01825), the second of three:
 
     sparse-opt train rft datagen --model_name M --dataset train.jsonl --output_dir round_1      # sample, verify, keep
     sparse-opt train rft train --model_name M --dataset round_1/kept.jsonl --output_dir rft_1   # SFT on what was kept
     sparse-opt train rft test --model_name rft_1/final --dataset test.jsonl                     # accuracy, answer rate
 
-A second round begins with the first one's model. `--profile conservative|balanced|aggressive` sets what a stage was not
-given, see `profiles`.
+A second round starts from the model of the first. `--profile conservative|balanced|aggressive` sets options that are
+not given, see `profiles`.
 
-The middle stage, here, is `sft.train` with the paper's learning rate; the others are in `rft_datagen` and
-`rft_evaluate`.
+This stage is `sft.train` with the paper's learning rate; the other stages are in `datagen` and `evaluate`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class RFTConfig(sft.SFTConfig):
 
     @classmethod
     def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
-        """The values of `profile` for options that were not given; its scale of the learning rate is for its mode."""
+        """The values of `profile` for options that were not given; its learning-rate scale applies to its mode only."""
         presets = preset_values(values.get("profile"), "train")
         mode = {key: value for key, value, _ in presets}.get("mode")
         if mode is not None and values.get("mode", mode) != mode:
@@ -74,7 +73,7 @@ class RFTConfig(sft.SFTConfig):
         super().__post_init__()
 
     def _random_mask_file(self) -> Path:
-        """Where the random mask is, or will be."""
+        """The path of the random mask, which may not exist yet."""
         share = re.sub(r"[^0-9a-z]+", "_", f"{100 * (self.mask_density or 0):.4g}")
         name = f"{model_slug(self.policy_name)}_random_{share}pct_{self.mask_pattern}_seed{self.seed}.safetensors"
         folder = Path("masks") if self.mount_dir is None else self.mount_dir / "masks"
@@ -82,18 +81,18 @@ class RFTConfig(sft.SFTConfig):
 
     @property
     def makes_mask(self) -> bool:
-        """Whether the mask is the random one of `mask_density`, and not a file that was given."""
+        """Whether the mask is a random one of `mask_density` instead of a given file."""
         return self.mode == "sparse" and self.mask_density is not None and self.mask == self._random_mask_file()
 
 
 def train(config: RFTConfig) -> dict[str, Any]:
     """Fine-tune on the kept rows and return the summary; outputs and errors as in `sft.train`.
 
-    The options file of the run has the learning rate as scaled, and a scale of 1: given again, it is the same run.
+    The saved options hold the scaled learning rate and a scale of 1, so that they reproduce the run.
 
     Raises:
-        ConfigError: as there; or the file of the random mask is there with another mask in it.
-        DataError: as there.
+        ConfigError: as in `sft.train`; or the file of the random mask exists and holds another mask.
+        DataError: as in `sft.train`.
     """
     scaled = config.learning_rate * config.learning_rate_scale
     config = replace(config, learning_rate=scaled, learning_rate_scale=1.0)
@@ -119,7 +118,7 @@ def _make_mask(config: RFTConfig) -> None:
 
 
 def _without_weights(source: str) -> Any:
-    """The model on the meta device: names and shapes."""
+    """The model on the meta device, for its names and shapes."""
     from transformers import AutoModelForCausalLM
 
     config = load_config_from(source)
@@ -140,7 +139,7 @@ def _text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# Stage of `sparse-opt train rft` -> its options, and what runs it: a function from options to a summary.
+# Stage of `sparse-opt train rft` -> its options class, and the function that runs it and returns a summary.
 STAGES: dict[str, tuple[type, Any]] = {
     "datagen": (DatagenConfig, datagen),
     "train": (RFTConfig, train),

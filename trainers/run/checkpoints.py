@@ -1,9 +1,8 @@
-"""Checkpoints to resume from, `output_dir/checkpoints/step_00000100/`: the model in Hugging Face format (in mode lora
-its adapters), `training_state.pt` with all else that a run carries from step to step, and `manifest.json` with a digest
-of each file.
+"""Checkpoints from which a run resumes, in `output_dir/checkpoints/step_00000100/`.
 
-Each appears whole or not at all, and the newest few are kept. Random states are no part of them: every step draws from
-its own seed.
+A checkpoint holds the model in Hugging Face format (in mode lora its adapters), `training_state.pt` with all other
+state that is carried between steps, and `manifest.json` with a digest of each file. It is written atomically, and the
+newest few are kept. Random states are not saved, because every step is seeded by its own number.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\..*\.tmp")
 
 
 class Stateful(Protocol):
-    """What can be kept in a checkpoint: an optimizer, a schedule, a controller."""
+    """An object whose state a checkpoint can hold: an optimizer, a schedule, a controller."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings, and lists and dicts of them."""
+        """The state as tensors, numbers, strings, and lists and dicts of them."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -47,7 +46,7 @@ class Checkpoints:
 
     Args:
         output_dir: the run's folder.
-        limit: how many of the newest are kept.
+        limit: number of newest checkpoints to keep.
     """
 
     def __init__(self, output_dir: Path, limit: int):
@@ -55,7 +54,7 @@ class Checkpoints:
         self._limit = limit
 
     def steps(self) -> list[int]:
-        """Steps that there are checkpoints of, ascending."""
+        """The steps that have a checkpoint, ascending."""
         if not self.folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
@@ -66,11 +65,11 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def save(self, step: int, model: nn.Module, tokenizer: Any, kept: Mapping[str, Stateful]) -> None:
-        """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError where it cannot."""
+        """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError if the write fails."""
         states = {name: thing.state_dict() for name, thing in kept.items()}
         with writing(self.path(step)), new_folder(self.path(step)) as aside:
             save_into(model, tokenizer, aside)
-            # Given a name, torch.save fails on a full disk with a RuntimeError that is no different from others.
+            # With a file name, torch.save reports a full disk as a RuntimeError that cannot be told from others.
             with (aside / STATE_FILE).open("wb") as file:
                 torch.save({"step": step, "states": states}, file)
             write_manifest(aside)
@@ -78,15 +77,15 @@ class Checkpoints:
             shutil.rmtree(self._hide(old))
 
     def choose(self, step: int | None = None) -> int:
-        """The step to go on from, whose checkpoint was read and found intact; 0 is the beginning of the run.
+        """The step to resume from, whose checkpoint has been verified; 0 means the start of the run.
 
         Args:
-            step: None takes the newest checkpoint, and the beginning where there is none. A checkpoint that is named
-                here and has no manifest is taken as it is, with a UserWarning.
+            step: None takes the newest checkpoint, or 0 if there is none. A checkpoint without a manifest that is
+                requested by its step is accepted with a UserWarning.
 
         Raises:
-            ConfigError: there is no checkpoint of this step.
-            DataError: the checkpoint is damaged; the message names the file, and the last checkpoint that is intact.
+            ConfigError: the step has no checkpoint.
+            DataError: the checkpoint is damaged; the message names the file and the last intact checkpoint.
         """
         steps = self.steps()
         if step is not None and step not in (0, *steps):
@@ -107,7 +106,7 @@ class Checkpoints:
         return chosen
 
     def _hint(self, damaged: int) -> str:
-        """From where else a run can go on."""
+        """Where else the run can resume, as the end of an error message."""
         for step in reversed(self.steps()):
             if step == damaged:
                 continue
@@ -119,13 +118,13 @@ class Checkpoints:
         return "no other checkpoint is intact; --resume --resume_step 0 starts from the beginning"
 
     def set_aside_after(self, step: int) -> None:
-        """Hide the checkpoints of later steps, which the run does again; `remove_leftovers` removes them."""
+        """Hide the checkpoints of later steps, which the run repeats; `remove_leftovers` deletes them."""
         for later in self.steps():
             if later > step:
                 self._hide(later)
 
     def _hide(self, step: int) -> Path:
-        """Rename a checkpoint to a leftover, so that none is ever half removed; the leftover."""
+        """Rename a checkpoint to a leftover and return its path, so that no checkpoint is ever partly deleted."""
         path = self.path(step)
         hidden = path.with_name(f".{path.name}.removed.tmp")
         if hidden.exists():
@@ -133,16 +132,16 @@ class Checkpoints:
         return path.rename(hidden)
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed run left half-written, and what `set_aside_after` hid."""
+        """Remove partly written checkpoints of a killed run, and those hidden by `set_aside_after`."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def restore(self, step: int, model: nn.Module, kept: Mapping[str, Stateful]) -> None:
-        """Put a checkpoint's weights into the model, in place, and its states into `kept`.
+        """Load a checkpoint's weights into the model, in place, and its states into `kept`.
 
         Raises:
-            DataError: the checkpoint is damaged, or holds other things than `kept`.
+            DataError: the checkpoint is damaged, or does not hold exactly the states of `kept`.
         """
         folder = self.path(step)
         states = _read_states(folder, step)
@@ -154,7 +153,7 @@ class Checkpoints:
         for name, thing in kept.items():
             try:
                 thing.load_state_dict(states[name])
-            # What is not the state of such a thing can fail in any of these ways.
+            # An invalid state raises any of these, depending on the class of `thing`.
             except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
                 raise DataError(
                     f"checkpoint {folder}: {STATE_FILE}: {name}: {type(error).__name__}: {one_line(error)}"
@@ -162,7 +161,7 @@ class Checkpoints:
 
 
 def _read_states(folder: Path, step: int) -> dict[str, Any]:
-    """Name -> state of the checkpoint of a step."""
+    """The states in a step's checkpoint, by name."""
     try:
         saved = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, TypeError, LookupError, EOFError, pickle.UnpicklingError) as error:
@@ -193,7 +192,7 @@ def _restore_adapters(model: Any, folder: Path) -> None:
 
     with reading(f"adapters from {folder}"):
         found = load_peft_weights(str(folder), device="cpu")
-    # peft takes what there is, and leaves the other adapters as they are.
+    # PEFT loads the adapters that are present and silently keeps the others, so the names are compared here.
     expected = get_peft_model_state_dict(model)
     for name in sorted(expected.keys() ^ found.keys()):
         raise DataError(

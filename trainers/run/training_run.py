@@ -1,6 +1,6 @@
-"""What every loop does around its loss: set up, draw batches, log a step, evaluate, save, and go on after a kill.
+"""`TrainingRun`, the part that all loops share: setup, batches, logging, evaluation, saving and resuming.
 
-A loop reads
+A loop uses it as follows:
 
     with TrainingRun(config, "dpo", "preference") as run:
         reference = run.reference()
@@ -11,9 +11,9 @@ A loop reads
             run.log(step, n_tokens, loss=loss)
         return run.finish()
 
-Nothing but the weights, the optimizer, the schedule and what `keep` names lives from one step to the next: each step
-draws its batch and its random numbers from the seed and its own number. So a run that goes on from a checkpoint is, on
-a CPU, the run that was never stopped, bit for bit.
+The only state carried between steps is the weights, the optimizer, the schedule and the objects passed to `keep`: the
+batch and the random numbers of a step depend on the seed and the step number alone. On a CPU, a run resumed from a
+checkpoint is therefore bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ from .trackers import Tracker, make_trackers, require_trackers
 logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[], Mapping[str, float | Tensor]]
-# Completions that are written at each of the `sample_steps`.
+# Number of completions written at each of the `sample_steps`.
 _SAMPLES = 4
 
 
 class TrainingRun:
-    """One run: its model, optimizer, data and outputs. All of it is loaded before `with` begins to write.
+    """One run: its model, optimizer, data and outputs. Everything is loaded before `with` writes the first file.
 
     Args:
-        config: options; those of `TrainingOptions` are read here.
-        algorithm: its name in folders and summaries.
-        data: what the dataset holds, or a function that loads it; see `run_data`.
+        config: options; those of `TrainingOptions` are used here.
+        algorithm: the algorithm's name in folders and summaries.
+        data: the kind of examples in the dataset, or a function that loads it; see `data.loaders`.
 
     Attributes:
-        model: the module to call and train; peft's wrapper in mode lora.
-        optimizer: of the model's trained weights.
+        model: the module to call and train; the PEFT wrapper in mode lora.
+        optimizer: the optimizer of the trained weights.
         data, eval_data: examples; eval_data is None without an eval_dataset.
-        pad_id, eos_id: token ids; the tokenizer may have no EOS, which is None then.
+        pad_id, eos_id: token ids; eos_id is None if the tokenizer has no EOS.
     """
 
     def __init__(self, config: TrainingOptions, algorithm: str, data: DataKind | LoadData):
@@ -111,7 +111,7 @@ class TrainingRun:
         require_trackers(config)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
-        # A backend that cannot run is found here, not when the run has begun to write. The delta log has no argument.
+        # Raises if a backend cannot run, before any file is written. The delta log always takes the default backend.
         backends.functions(self.device, None if config.backend == "auto" else config.backend)
         if delta_log_dir is not None:
             backends.functions(self.device)
@@ -154,7 +154,7 @@ class TrainingRun:
 
     def __enter__(self) -> TrainingRun:
         with ExitStack() as stack:
-            # Both folders are this run's before anything is written to either.
+            # Lock both folders before anything is written to either.
             stack.enter_context(RunLock(self.output_dir))
             self._require_unchanged()
             if self._delta_log_dir is not None:
@@ -177,7 +177,7 @@ class TrainingRun:
         return self
 
     def _require_unchanged(self) -> None:
-        """Raise ConfigError where another run has written to the folder since it was looked at."""
+        """Raise ConfigError if another run has written to the folder since it was checked."""
         if not self._resuming:
             check_new_folder(self.output_dir, "output_dir")
             return
@@ -191,7 +191,7 @@ class TrainingRun:
         self._exit.__exit__(kind, error, traceback)
 
     def _discard_unstarted(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the files of a run that failed before its first step was logged: they would block the next one."""
+        """Remove the files of a run that failed before its first logged step, because they would block the next run."""
         if kind is None or self._metrics.rows:
             return
         discard_outputs(self.output_dir)
@@ -207,16 +207,16 @@ class TrainingRun:
     # Before the first step
 
     def reference(self, *, offload: bool = False) -> Reference:
-        """The reference policy. Call it before `steps`, which puts a checkpoint's weights into the model.
+        """The reference policy. Call this before `steps`, which loads a checkpoint's weights into the model.
 
-        With `offload` a second model, where the mode takes one, is on the CPU but while it is used.
+        With `offload`, a second model, if the mode needs one, is kept on the CPU while it is not in use.
         """
         return make_reference(self.config, self.model, self.optimizer, self.device, offload=offload)
 
     def row_file(self, name: str) -> RowFile:
-        """A file of JSON rows with a `step` each in the output folder; a resumed run drops those it does again."""
+        """A file of JSON rows with a `step` each, in the output folder; a resumed run drops rows of repeated steps."""
         last = self._first_step - 1
-        # What was evaluated before the first step is evaluated again where nothing else was kept.
+        # Without a checkpoint, the evaluation before the first step (step 0) is repeated as well.
         file = (
             RowFile.resumed(self.output_dir / name, last or -1) if self._resuming else RowFile(self.output_dir / name)
         )
@@ -224,16 +224,16 @@ class TrainingRun:
         return file
 
     def keep(self, name: str, thing: Stateful) -> None:
-        """Let checkpoints hold another thing's state. Call it before `steps`, which restores it."""
+        """Save the state of another object in checkpoints. Call this before `steps`, which restores it."""
         if name in self._kept:
             raise ValueError(f"'{name}' is kept already")
         self._kept[name] = thing
 
     def steps(self, evaluate: Evaluate | None = None) -> Iterator[int]:
-        """The steps to do, up to n_steps, with a progress bar on a terminal and a line now and then elsewhere.
+        """Yield the remaining steps up to n_steps, with a progress bar on a terminal and occasional lines elsewhere.
 
         Args:
-            evaluate: called without gradient every `eval_steps` where there is an eval_dataset; returns scalars.
+            evaluate: returns scalars; called without gradient every `eval_steps` steps if there is an eval_dataset.
         """
         config = self.config
         if self._first_step > 1:
@@ -261,34 +261,34 @@ class TrainingRun:
     # Within a step
 
     def indices_of(self, step: int) -> list[int]:
-        """Where the step's examples stand in the data, `examples_per_step` of them."""
+        """Indices of the step's `examples_per_step` examples in the data."""
         count = self.config.examples_per_step
         return self._order.take((step - 1) * count, count)
 
     def examples_of(self, step: int) -> list[Any]:
-        """The step's examples of the data."""
+        """The examples of the step."""
         return [self.data[index] for index in self.indices_of(step)]
 
     def epoch_of(self, step: int) -> int:
-        """How often the data had been gone through when the step began."""
+        """The number of complete passes over the data before the step."""
         return (step - 1) * self.config.examples_per_step // len(self.data)
 
     def batches(self, step: int) -> list[TokenBatch]:
-        """A step's micro-batches on the device. In a batch of pairs all chosen completions come before the rejected."""
+        """The micro-batches of a step on the device. A batch of pairs holds all chosen, then all rejected completions."""
         examples, size = self.examples_of(step), self.config.batch_size
         return [self.collate(examples[start : start + size]) for start in range(0, len(examples), size)]
 
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
-        """Examples as one batch on the device: first the first sequence of each, then the second."""
+        """One batch of examples on the device: the first sequence of each example, then the second of each."""
         sequences = [sequence for column in zip(*examples, strict=True) for sequence in column]
         return collate(sequences, self.pad_id).to(self.device)
 
     def time(self, section: str) -> AbstractContextManager[None]:
-        """`with run.time("optimizer"):` counts the block's time as the step's `optimizer_time_s`."""
+        """`with run.time("optimizer"):` adds the block's time to the step's `optimizer_time_s`."""
         return self._timer.section(section)
 
     def update(self) -> None:
-        """The optimizer's step on the gradients there are, which are dropped then; timed as `optimizer`."""
+        """Make an optimizer step with the current gradients, then free them; timed as `optimizer`."""
         with self.time("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -299,21 +299,21 @@ class TrainingRun:
         return every is not None and (step == 1 or step % every == 0 or step == self.config.n_steps)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the first few of these completions (text, reward, ...) to samples.jsonl, if it is the step's turn."""
+        """Write the first few of these completions (text, reward, ...) to samples.jsonl if `samples_due(step)`."""
         if self.samples_due(step):
             for sample in samples[:_SAMPLES]:
                 self._samples.write({"step": step, **sample})
 
     def log(self, step: int, n_tokens: int, **metrics: Tensor | float | None) -> None:
-        """End the step: advance the learning rate, write and show the metrics, log the weights if it is their turn.
+        """End the step: advance the learning rate, write and show the metrics, and log the weights if they are due.
 
         Args:
             n_tokens: tokens in the step's batches, without padding.
-            metrics: scalars; `loss` is one of them. Tensors are read together, the step's only synchronisation. None is
-                a figure that the step does not have.
+            metrics: scalars, including `loss`; None for a metric that the step does not have. Tensors are copied to the
+                CPU together, in the only synchronisation of the step.
 
         Raises:
-            SparseOptError: a figure is not finite.
+            SparseOptError: a metric is not finite.
         """
         if self.optimizer.grad_norm is not None:
             metrics["grad_norm"] = self.optimizer.grad_norm
@@ -341,14 +341,14 @@ class TrainingRun:
         self._progress.advance(step, {name: f"{row[name]:.4g}" for name in names if row.get(name) is not None})
 
     def _evaluate(self, step: int, evaluate: Evaluate) -> None:
-        seed_everything(self.config.seed, 0)  # the same prompts are sampled alike each time
+        seed_everything(self.config.seed, 0)  # every evaluation samples with the same random numbers
         began = time.perf_counter()
         with torch.no_grad():
             values = {f"eval_{name}": value for name, value in _read(evaluate()).items()}
         for name, value in values.items():
             if value is not None and not math.isfinite(value):
                 raise SparseOptError(f"step {step}: {name} is {value}")
-        self._timer.read()  # what it timed is no part of a step
+        self._timer.read()  # discard the timings of the evaluation
         self._evaluations.write({"step": step, **values, "eval_time_s": time.perf_counter() - began})
         for tracker in self._trackers:
             tracker.log(step, values)
@@ -356,12 +356,13 @@ class TrainingRun:
     # At the end
 
     def finish(self, beside: Callable[[Path], object] | None = None) -> dict[str, Any]:
-        """Save the final model, which plain transformers loads, and return the run's summary.
+        """Save the final model in Hugging Face format and return the run's summary.
 
-        In mode lora the adapters are saved too, and then merged into the weights.
+        In mode lora the adapters are saved as well, and then merged into the weights.
 
         Args:
-            beside: writes what else belongs to the final model into the folder it is given, before that has its name.
+            beside: writes further files of the final model into the folder passed to it, before that folder gets its
+                final name.
         """
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
         model = self.model
@@ -381,7 +382,7 @@ class TrainingRun:
             "last": rows[-1],
             "first_evaluation": evaluations[0] if evaluations else None,
             "last_evaluation": evaluations[-1] if evaluations else None,
-            # The first step pays for allocation and compilation; the median does not see it.
+            # The median excludes the first step, which includes allocation and compilation.
             "median": {name: median(row.get(name, 0.0) for row in rows) for name in times},
             "optimizer_bytes": self.optimizer.nbytes(),
             "peak_memory_bytes": rows[-1].get("peak_memory_bytes"),
@@ -411,8 +412,8 @@ def delta_log_folder(config: TrainingOptions, algorithm: str) -> Path | None:
 
 
 def seed_everything(seed: int, step: int) -> None:
-    """Seed Python, numpy and torch by the run's seed and a step alone."""
-    # Odd multipliers keep (seed, step) pairs apart; others than those of the example order.
+    """Seed Python, numpy and torch from the run's seed and the step alone."""
+    # Odd multipliers separate (seed, step) pairs; they differ from those of the example order.
     value = (seed * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -420,7 +421,7 @@ def seed_everything(seed: int, step: int) -> None:
 
 
 def _read(metrics: Mapping[str, Tensor | float | None]) -> dict[str, float | None]:
-    """All figures as numbers; tensors of a device are read in one copy."""
+    """All metrics as numbers; the tensors of a device are read in one copy."""
     tensors: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in metrics.items():
         if isinstance(value, Tensor):
