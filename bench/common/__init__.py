@@ -1,1 +1,1 @@
-"""Shared by the benchmarks: timing, tables, model shapes, and where a run was made."""
+"""Shared code of the benchmarks: timing, tables, model shapes, and the description of machine and versions."""

@@ -1,17 +1,17 @@
-"""SparseAdamW in other people's trainers: transformers' Trainer, and TRL's SFTTrainer, DPOTrainer and GRPOTrainer.
+"""SparseAdamW in other libraries' trainers: transformers' Trainer, and TRL's SFTTrainer, DPOTrainer and GRPOTrainer.
 
     from sparse_opt.integrations import SparseArguments, sparse_trainer
 
     trainer = sparse_trainer(DPOTrainer)(model, args=args, train_dataset=rows, mask="mask.safetensors")
 
-A delta log of any other run of theirs:
+To keep a delta log of a run that is not sparse:
 
     from sparse_opt.integrations import DeltaLogCallback
 
     trainer.add_callback(DeltaLogCallback("delta_logs", "every:10,last"))
 
-Nothing here is imported by `import sparse_opt`, and nothing of transformers or TRL by importing this: `sparse_trainer`
-takes the class that is already loaded and makes a subclass of it. No function or class of theirs is changed.
+`import sparse_opt` does not import this package, and importing this package does not import transformers or TRL:
+`sparse_trainer` makes a subclass of the class passed to it. No function or class of these libraries is patched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["DeltaLogCallback", "SparseArguments", "sparse_trainer"]
 
 
 def __getattr__(name: str) -> Any:
-    # A callback is a class of transformers', which nothing here imports before it is asked for.
+    # DeltaLogCallback derives from a class of transformers, which is imported only when the name is accessed.
     if name != "DeltaLogCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .callback import DeltaLogCallback

@@ -1,4 +1,4 @@
-"""What SparseAdamW in a trainer is told beside the trainer's own arguments."""
+"""`SparseArguments`: the options of SparseAdamW in a trainer, in addition to the trainer's own arguments."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Mask = MaskSet | str | PathLike[str] | Mapping[str, Tensor]
 class SparseArguments:
     """Options of `SparseAdamW` and of the delta log, for `sparse_trainer`.
 
-    Learning rate, betas, epsilon, weight decay, gradient norm and schedule are the trainer's own arguments.
+    Learning rate, betas, epsilon, weight decay, gradient norm and schedule are set by the trainer's own arguments.
 
     Args:
         grads, state_dtype, grad_dtype, master_weights, stochastic_rounding, freeze_inactive, keep_base_weights,
-            amp_scaling, tile_backward, backend: as `SparseAdamW` takes them. fp16 mixed precision wants
-            `amp_scaling=True` or grads='dense'; DistributedDataParallel wants grads='dense'.
-        seed: of the stochastic rounding; None takes the trainer's seed.
-        delta_log_dir: where to keep a `DeltaLog` of the weights; None keeps none. A folder without a log gets one whose
-            step 0 is W0, also when a run is resumed; a resumed run appends to the log that is there.
-            Patches are coded over the mask's elements.
+            amp_scaling, tile_backward, backend: see `SparseAdamW`. fp16 mixed precision requires `amp_scaling=True` or
+            grads='dense'; DistributedDataParallel requires grads='dense'.
+        seed: seed of the stochastic rounding; None takes the trainer's seed.
+        delta_log_dir: folder of a `DeltaLog` of the weights; None writes no log. In a folder without a log, a new one
+            is created whose step 0 is W0, even if the run is resumed; otherwise a resumed run appends to the existing
+            log. Patches are coded over the mask's elements.
         delta_log_steps: the optimizer steps to log (`delta.schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
         delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
             `DeltaLog.create`.
 
     Raises:
-        ConfigError: an option of the log is out of range, or does nothing without `delta_log_dir`; a log is wanted and
-            the base weights are not.
+        ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log is
+            requested with keep_base_weights=False.
     """
 
     grads: Literal["compact", "dense"] = "compact"
@@ -76,11 +76,11 @@ class SparseArguments:
 
 
 def as_mask(mask: Mask) -> MaskSet:
-    """The mask from an object, a file that `MaskSet.load` reads, or name -> bool tensor.
+    """A MaskSet from a MaskSet, a file for `MaskSet.load`, or a dictionary of bool tensors.
 
     Raises:
-        MaskError: the file or a tensor is not a mask; names it.
-        TypeError: it is none of these.
+        MaskError: the file or a tensor is not a mask; the message names it.
+        TypeError: `mask` has another type.
     """
     if isinstance(mask, MaskSet):
         return mask

@@ -1,4 +1,4 @@
-"""What happens around a trainer's steps: old gradients dropped, weights logged on a schedule."""
+"""`DeltaLogCallback`: write a delta log of a transformers Trainer's weights on a schedule."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 class DeltaLogCallback(TrainerCallback):
-    """Keeps a `DeltaLog` of any transformers Trainer's or TRL trainer's run, in one line:
+    """Writes a `DeltaLog` of a run of any transformers or TRL trainer, in one line:
 
         trainer.add_callback(DeltaLogCallback("delta_logs"))
 
-    Step 0 is the model as training begins. Steps are optimizer steps. Writing goes on behind the training; it ends, and
-    a step that could not be written is raised, with the training. A resumed run appends to the log that is there; steps
-    that the log has already, because the run had gone on after the checkpoint, must come out with the bits it says.
-    Of several processes the first one logs, which has to have the whole model: sharded ones are refused.
+    Step 0 is the model at the start of training. Steps are optimizer steps. Writing runs in the background and is
+    finished at the end of training, where an error of a write is raised. A resumed run appends to the existing log. If
+    the log already has a step, because the first run continued after the checkpoint, the resumed run must reproduce its
+    bits. With several processes, process 0 writes the log and must hold the whole model; sharded models are refused.
 
     Args:
-        directory: of the log; a new run wants one without a log.
-        steps: which steps are logged (`Schedule`); `last` is the run's last one, wherever it is stopped.
-        level, against, keyframe_every, mask, on_error: as `DeltaLog.create` takes them.
-        metadata: strings to keep with the log, beside the model's name.
+        directory: folder of the log; must not hold a log when a new run starts.
+        steps: which steps are logged (`Schedule`); `last` is the last step of the run, also if it is stopped early.
+        level, against, keyframe_every, mask, on_error: see `DeltaLog.create`.
+        metadata: strings to store in the log, in addition to the model's name.
 
     Raises:
-        ConfigError: `steps` is no schedule.
-        DeltaLogError: a new run finds a log, or a resumed one none; a logged step comes out otherwise; the model cannot
-            be logged; a step could not be written.
+        ConfigError: `steps` is not a valid schedule.
+        DeltaLogError: the folder of a new run holds a log, or that of a resumed run does not; a repeated step differs
+            from the log; the model cannot be logged; a step could not be written.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DeltaLogCallback(TrainerCallback):
             self._require_same(step, model, "the weights that the resumed run has there")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """A run that another callback has stopped: its last weights, before the best ones are loaded."""
+        """If another callback has stopped the run, log its last weights before the Trainer loads the best ones."""
         log = self._log
         if log is not None and self._schedule.last and control.should_training_stop:
             if state.global_step > log.last_step:
@@ -104,13 +104,13 @@ class DeltaLogCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the log, for others to append to."""
+        """Finish pending writes and close the log, so that others can append to it."""
         log, self._log = self._log, None
         if log is not None:
             log.close()
 
     def _base_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that the run started from, where that can be had."""
+        """A context in which the model holds the weights at the start of the run, if they are available."""
         return nullcontext()
 
     def _require_base(self, step: int) -> None:
@@ -121,7 +121,7 @@ class DeltaLogCallback(TrainerCallback):
             )
 
     def _check_base(self, model: nn.Module) -> None:
-        """Raise unless the model, at its base weights, is what the log began with."""
+        """Raise unless the model, at its base weights, equals step 0 of the log."""
 
     def _require_same(self, step: int, model: nn.Module, what: str) -> None:
         log = self._log

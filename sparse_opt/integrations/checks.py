@@ -1,4 +1,4 @@
-"""What a trainer is asked for and can't have together with SparseAdamW: the reason, and what works instead."""
+"""Checks that refuse trainer settings that do not work with SparseAdamW, each with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def of_call(bound: inspect.BoundArguments) -> None:
-    """Arguments of the trainer's constructor, before it runs.
+    """Check the arguments of the trainer's constructor before it runs.
 
     Raises:
-        ConfigError: an optimizer or scheduler of the caller's, or a PEFT adapter.
+        ConfigError: the caller passes an optimizer, a scheduler or a PEFT adapter.
     """
     given = named(bound)
     optimizer, scheduler = given.get("optimizers") or (None, None)
@@ -37,10 +37,10 @@ def of_call(bound: inspect.BoundArguments) -> None:
 
 
 def of_model(model: Any) -> None:
-    """Models whose weights are not the ones a mask is over.
+    """Check that the model's own, whole weights are trained, which a mask requires.
 
     Raises:
-        ConfigError: a PEFT model, or one that transformers has sharded.
+        ConfigError: the model is a PEFT model, or transformers has sharded it.
     """
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
@@ -52,11 +52,11 @@ def of_model(model: Any) -> None:
 
 
 def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> None:
-    """Ways of running that take gradients or weights where the optimizer does not find them.
+    """Check that accelerate leaves gradients and weights where the optimizer can access them.
 
     Raises:
-        ConfigError: DeepSpeed, FSDP, Megatron-LM, XLA, DataParallel; with compact gradients, DistributedDataParallel
-            and a GradScaler without `amp_scaling`.
+        ConfigError: the run uses DeepSpeed, FSDP, Megatron-LM, XLA or DataParallel; or, with compact gradients,
+            DistributedDataParallel or a GradScaler without `amp_scaling`.
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
@@ -82,10 +82,11 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 
 
 def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
-    """Training arguments that would do something else than they say.
+    """Check for training arguments that would not have their documented effect.
 
     Raises:
-        ConfigError: another optimizer; a cast of the trained weights in place; a log that can't follow.
+        ConfigError: another optimizer is selected; an option casts the trained weights in place; an option restarts the
+            run, which a delta log does not support.
     """
     if args.optim not in _ADAMW:
         raise ConfigError(f"optim is {_value(args.optim)!r}: SparseAdamW stands in for {' and '.join(_ADAMW)}")
@@ -94,7 +95,7 @@ def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
     for option, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
         if getattr(args, option):
             _refuse_cast(model, dtype, f"{option}=True", f"load the model in {dtype}, or leave it out")
-    # TRL's GRPO. Generation there begins with `model.to(...)`, and nothing casts the weights back.
+    # With this option, generation in TRL's GRPO starts with `model.to(...)`, and nothing casts the weights back.
     if getattr(args, "use_transformers_continuous_batching", False):
         what = "use_transformers_continuous_batching=True"
         if args.cast_lm_head_to_fp32:
@@ -117,7 +118,7 @@ def _value(option: Any) -> Any:
 
 
 def named(bound: BoundArguments) -> dict[str, Any]:
-    """The arguments that have a name: those in `**kwargs` too, those in `*args` not."""
+    """The named arguments of the call, including those in `**kwargs` but not those in `*args`."""
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -129,7 +130,7 @@ def named(bound: BoundArguments) -> dict[str, Any]:
 
 
 def set_named(bound: BoundArguments, name: str, value: Any) -> None:
-    """Give the call an argument, as a parameter where there is one of that name, else in `**kwargs`."""
+    """Set an argument of the call: a parameter if there is one of that name, else an entry of `**kwargs`."""
     parameters = bound.signature.parameters
     if name in parameters:
         bound.arguments[name] = value

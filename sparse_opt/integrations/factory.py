@@ -1,4 +1,4 @@
-"""`sparse_trainer`: a subclass of someone's trainer that trains under a mask."""
+"""`sparse_trainer`: make a subclass of a trainer class that trains under a mask."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import functools
 from importlib import metadata
 from typing import Any
 
-# What stands in front of a class hides these of its own.
+# Methods of the trainer class that SparseTrainer overrides.
 _HIDDEN = ("create_optimizer", "_clip_grad_norm", "_get_grad_norm")
-# TRL's trainers whose reference model, or the lack of one, is known here.
+# TRL trainers whose use of a reference model is known.
 _TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
 
 
 @functools.cache
 def sparse_trainer(trainer_class: type) -> Any:
-    """A subclass of `trainer_class` that steps with `SparseAdamW`; the same one for the same class.
+    """A subclass of `trainer_class` that uses `SparseAdamW`; repeated calls with a class return the same subclass.
 
-    Its constructor takes what `trainer_class` takes, and two more, by keyword:
+    Its constructor takes the arguments of `trainer_class` and two more, by keyword:
 
     - `mask`: a `MaskSet`, a mask file, or a dictionary of bool tensors.
     - `sparse`: `SparseArguments`; None for the defaults.
 
-    Gradients are kept compact, clipped and logged by the norm over active elements; the learning-rate schedule, the
-    parameter groups (weight decay on what the Trainer decays), accumulation, checkpoints and resuming are the
-    Trainer's. DPO, and GRPO with beta > 0, load no reference model: its log-probabilities are the policy's own, inside
-    `SparseAdamW.base_weights()`. A `ref_model` that is passed to DPO is used as it is.
+    Gradients are kept compact, and are clipped and logged by the norm over active elements. The Trainer provides the
+    learning-rate schedule, the parameter groups (with its own choice of decayed parameters), accumulation, checkpoints
+    and resuming. DPO, and GRPO with beta > 0, load no reference model: the policy computes the reference
+    log-probabilities inside `SparseAdamW.base_weights()`. A `ref_model` that is passed to DPO is used unchanged.
 
     The trainer has two more attributes: `sparse_optimizer`, the SparseAdamW (None before training), and
-    `base_weights()`, inside which the model holds the weights that the run started from.
+    `base_weights()`, a context in which the model holds the weights at the start of the run.
 
     Args:
         trainer_class: transformers.Trainer, trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, or a subclass of one.
 
     Raises:
-        TypeError: another class, or one that makes its optimizer or clips gradients in a way of its own.
-        ImportError: transformers or TRL is missing, or of a version that lacks what is overridden; names the versions.
+        TypeError: another class, or one that overrides how the optimizer is made or gradients are clipped.
+        ImportError: transformers or TRL is missing or too old; the message names the versions.
     """
     require("transformers")
     from transformers import Trainer
@@ -72,13 +72,13 @@ def _shown(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}" if isinstance(thing, type) else repr(thing)
 
 
-# transformers: the first with Trainer._clip_grad_norm and Trainer._get_grad_norm, by its source.
-# TRL: the first with the fused LM head, through which DPO and GRPO call their reference.
+# transformers: the first version with Trainer._clip_grad_norm and Trainer._get_grad_norm, according to its source.
+# TRL: the first version with the fused LM head, through which DPO and GRPO call their reference.
 FIRST = {"transformers": "5.3.0", "trl": "1.16.0"}
 
 
 def require(package: str) -> None:
-    """Raises ImportError, in one line, where `package` is missing or older than `FIRST` says."""
+    """Raise a one-line ImportError if `package` is missing or older than its version in `FIRST`."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def require(package: str) -> None:
             f"sparse_opt.integrations wants {package} >= {FIRST[package]}, which is not installed: "
             "pip install 'sparse-opt[integrations]'"
         ) from None
-    from packaging.version import Version  # transformers depends on it
+    from packaging.version import Version  # a dependency of transformers
 
     if Version(found) < Version(FIRST[package]):
         raise ImportError(

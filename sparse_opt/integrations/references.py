@@ -1,8 +1,8 @@
-"""DPO and GRPO of TRL, whose reference log-probabilities come from the policy at the weights it started from.
+"""TRL's DPO and GRPO trainers without a reference model: the policy computes the reference at its base weights.
 
-Read against TRL 1.16. Both trainers hold the reference in `ref_model` and call it as they call the policy. Here it is a
-module without weights. The trainers' constructors would load a second model for it; they are called so that they don't:
-DPO gets a `ref_model`, GRPO a beta of 0 until its constructor is done.
+Written for TRL 1.16. Both trainers hold the reference in `ref_model` and call it like the policy; here it is a module
+without weights. Their constructors would load a second model, which is prevented by passing a `ref_model` to DPO and a
+beta of 0 to GRPO's constructor; beta is restored afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
 
 
 class BaseWeightsReference(nn.Module):
-    """The trainer's policy as it was when the run started: no parameters, no dropout, no gradient."""
+    """The trainer's policy at the start of the run: no parameters, no dropout, no gradient."""
 
     def __init__(self, trainer: _Trainer) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class BaseWeightsReference(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The policy's."""
+        """The policy's configuration."""
         return self._trainer.model.config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class BaseWeightsReference(nn.Module):
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode inside, and as it was outside."""
+    """A context with every module in evaluation mode; modes are restored on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -58,7 +58,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class SparseDPOTrainer(SparseTrainer):
-    """Stands in front of TRL's DPOTrainer."""
+    """Mixin for TRL's DPOTrainer, placed before it in the MRO by `sparse_trainer`."""
 
     @contextmanager
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
@@ -68,16 +68,16 @@ class SparseDPOTrainer(SparseTrainer):
             yield
             return
         _refuse_other_references(args, self.sparse_arguments)
-        # With precompute_ref_log_probs the policy itself is asked, before it is trained, and none is loaded.
+        # With precompute_ref_log_probs, TRL uses the untrained policy as the reference and loads no model.
         if not getattr(args, "precompute_ref_log_probs", False):
             set_named(bound, "ref_model", BaseWeightsReference(self))
         yield
-        # A new one: the constructor has put a fused head, and maybe autocast, around the first one's forward.
+        # Replace it, because the constructor wraps the forward of the first one in a fused head and possibly autocast.
         self.ref_model = BaseWeightsReference(self)
 
 
 class SparseGRPOTrainer(SparseTrainer):
-    """Stands in front of TRL's GRPOTrainer."""
+    """Mixin for TRL's GRPOTrainer, placed before it in the MRO by `sparse_trainer`."""
 
     @contextmanager
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
@@ -93,7 +93,7 @@ class SparseGRPOTrainer(SparseTrainer):
             finally:
                 args.beta = beta
             self.beta = beta
-        if self.beta != 0.0:  # also where a subclass made the arguments itself, and TRL a reference
+        if self.beta != 0.0:  # also if a subclass made the arguments itself, so that TRL loaded a reference
             _refuse_other_references(self.args, self.sparse_arguments)
             self.ref_model = BaseWeightsReference(self)
 
@@ -102,11 +102,14 @@ class SparseGRPOTrainer(SparseTrainer):
         return self._train_sampler
 
     def _resume(self, state: Any, batches: Any) -> None:
-        """TRL saves neither its sampler, whose one generator goes on from epoch to epoch, nor completions in use."""
+        """Restore what TRL does not save: its sampler's generator, which runs on across epochs.
+
+        TRL does not save completions in use either, so a checkpoint between two generations is refused.
+        """
         args = self.args
         if args.ignore_data_skip:
             return
-        streamed = not hasattr(batches.dataset, "__len__")  # then there is one epoch, and no sampler
+        streamed = not hasattr(batches.dataset, "__len__")  # one epoch, without a sampler
         steps_per_epoch = state.max_steps if streamed else -(-len(batches) // args.gradient_accumulation_steps)
         epochs, step = divmod(state.global_step, steps_per_epoch)
         per_generation = self.num_iterations * args.steps_per_generation

@@ -1,7 +1,7 @@
-"""transformers' Trainer with SparseAdamW: what a subclass overrides, and nothing else of it.
+"""The overridden methods of transformers' Trainer, with which it trains with SparseAdamW.
 
-Read against transformers 5.23. The Trainer makes its optimizer in `create_optimizer`, clips in `_clip_grad_norm`, takes
-the norm that it logs from `_get_grad_norm`, and reads `optimizer.pt` in `_load_optimizer_and_scheduler`.
+Written for transformers 5.23. The Trainer makes its optimizer in `create_optimizer`, clips in `_clip_grad_norm`, gets
+the logged norm from `_get_grad_norm`, and reads `optimizer.pt` in `_load_optimizer_and_scheduler`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ else:
 
 
 class SparseTrainer(_Trainer):
-    """Stands in front of a Trainer class; `sparse_trainer` joins the two and says what they take."""
+    """Mixin for a Trainer class, placed before it in the MRO by `sparse_trainer`, which documents the arguments."""
 
-    optimizer: Any  # the Trainer's: `sparse_optimizer` as accelerate wraps it
+    optimizer: Any  # the Trainer's attribute: `sparse_optimizer` wrapped by accelerate
 
     def __init__(self, *args: Any, mask: Mask, sparse: SparseArguments | None = None, **kwargs: Any) -> None:
         self.sparse_arguments = SparseArguments() if sparse is None else sparse
@@ -52,16 +52,16 @@ class SparseTrainer(_Trainer):
 
     @contextmanager
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
-        """Around the trainer's own constructor, which is about to be called with `bound`."""
+        """A context around the call of the trainer's own constructor with `bound`."""
         yield
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's, then refusals of what its accelerator would do to model and gradients."""
+        """Call the Trainer's method, then refuse accelerators that take over the model or its gradients."""
         super().create_accelerator_and_postprocess()
         refusals.of_accelerator(self.accelerator, self.args, self.sparse_arguments)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's. Once it is over, also by an exception, the model has no hooks and nothing frozen of ours."""
+        """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters."""
         if self.sparse_optimizer is not None:
             self.sparse_optimizer.attach()
         try:
@@ -74,12 +74,12 @@ class SparseTrainer(_Trainer):
     # The optimizer
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """SparseAdamW over the Trainer's own two groups: what `get_decay_parameter_names` decays, and the rest."""
+        """Make a SparseAdamW over the Trainer's two groups: parameters with weight decay, and the others."""
         if self.optimizer is None:
             if self.sparse_optimizer is not None:  # `model_init` has made another model
                 self.sparse_optimizer.close()
             self.sparse_optimizer = self._make_optimizer(self.model if model is None else model)
-            # The Trainer would prepare it next: with its state taken out and loaded again, for the device's sake.
+            # Prepared here, because the Trainer's own call would save and reload the state to place it on the device.
             self.optimizer = self.accelerator.prepare(self.sparse_optimizer, device_placement=[False])
         return self.optimizer
 
@@ -87,8 +87,8 @@ class SparseTrainer(_Trainer):
         options, args = self.sparse_arguments, self.args
         decayed = set(self.get_decay_parameter_names(model))
         named = list(model.named_parameters())
-        # Frozen parameters are in their group too, so that SparseAdamW can say which of them the mask wants to train.
-        # `param_names` is for a group without parameters to take them from.
+        # Frozen parameters are included, so that SparseAdamW can name those that the mask covers. `param_names` is
+        # needed by a group without parameters.
         groups: list[dict[str, Any]] = [
             {"params": [(n, p) for n, p in named if (n in decayed) == decays], "weight_decay": rate, "param_names": []}
             for decays, rate in ((True, args.weight_decay), (False, 0.0))
@@ -114,17 +114,17 @@ class SparseTrainer(_Trainer):
         )
 
     def base_weights(self) -> AbstractContextManager[None]:
-        """The model holds W0 inside, the weights that the run started from, and its own again outside, bit for bit.
+        """A context in which the model holds W0, the weights at the start of the run; restores the bits on exit.
 
-        Before training it holds them anyway. See `SparseAdamW.base_weights`, also for how to use it.
+        Before training it has no effect. See `SparseAdamW.base_weights`.
 
         Raises:
             RuntimeError: `SparseArguments(keep_base_weights=False)`.
         """
         return nullcontext() if self.sparse_optimizer is None else self.sparse_optimizer.base_weights()
 
-    # Clipping. The Trainer looks for gradients in the parameters, where compact ones are not, and dense ones are those
-    # of inactive elements too.
+    # Clipping. The Trainer reads the gradients of the parameters, which hold no compact gradients, and whose dense
+    # gradients include those of inactive elements.
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return self._clip(self.args.max_grad_norm)
@@ -140,7 +140,10 @@ class SparseTrainer(_Trainer):
     # Checkpoints
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The Trainer's, which would go on without a state where it finds none: with W0 the checkpoint's weights."""
+        """Call the Trainer's method, and raise if the checkpoint has no optimizer or scheduler state.
+
+        The Trainer would continue without a state, and W0 would be the weights of the checkpoint.
+        """
         for name in ("optimizer.pt", "scheduler.pt"):
             if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, name)):
                 raise FileNotFoundError(
@@ -150,17 +153,17 @@ class SparseTrainer(_Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _resume(self, state: Any, batches: Any) -> None:
-        """Called before a run goes on after `state.global_step`; `batches` is its data loader."""
+        """Called before a run resumes after `state.global_step`; `batches` is its data loader."""
 
     def _load_best_model(self) -> None:
-        """The Trainer's, and the fp32 master weights follow the weights that it put into the model."""
+        """Call the Trainer's method, then update the fp32 master weights from the weights it loaded."""
         super()._load_best_model()
         assert self.sparse_optimizer is not None
         self.sparse_optimizer.refresh_master_weights()
 
 
 class SparseDeltaLogCallback(DeltaLogCallback):
-    """The log of `SparseArguments`. Its step 0 is W0, whether the run begins or is resumed."""
+    """The delta log of `SparseArguments`, whose step 0 is W0 in new and in resumed runs."""
 
     def __init__(self, trainer: SparseTrainer) -> None:
         options = trainer.sparse_arguments
@@ -181,14 +184,14 @@ class SparseDeltaLogCallback(DeltaLogCallback):
         return self._trainer.base_weights()
 
     def _require_base(self, step: int) -> None:
-        """The base weights are at hand, also when the run is resumed."""
+        """Nothing to check: the base weights are available in resumed runs as well."""
 
     def _check_base(self, model: nn.Module) -> None:
         self._require_same(0, model, "the weights that this run started from")
 
 
 class SparseCallback(TrainerCallback):
-    """Drops the gradients of a training loop that was left early, and keeps the delta log of `SparseArguments`."""
+    """Drops the gradients of an interrupted training loop, and writes the delta log of `SparseArguments`."""
 
     def __init__(self, trainer: SparseTrainer) -> None:
         self._trainer = trainer
@@ -198,7 +201,7 @@ class SparseCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
         assert trainer.sparse_optimizer is not None
-        trainer.sparse_optimizer.zero_grad()  # the Trainer clears the model's `.grad`, where compact ones are not
+        trainer.sparse_optimizer.zero_grad()  # the Trainer clears only `.grad`, which does not hold compact gradients
         if state.global_step > 0:
             trainer._resume(state, kwargs["train_dataloader"])
         if self._log is not None:
@@ -213,6 +216,6 @@ class SparseCallback(TrainerCallback):
             self._log.on_epoch_end(args, state, control, **{**kwargs, "model": self._trainer.model})
 
     def close(self) -> None:
-        """Let go of the delta log, for others to append to."""
+        """Close the delta log, so that others can append to it."""
         if self._log is not None:
             self._log.close()

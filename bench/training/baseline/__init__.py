@@ -1,1 +1,1 @@
-"""A training step end to end, sparse next to dense and LoRA."""
+"""Benchmark of whole training steps: sparse, dense and LoRA."""

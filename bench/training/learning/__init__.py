@@ -1,1 +1,1 @@
-"""What the training loops learn on generated arithmetic."""
+"""Benchmark of what the training loops learn on generated arithmetic."""

@@ -1,1 +1,1 @@
-"""RFT's profiles next to plain training."""
+"""Benchmark of RFT's profiles against plain training."""
