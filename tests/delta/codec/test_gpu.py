@@ -359,7 +359,7 @@ def test_tensors_on_another_device(gpu, level):
 _NO_MEMORY = """
 import sys
 import torch
-from sparse_opt.patch_codec import apply_, encode
+from sparse_opt.delta.codec import apply_, encode
 
 level, gpu = sys.argv[1], torch.device("cuda:0")
 source = torch.Generator(gpu)
