@@ -1,8 +1,8 @@
-"""Which implementation of an op runs.
+"""Backend choice: which implementation of an op runs on a device.
 
-A backend is a module of plain functions with the ops' names and arguments. `auto` takes the first of an order that was
-measured that can run on the device; a name, by argument or in the environment variable SPARSE_OPT_BACKEND, runs or
-raises `BackendUnavailable` with the cause. Both are decided for each device: GPUs of one machine may differ.
+A backend is a module of plain functions with the ops' names and arguments. `auto` takes the first backend of
+`AUTO_ORDER` that can run on the device. A backend named by argument or by the environment variable SPARSE_OPT_BACKEND
+runs or raises `BackendUnavailable` with the cause. The choice is made per device, since GPUs of one machine may differ.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 # The lowest compute capability that Triton 3.6 and 3.7 compile the Triton kernels for.
 TRITON_MINIMUM = (7, 0)
 
-# First available wins. On an H200 (bench/results/gpu_check.json) the CUDA kernels are as fast as Triton's or faster,
-# but for 3 to 11 % of some tile products, large ones above all, and take less of the host's time. `reference` is last
-# on a GPU: it reads scalars back to the host.
+# The first available backend is used. On an H200 (bench/results/gpu_check.json) the CUDA kernels take less host time
+# than Triton's and are as fast or faster, except for some tile products, mostly large ones, which are 3 to 11 % slower.
+# `reference` is last on a GPU because it reads scalars back to the host.
 AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": dict.fromkeys(OPS, ("cpu", "reference")),
     "cuda": dict.fromkeys(OPS, ("cuda", "triton", "reference")),
@@ -46,7 +46,7 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
 
 @functools.cache
 def native_module() -> tuple[ModuleType | None, str]:
-    """The extension module, or None with the reason that it could not be loaded."""
+    """Return the extension module, or None and the reason why it could not be loaded."""
     try:
         return importlib.import_module("sparse_opt._C"), ""
     except ImportError as error:
@@ -58,7 +58,7 @@ def native_module() -> tuple[ModuleType | None, str]:
 
 @functools.cache
 def triton_module() -> tuple[ModuleType | None, str]:
-    """The Triton kernels, or None with the reason that they could not be loaded."""
+    """Return the Triton kernels' module, or None and the reason why it could not be loaded."""
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -67,7 +67,7 @@ def triton_module() -> tuple[ModuleType | None, str]:
 
 
 def why_not_built(backend: str) -> str:
-    """Empty when the extension was built with the kernels of `backend`, "cpu" or "cuda", else the cause in one line."""
+    """Return "" if the extension has the kernels of `backend`, "cpu" or "cuda", otherwise the cause in one line."""
     module, cause = native_module()
     if module is None:
         return cause
@@ -78,14 +78,14 @@ def why_not_built(backend: str) -> str:
 
 @functools.cache
 def compute_capability(index: int) -> tuple[int, int]:
-    """Of the CUDA device of this index. Asking torch each time takes as long as some of the ops."""
+    """Return the CUDA device's compute capability. It is cached: torch's query takes as long as some of the ops."""
     return torch.cuda.get_device_capability(index)
 
 
 def why_unavailable(backend: str, device: torch.device | str) -> str:
-    """Empty when `backend` can run on tensors on `device`, else the cause in one line.
+    """Return "" if `backend` can run on tensors on `device`, otherwise the cause in one line.
 
-    "cuda" without an index is the current GPU. Where torch finds no GPU, it is judged by what is installed alone.
+    "cuda" without an index is the current GPU. If torch finds no GPU, the answer depends only on what is installed.
     """
     device = torch.device(device)
     if backend not in BACKENDS:
@@ -107,7 +107,7 @@ def why_unavailable(backend: str, device: torch.device | str) -> str:
 
 
 def _gpu_index(device: torch.device) -> int | None:
-    """None where there is no NVIDIA GPU to judge."""
+    """Return the index of an NVIDIA GPU, or None if there is none."""
     if torch.version.hip is not None:
         return None
     if device.index is None:
@@ -123,7 +123,7 @@ def _why_too_old(device: torch.device, kernels: str, minimum: tuple[int, int]) -
 
 
 def _why_no_cuda_code(device: torch.device) -> str:
-    """Empty when the extension, which has CUDA kernels, has them for this GPU, else the cause in one line."""
+    """Return "" if the extension's CUDA kernels were built for this GPU, otherwise the cause in one line."""
     index = _gpu_index(device)
     arch_list = native_module()[0].build_info()["arch_list"]  # type: ignore[union-attr]  # why_not_built() was empty
     if index is None or cuda_archs.has_code(arch_list, compute_capability(index)):
@@ -141,7 +141,7 @@ def _gpu_text(index: int) -> str:
 
 
 def available(device: torch.device | str) -> tuple[str, ...]:
-    """The backends that can run on tensors on `device`."""
+    """Return the names of the backends that can run on tensors on `device`."""
     return tuple(name for name in BACKENDS if not why_unavailable(name, device))
 
 
@@ -153,7 +153,7 @@ def _warn_slow_auto(device_type: str, taken: str, faster: str, cause: str) -> No
 
 
 def choose(op: str, device: torch.device | str, backend: str | None = None) -> str:
-    """The name of the backend that runs `op` on `device`: the argument, else the environment, else `auto`.
+    """Return the name of the backend that runs `op` on `device`, from the argument, the environment variable or `auto`.
 
     Raises:
         BackendUnavailable: a backend was named and cannot run; the message says why.
@@ -180,18 +180,18 @@ def choose(op: str, device: torch.device | str, backend: str | None = None) -> s
 
 
 def function(op: str, device: torch.device, backend: str | None = None) -> Callable[..., Any]:
-    """The implementation of `op` that runs on `device`; arguments as in `sparse_opt.ops`, less `backend`, unchecked."""
+    """Return the implementation of `op` for `device`: unchecked arguments as in `sparse_opt.ops`, without `backend`."""
     name = choose(op, device, backend)
     if name == "reference":
         return getattr(importlib.import_module("sparse_opt.ops.reference"), op)
     if name == "triton":
         return getattr(triton_module()[0], op)
-    # past the overload lookup, a call is some microseconds shorter
+    # `.default` skips the overload lookup, which takes some microseconds per call.
     return getattr(torch.ops.sparse_opt_native, op).default
 
 
 def functions(device: torch.device, backend: str | None = None) -> SimpleNamespace:
-    """All ops for tensors on `device`, each an attribute, chosen once."""
+    """Return a namespace with all ops for tensors on `device`, so that the backend is chosen once."""
     return SimpleNamespace(**{op: function(op, device, backend) for op in OPS})
 
 
@@ -206,14 +206,14 @@ def bind(
     index_bases: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Parameters and segments converted to C++ once, which spares a step most of its host time.
+    """Convert parameters and segments to C++ objects once, which saves most of a step's host time.
 
-    The object has the ops `indexed_adamw_` and `indexed_sgd_` as methods without those arguments, which also count
-    `steps` up; `take_grads()` holds the dense gradients for the next one, or says False where a parameter has none;
-    `gather_(i, ...)` gathers a gradient of one parameter, and `hook(i, ...)` puts a native hook that does so before the
-    parameter's Python ones. None where the backend that is chosen for `op` is not native.
+    Returns None if the backend chosen for `op` is not native. Otherwise the object has the methods `indexed_adamw_` and
+    `indexed_sgd_`, without those arguments, which also increment `steps`. `take_grads()` keeps the dense gradients for
+    the next of these calls, or returns False if a parameter has none; `gather_(i, ...)` gathers the gradient of one
+    parameter, and `hook(i, ...)` registers a native hook that does so, before the parameter's Python hooks.
     """
     if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None
-    # choose() has made sure that the module is there.
+    # choose() has checked that the module is available.
     return native_module()[0].BoundParams(params, indices, starts, ends, run_length, index_bases)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Masks: which elements of a model's weights may change."""
+"""Masks: the active elements of a model, their patterns, files, set algebra and random sampling."""
 
 from .mask_set import MaskSet
 

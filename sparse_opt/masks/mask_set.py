@@ -1,4 +1,4 @@
-"""MaskSet: which elements of a model's parameters may change."""
+"""MaskSet: the active elements of a model's parameters, with its statistics and files."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class MaskStats:
-    """How much of `numel` elements a mask takes."""
+    """Statistics of a mask over some parameters: `nnz` active of `numel` elements."""
 
     nnz: int
     numel: int
 
     @property
     def density(self) -> float:
-        """nnz / numel; 0 where there are no elements."""
+        """nnz / numel; 0 if there are no elements."""
         return self.nnz / self.numel if self.numel else 0.0
 
     @property
@@ -52,21 +52,21 @@ class MaskStats:
 
 
 class MaskSet:
-    """Parameter name -> sorted unique positions of its active elements, and the pattern they keep to.
+    """Mapping from parameter name to the sorted unique positions of its active elements, and their pattern.
 
-    Everything is checked once, here: ops and kernels trust the positions, so do not write to the tensors. Equality
-    compares names, shapes and positions; pattern and metadata are descriptions and take no part in it.
+    Everything is checked once, on construction. Ops and kernels do not check the positions again, so do not write to
+    the tensors. Equality compares names, shapes and positions, but not pattern and metadata.
 
     Args:
-        indices: name -> [nnz] integer tensor of positions in the flattened parameter, strictly ascending. Kept on the
-            CPU as int32, as int64 for parameters of 2**31 elements and more. An empty tensor is a parameter without
+        indices: name -> [nnz] integer tensor of positions in the flattened parameter, strictly ascending. Stored on the
+            CPU as int32, or as int64 for parameters of 2**31 or more elements. An empty tensor is a parameter without
             active elements.
         shapes: name -> shape of the parameter, for the same names.
-        pattern: one of element, run16, run32, tile64, tile128 (see `masks.patterns`); the positions must keep to it.
-        metadata: strings that travel with the file: method, sparsity (percent), step, model and the like.
+        pattern: one of element, run16, run32, tile64, tile128 (see `masks.patterns`); the positions must follow it.
+        metadata: strings saved with the mask: method, sparsity (percent), step, model and the like.
 
     Raises:
-        MaskError: a name, dtype, position, pattern or metadata entry is wrong; names the tensor.
+        MaskError: a name, dtype, position, pattern or metadata entry is invalid; names the tensor.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MaskSet:
         pattern: str,
         metadata: Mapping[str, str] | None,
     ) -> MaskSet:
-        """A mask of positions that are right by construction or were checked before."""
+        """Build a mask from positions that are valid by construction or were checked before."""
         mask = cls.__new__(cls)
         mask._fill(indices, shapes, pattern, metadata)
         return mask
@@ -123,22 +123,21 @@ class MaskSet:
         pattern: str = "element",
         seed: int = 0,
     ) -> MaskSet:
-        """A uniformly random mask, the same on every machine for one seed.
+        """Draw a uniformly random mask; the same seed gives the same mask on every machine.
 
         Each tensor gets round(density * units) units of the pattern (elements, runs or tiles; halves round up), drawn
-        without replacement from a stream of the seed and the tensor's name, so that neither the order nor the presence
-        of other tensors changes them. Takes time linear in numel, and one byte of scratch per unit of the largest
-        tensor.
+        without replacement from a random stream seeded by the seed and the tensor's name. Its units do not depend on
+        the other tensors. Takes time linear in numel, and one byte of scratch memory per unit of the largest tensor.
 
         Args:
-            model_or_shapes: a module, whose floating-point parameters are taken, tied ones once under their first
+            model_or_shapes: a module, whose floating-point parameters are used, tied ones once under their first
                 name; or name -> tensor or shape.
-            density: share of active units, 0 to 1.
+            density: fraction of active units, 0 to 1.
             pattern: see `MaskSet`.
             seed: any integer.
 
         Raises:
-            MaskError: density or pattern out of range; or two parameters of the model share memory.
+            MaskError: density or pattern is out of range, or two parameters of the model share memory.
         """
         if not 0.0 <= density <= 1.0:
             raise MaskError(f"mask density is {density}, wanted 0 to 1")
@@ -162,10 +161,10 @@ class MaskSet:
 
     @classmethod
     def from_bool(cls, masks: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> MaskSet:
-        """A mask from bool tensors shaped like the parameters; the pattern is the most specific one that all keep to.
+        """Build a mask from bool tensors shaped like the parameters, with the most specific pattern that fits all.
 
         Raises:
-            MaskError: a name is no string, or a tensor is not bool, not dense or without values; names it.
+            MaskError: a name is not a string, or a tensor is not bool, not dense or on the meta device; names it.
         """
         indices, shapes = {}, {}
         for name, tensor in masks.items():
@@ -185,17 +184,17 @@ class MaskSet:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | Mapping[str, Tensor] | None = None) -> MaskSet:
-        """Read a mask file: `.safetensors` as `save` writes it, or a `.pt` dictionary of bool tensors.
+        """Read a mask file: `.safetensors` as written by `save`, or a `.pt` dictionary of bool tensors.
 
-        A `.pt` file holds name -> bool tensor, plain or under the key `masks`; strings and numbers beside it become
-        metadata. It is read with `weights_only=True`: a file with any other Python object is refused.
+        A `.pt` file holds name -> bool tensor, either directly or under the key `masks`; strings and numbers next to
+        that key become metadata. It is read with `weights_only=True`, which refuses any other Python object.
 
         Args:
             path: the file.
-            model: if given, the mask is checked against it and renamed: `load(path).resolve(model)`.
+            model: if given, the mask is checked against it and takes its names, as by `load(path).resolve(model)`.
 
         Raises:
-            MaskError: the file is missing, damaged, foreign, or does not fit the model; names the file.
+            MaskError: the file is missing, damaged, not a mask, or does not fit the model; names the file.
         """
         path = Path(path)
         content = mask_files.read(path)
@@ -211,7 +210,7 @@ class MaskSet:
             raise MaskError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> Path:
-        """Write the mask as one safetensors file, atomically, replacing a file of that name; returns the path.
+        """Write the mask to one safetensors file, atomically, replacing an existing file; return the path.
 
         Raises:
             MaskError: the suffix is not `.safetensors`, a metadata key is reserved, or the file cannot be written.
@@ -221,35 +220,35 @@ class MaskSet:
         return path
 
     def save_bool(self, path: str | Path, *, plain: builtins.bool = False) -> Path:
-        """Write the mask as a `.pt` dictionary of bool tensors, for other tools, atomically; returns the path.
+        """Write the mask as a `.pt` dictionary of bool tensors, for other tools, atomically; return the path.
 
-        Holds and writes one byte for each element of the listed parameters. The pattern is not written: `load` finds
-        the most specific one.
+        Takes one byte of memory and of the file for each element of the listed parameters. The pattern is not saved;
+        `load` determines the most specific one.
 
         Args:
-            path: ends in .pt, .pth or .bin; a file of that name is replaced.
-            plain: name -> tensor and nothing else; otherwise the tensors stand under `masks`, and the metadata beside
-                them under `metadata`.
+            path: ends in .pt, .pth or .bin; an existing file is replaced.
+            plain: True writes name -> tensor only; False writes the tensors under `masks` and the metadata under
+                `metadata`.
 
         Raises:
-            MaskError: another suffix, a mask that lists no parameters, or the file cannot be written.
+            MaskError: the suffix is another, the mask lists no parameters, or the file cannot be written.
         """
         path = Path(path)
         mask_files.write_bool(path, {name: self.bool(name) for name in self.indices}, self.metadata, plain=plain)
         return path
 
     def resolve(self, model: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> MaskSet:
-        """This mask under a model's own names, in the model's order.
+        """Return this mask with the model's parameter names, in the model's order.
 
         Tied parameters (one parameter, or tensors over the same memory, under several names) count once, under the
-        first name; a mask that lists several of the names must say the same for each. Two different `Parameter`s that
-        share memory are not tied: each would get a gradient of its own.
+        first name; if the mask lists several of the names, their positions must be equal. Two different `Parameter`s
+        that share memory are not tied, because each has its own gradient.
 
         Args:
             model: a module, or its parameters as name -> tensor or (name, tensor) pairs.
 
         Raises:
-            MaskError: a name is not the model's, a shape differs, or tied names disagree; lists the mismatches. Or a
+            MaskError: a name is not in the model, a shape differs, or tied names disagree (lists the mismatches); or a
                 parameter with active elements shares memory with another one.
         """
         params = named_parameters_of(model)
@@ -275,15 +274,15 @@ class MaskSet:
         return self._of_checked(ordered, shapes, self.pattern, self.metadata)
 
     def bool(self, name: str) -> Tensor:
-        """The mask of one parameter as a bool tensor of its shape, on the CPU."""
+        """Return the mask of one parameter as a bool tensor of its shape, on the CPU."""
         dense = torch.zeros(math.prod(self.shapes[name]), dtype=torch.bool, device="cpu")
         dense[self[name].long()] = True
         return dense.view(self.shapes[name])
 
     def jaccard(self, other: MaskSet) -> float:
-        """Elements active in both over elements active in either; 1 if both masks are empty.
+        """Return the Jaccard index: elements active in both masks / elements active in either; 1 if both are empty.
 
-        A parameter that only one of the masks lists counts as empty in the other.
+        A parameter listed by only one of the masks is empty in the other.
 
         Raises:
             MaskError: a parameter has different shapes in the two masks.
@@ -299,21 +298,21 @@ class MaskSet:
         return both / either if either else 1.0
 
     def per_tensor(self) -> dict[str, MaskStats]:
-        """Figures of each parameter, in the mask's order."""
+        """Return the statistics of each parameter, in the mask's order."""
         return {n: MaskStats(t.numel(), math.prod(self.shapes[n])) for n, t in self.indices.items()}
 
     def per_layer(self) -> dict[int | None, MaskStats]:
-        """Figures of each layer in ascending order: the first integer in a dotted name; None, last, holds the rest."""
+        """Return the statistics of each layer (first integer in a dotted name), ascending; None, last, is the rest."""
         sums = self.grouped(layer_of)
         return {layer: sums[layer] for layer in in_layer_order(sums)}
 
     def per_part(self) -> dict[Part, MaskStats]:
-        """Figures of each part of a model (`components.component_of`) that the mask lists, in the order of `PARTS`."""
+        """Return the statistics of each listed part of the model (`parameters.component_of`), in `PARTS` order."""
         sums = self.grouped(lambda name: component_of(name).part)
         return {part: sums[part] for part in PARTS if part in sums}
 
     def grouped(self, key_of: Callable[[str], _Key]) -> dict[_Key, MaskStats]:
-        """Figures summed over the parameters whose names have the same key."""
+        """Return statistics summed over the parameters whose names have the same key."""
         sums: dict[_Key, MaskStats] = {}
         for name, figures in self.per_tensor().items():
             before = sums.get(key_of(name), MaskStats(0, 0))
@@ -321,7 +320,7 @@ class MaskSet:
         return sums
 
     def density_of(self, model: nn.Module | Mapping[str, Tensor]) -> float:
-        """Active elements over all elements of a model's parameters, also those the mask does not list; tied ones once.
+        """Return active elements / elements of all the model's parameters, listed or not; tied ones count once.
 
         Raises:
             MaskError: the mask does not fit the model.
@@ -333,17 +332,17 @@ class MaskSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that the mask lists, also those without active elements."""
+        """Names of the listed parameters, including those without active elements."""
         return tuple(self.indices)
 
     @property
     def nnz(self) -> int:
-        """Active elements."""
+        """Number of active elements."""
         return sum(t.numel() for t in self.indices.values())
 
     @property
     def numel(self) -> int:
-        """Elements of all listed parameters."""
+        """Number of elements of all listed parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -358,7 +357,7 @@ class MaskSet:
 
     @property
     def digest(self) -> str:
-        """xxh3_128 over names, shapes and positions, as 32 hex digits; independent of the order of the names."""
+        """xxh3_128 digest of names, shapes and positions, 32 hex digits; independent of the order of the names."""
         if self._digest is None:
             self._digest = combined_digest(
                 (name, dtype_name(t), self.shapes[name], tensor_digest(t)) for name, t in self.indices.items()
@@ -379,7 +378,7 @@ class MaskSet:
             return NotImplemented
         return self.shapes == other.shapes and all(torch.equal(t, other[n]) for n, t in self.indices.items())
 
-    # Compared by content and mutable in its metadata; object types the attribute as a method.
+    # Unhashable: compared by content, with mutable metadata. `object` types the attribute as a method.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
@@ -405,7 +404,7 @@ def _index_dtype(numel: int) -> torch.dtype:
 
 
 def _checked(name: str, tensor: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
-    """A private CPU copy of one tensor's positions, or the MaskError that names it."""
+    """Check one tensor's positions and return a private CPU copy, or raise a MaskError that names the tensor."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
         found = f"{tensor.dtype} of {tensor.dim()} dimensions" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise MaskError(f"positions of {name} are {found}, wanted int32 or int64 of one dimension")
@@ -423,7 +422,7 @@ def _checked(name: str, tensor: Tensor, shape: Sequence[int], pattern: str) -> T
         if broken is not None:
             raise MaskError(f"positions of {name} take a part of {pattern} unit {broken}, wanted all or none of each")
         return positions.to(_index_dtype(numel), copy=True).contiguous()
-    # Not a copy: a tensor made of an empty numpy array has a stride of 0, and keeps it.
+    # Not a copy: a copy of a tensor made from an empty numpy array would keep its stride of 0.
     return torch.empty(0, dtype=_index_dtype(numel), device="cpu")
 
 
