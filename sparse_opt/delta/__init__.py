@@ -1,4 +1,4 @@
-"""Delta logs: the weights of a run, step by step, bit for bit."""
+"""Delta logs: store the weights of a run at every logged step, bit for bit, as changes."""
 
 from .log import DeltaLog
 

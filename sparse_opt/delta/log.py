@@ -1,4 +1,4 @@
-"""DeltaLog: every logged step of a run as the bits that changed, rebuilt bit for bit."""
+"""DeltaLog: writes the weights of a run to disk, as keyframes and patches of the bits that changed in each step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OnError = Literal["raise", "warn"]
 
 @dataclass
 class _Writing:
-    """A log that is written to, from the first step that this object wrote or appended."""
+    """State of a log open for writing, from the first step that this object wrote or appended."""
 
     coder: StepCoder
     writer: StepWriter
@@ -46,33 +46,34 @@ class _Writing:
 
 
 class DeltaLog(DeltaReader):
-    """An append-only directory of keyframes and patches, one file a step; docs/formats.md has the format.
+    """An append-only directory of keyframes and patches, one file per step. docs/formats.md describes the format.
 
-    Every file is written aside, fsynced and given its name, never over a file of the same step; it says which state it
-    starts from and which it leads to. What is torn, flipped, renamed, reordered or another run's is refused with a
-    DeltaLogError that names file and step; a state is only ever returned after its digest was found right. Leftovers of
-    a killed writer (`.tmp`) are ignored. A missing last file cannot be noticed: the log then ends one step earlier.
+    Every file is written under a temporary name, fsynced and renamed, and never replaces a file of the same step. It
+    records the state it starts from and the state it leads to. A file that is damaged, renamed, reordered or from
+    another run raises a DeltaLogError that names file and step; a state is returned only after its digest has been
+    verified. Leftovers of a killed writer (`.tmp`) are ignored. A missing last file cannot be detected: the log then
+    ends one step earlier.
 
-    The state is the model's `state_dict()`: parameters and persistent buffers, kept bit for bit, of every dtype that
-    safetensors files hold (`tensor_file.DTYPES`). Tied tensors are stored once, under their first name. Sharded ones
-    (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that.
+    The state is the model's `state_dict()`: parameters and persistent buffers, stored bit for bit, of every dtype that
+    safetensors files support (`tensor_file.DTYPES`). Tied tensors are stored once, under their first name. Sharded
+    tensors (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that.
 
-    A step is a patch, unless the patch would be larger than the state: then, and where `keyframe_every` asks for it, it
-    is a keyframe.
+    A step is stored as a patch, or as a keyframe if the patch would be larger than the state or `keyframe_every`
+    requires one.
 
-    Memory: a writer holds a copy of the state that patches are coded against, on the model's devices, and beside it the
-    patches of at most two steps, on the device until they are copied and in pinned host memory until they are written.
-    A patch over a mask's elements holds their positions (4 bytes each) and two copies of the elements while it is made;
-    a keyframe is copied to the host whole, while training waits. Where tensors of one dtype lie on several devices,
-    they are copied to that of the first to be coded.
+    Memory: a writer holds a copy of the state that patches are coded against, on the model's devices, and the patches
+    of at most two steps, on the device until they are copied and in pinned host memory until they are written. Coding a
+    patch over a mask's elements takes their positions (4 bytes each) and two copies of the elements; a keyframe is
+    copied to the host whole, while training waits. If tensors of one dtype are on several devices, they are copied to
+    the device of the first one to be coded.
 
-    `writer.lock` in the directory is held until `close()`, so that a second writer is refused. If the file is deleted
-    or replaced meanwhile, later steps are refused until the log is closed and opened again.
+    `writer.lock` in the directory is locked until `close()`, so that a second writer is refused. If the file is deleted
+    or replaced in between, later steps are refused until the log is closed and opened again.
 
         with DeltaLog.create("delta_logs_llama", model) as log:
             for step in ...:
                 ...
-                log.append(step)        # behind the training
+                log.append(step)        # written in the background
         state = DeltaLog.open("delta_logs_llama").load(step)
     """
 
@@ -102,28 +103,28 @@ class DeltaLog(DeltaReader):
         backend: Backend | None = None,
         lock: WriterLock | None = None,
     ) -> DeltaLog:
-        """Start a log with the base weights W0 as the keyframe of step 0. On return it is on disk.
+        """Start a log with the base weights W0 as the keyframe of step 0, which is on disk when this returns.
 
         Args:
-            directory: made if missing; must not hold a log.
-            model_or_state: a module, or name -> tensor; what `append` logs when it is given nothing else.
-            base: W0; None takes the current state.
+            directory: created if missing; must not contain a log.
+            model_or_state: a module, or name -> tensor; the default of `append`.
+            base: W0; None uses the current state.
             level: of the patches (`delta.codec`): `fast`, `packed` or `tight`.
-            against: what patches are coded against: the step logged before, or the base, which makes larger patches
-                and rebuilds any step from two files.
-            keyframe_every: every so many logged steps at the latest one is a keyframe: a longer log, shorter chains to
-                rebuild from. None: only step 0 is, and steps that are smaller so.
-            mask: of a sparse run: where nothing but its elements has changed, patches are coded over those, and say
-                nothing of positions between them. Kept beside the steps. Other changes are logged in the ordinary form.
-            metadata: strings to keep with the log, `model` among them for mask files made from it.
-            on_error: what `append`, `flush` and `close` do about a step that could not be written: raise, or warn once
-                and go on with a keyframe as soon as one can be written.
-            backend: as `delta.codec.encode` takes it.
-            lock: of `claim(directory)`.
+            against: code patches against the previous logged step, or against the base: larger patches, but any step
+                is rebuilt from two files.
+            keyframe_every: write a keyframe at least every so many logged steps: a larger log, but shorter chains of
+                patches to rebuild a step. None: only step 0, and steps whose patch would be larger than the state.
+            mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
+                these alone, without their positions; other changes are coded over whole tensors.
+            metadata: strings stored in the log; `model` is copied to mask files made from it.
+            on_error: what `append`, `flush` and `close` do if a step could not be written: raise, or warn once and
+                continue with a keyframe as soon as one can be written.
+            backend: see `delta.codec.encode`.
+            lock: the result of `claim(directory)`.
 
         Raises:
-            DeltaLogError: the directory holds a log, another writer has it, or it cannot be written; the state has an
-                entry that cannot be logged; an option is none; base or mask do not fit the state.
+            DeltaLogError: the directory contains a log, is locked by another writer, or cannot be written; the state
+                has an entry that cannot be logged; an option is invalid; base or mask do not fit the state.
         """
         log = cls(Path(directory), model_or_state, on_error, backend)
         settings = LogSettings(level, against, keyframe_every)
@@ -153,14 +154,14 @@ class DeltaLog(DeltaReader):
         on_error: OnError = "raise",
         backend: Backend | None = None,
     ) -> DeltaLog:
-        """Open a log to read it, or to append to it further, with the level, mask and keyframes that it was begun with.
+        """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
 
-        Reads nothing but the file names; damage is found when a step is asked for, or by `verify`. To go on with a run,
-        `append`: the last logged state is rebuilt from the files and the new step coded against it, whatever the model
-        went through in between. `step_of(model)` says which logged step the model is at.
+        Only lists the files; damage is detected when a step is read, or by `verify`. To continue a run, call `append`:
+        it rebuilds the last logged state from the files and codes the new step against it, so that changes of the model
+        in between do not matter. `step_of(model)` returns the logged step that the model is at.
 
         Args:
-            model_or_state: what `append` logs when it is given nothing else.
+            model_or_state: the default of `append`.
             on_error, backend: see `create`.
 
         Raises:
@@ -173,24 +174,24 @@ class DeltaLog(DeltaReader):
 
     @property
     def last_step(self) -> int:
-        """The last step that was logged, or handed over to be."""
+        """The last step that was logged or submitted to the writer."""
         return max(self._log_files.steps()) if self._writing is None else self._writing.last_step
 
     def append(self, step: int, model_or_state: ModelOrState | None = None) -> Append:
-        """Log the current state as `step`, behind what follows.
+        """Log the current state as `step`; a background thread writes it.
 
-        On return the state may be written to: its changes are coded, on its device and in the order of the current
-        stream. They are on disk once `.wait()` of what is returned, or `flush()`, has come back. Waits while two steps
-        are under way.
+        The changes are coded on the state's device, in the order of the current stream, before this returns, so the
+        state may be modified afterwards. They are on disk once `wait()` of the returned object, or `flush()`, has
+        returned. Blocks while two steps are still being written.
 
         Args:
             step: greater than the last one.
-            model_or_state: defaults to what `create` or `open` was given. Must have the logged tensors.
+            model_or_state: defaults to the argument of `create` or `open`. Must have the logged tensors.
 
         Raises:
-            DeltaLogError: step not greater than the last, another model, a second writer, a damaged log, a process
-                forked from the one that writes; or a step handed over before could not be written, of which nobody was
-                told yet: this one is not logged then, and the next one is a keyframe.
+            DeltaLogError: the step is not greater than the last one; the model is another; another writer holds the
+                lock; the log is damaged; or the process was forked from the writing one. Also if an earlier step could
+                not be written and that was not reported yet: this step is not logged, and the next one is a keyframe.
         """
         state = self._model if model_or_state is None else model_or_state
         if state is None:
@@ -211,7 +212,7 @@ class DeltaLog(DeltaReader):
             self._reader = StateReader(layout)
         tensors = self._reader.read(state, f"{self.directory}: step {step}")
         if fresh and self._on_error == "warn":
-            # A keyframe would be copied from the device for nothing, at every step of a run that has a full disk.
+            # On a full disk, every step would copy a keyframe from the device and then fail to write it.
             free = shutil.disk_usage(self.directory).free
             if free < layout.nbytes:
                 where = f"{self.directory}: step {step}"
@@ -228,10 +229,10 @@ class DeltaLog(DeltaReader):
         return handed
 
     def flush(self) -> None:
-        """Wait until all that was appended is on disk.
+        """Wait until all appended steps are on disk.
 
         Raises:
-            DeltaLogError: a step could not be written, of which nobody was told yet.
+            DeltaLogError: a step could not be written, and that was not reported yet.
         """
         if self._writing is not None:
             self._writing.writer.require_here(str(self.directory))
@@ -239,14 +240,15 @@ class DeltaLog(DeltaReader):
             self._report(self._writing)
 
     def squash(self, a: int, b: int, on_step: Callable[[int], None] | None = None) -> StepInfo:
-        """Take out the steps strictly between two logged ones; all others keep their states, bit for bit.
+        """Remove the steps strictly between two logged ones; all others keep their states, bit for bit.
 
-        Step b is coded anew, on the CPU: against step a, or against the base in a log that codes against it; a keyframe
-        stays one. At every instant, also of a crash, the log opens and a, b and what comes after b can be rebuilt. It
-        is no time for others to read the log. `on_step` is called with each step that is gone.
+        Step b is coded again, on the CPU, against step a, or against the base in a log that codes against the base; a
+        keyframe stays a keyframe. At every moment, also after a crash, the log opens, and a, b and all later steps can
+        be rebuilt. No other process should read the log meanwhile. `on_step` is called with each removed step.
 
         Raises:
-            DeltaLogError: a or b is not logged, a is not before b; a second writer, a damaged log or a failed write.
+            DeltaLogError: a or b is not logged, or a is not before b; another writer holds the lock; the log is
+                damaged; or a write failed.
         """
         self.flush()
         lock = WriterLock.take(self.directory) if self._writing is None else self._writing.lock
@@ -260,12 +262,12 @@ class DeltaLog(DeltaReader):
                 lock.release()
 
     def truncate(self, after: int) -> None:
-        """Take out the steps after `after`, for a run that goes on from there and logs them anew.
+        """Remove the steps after `after`, for a run that continues from there and logs them again.
 
-        What is left is a log at every instant, also of a crash. Lets go of the directory, as `close` does.
+        At every moment, also after a crash, the rest is a valid log. Closes the log for writing, as `close` does.
 
         Raises:
-            DeltaLogError: the log begins later; a second writer or a failed write.
+            DeltaLogError: the log begins after `after`; another writer holds the lock; or a write failed.
         """
         self.close()
         lock = WriterLock.take(self.directory)
@@ -275,12 +277,13 @@ class DeltaLog(DeltaReader):
             lock.release()
 
     def close(self) -> None:
-        """Wait for what was appended, and let go of the directory for another writer; reading goes on working.
+        """Wait for the appended steps and release the lock, so that another writer can open the log.
 
-        In a process forked from the one that writes, only this object is closed: files and lock are the other's.
+        The log can still be read. In a process forked from the writing one, only this object is closed; the files and
+        the lock stay with the other process.
 
         Raises:
-            DeltaLogError: as `flush`; the directory is let go of all the same.
+            DeltaLogError: as `flush`; the lock is released in any case.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -314,7 +317,7 @@ class DeltaLog(DeltaReader):
         return _Writing(coder, writer, lock, weakref.finalize(self, _end, writer, lock), last.file.step)
 
     def _resumed(self) -> _Writing:
-        """Take the directory, and rebuild the state that the next patch is coded against."""
+        """Lock the directory, and rebuild the state that the next patch is coded against."""
         lock = WriterLock.take(self.directory)
         try:
             return self._begun(lock, *resume(self._log_files))
@@ -323,7 +326,7 @@ class DeltaLog(DeltaReader):
             raise
 
     def _report(self, writing: _Writing) -> bool:
-        """Raise or warn of a failed step that nobody was told of; True if the next step has to begin anew."""
+        """Raise or warn if a step failed and that was not reported yet; True if the next step must be a keyframe."""
         trouble = writing.writer.reported()
         if not trouble.stopped:
             writing.warned = False
@@ -337,7 +340,7 @@ class DeltaLog(DeltaReader):
 
 
 def delta_log_dir_name(model_name: str) -> str:
-    """`delta_logs_{model}`: `google/gemma-3-270m-it` -> `delta_logs_google_gemma_3_270m_it`.
+    """Return `delta_logs_{model}`: `google/gemma-3-270m-it` -> `delta_logs_google_gemma_3_270m_it`.
 
     Raises:
         DeltaLogError: the name has no letter or digit.

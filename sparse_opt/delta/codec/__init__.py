@@ -1,9 +1,10 @@
-"""Patches: the bits that changed between two lists of tensors, coded small and exactly, on the tensors' device.
+"""Patch codec: encodes the changed bits between two lists of tensors compactly and exactly, on the tensors' device.
 
     patch = encode(old, new, "packed")
     apply_(old, patch)                      # old now has the bits of new
 
-docs/formats.md has every level byte by byte, and `reference` the same in numpy. All backends write the same bytes.
+docs/formats.md specifies every level byte by byte, and `reference` implements them in numpy. All backends write the
+same bytes.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ _RECORD_UNIT = {"fast": 4, "packed": 4, "tight": 2}  # bytes
 
 
 class PatchError(DeltaLogError):
-    """A patch is damaged, or is not one for the tensors it is given."""
+    """A patch is damaged, or does not fit the given tensors."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """The coded changes of tensors of one dtype; all but `counts` on their device.
+    """The encoded changes of tensors of one dtype, on the tensors' device except for `counts`.
 
-    counts: int64 [tensors] on the CPU, the changed elements of each.
-    heads: uint16 [tiles], or None at `tight`. sizes: length of each record, uint16 [tiles] in units of 4 bytes, or at
-    `tight` uint32 [tiles] in units of 2, with the highest bit for raw ones. records: uint8.
-    width: of `packed`, else 0. tables: of `tight`, else None.
+    Attributes:
+        counts: int64 [tensors] on the CPU, the number of changed elements of each.
+        heads: uint16 [tiles], or None at level `tight`.
+        sizes: length of each record, uint16 [tiles] in units of 4 bytes; at `tight` uint32 [tiles] in units of 2 bytes,
+            with the highest bit set for raw records.
+        records: uint8.
+        width: parameter of level `packed`, otherwise 0.
+        tables: parameters of level `tight`, otherwise None.
     """
 
     level: str
@@ -59,7 +64,7 @@ class Patch:
     tables: Tables | None
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that a file holds of it, by the names of docs/formats.md less the group's."""
+        """Return the tensors to store in a file, under the names of docs/formats.md without the group prefix."""
         found = {"counts": self.counts, "records": self.records}
         if self.heads is not None:
             found["heads"] = self.heads
@@ -73,12 +78,12 @@ class Patch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts."""
+        """Total bytes of the parts."""
         return sum(part.nbytes for part in self.parts().values())
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], level: str, dtype: torch.dtype, numels: Sequence[int]) -> Patch:
-        """The patch of a file's tensors, which are on the CPU, checked as far as it goes without decoding.
+        """Build a patch from a file's tensors, on the CPU. Checks everything that does not require decoding.
 
         Raises:
             PatchError: the parts are not those of a patch for tensors of these sizes.
@@ -100,11 +105,11 @@ class Patch:
         numels: Sequence[int],
         i: int,
     ) -> Patch:
-        """The patch of tensor `i` alone out of a file's patch, of whose records only the tensor's own are read.
+        """Build the patch of tensor `i` alone from a file's patch, reading only that tensor's records.
 
         Args:
-            frame: the file's tensors but the records, as `from_parts` takes them.
-            length: of all records, in bytes.
+            frame: the file's tensors without the records, as in `from_parts`.
+            length: bytes of all records.
             read_records: called with (begin, end) in bytes, returns those records.
 
         Raises:
@@ -118,7 +123,7 @@ class Patch:
     def _of_frame(
         cls, frame: Mapping[str, Tensor], length: int, level: str, dtype: torch.dtype, numels: Sequence[int]
     ) -> Patch:
-        """All of a patch but its records, which have `length` bytes."""
+        """Build a patch without its records, which have `length` bytes in all."""
         if {*frame, "records"} != set(PARTS[level]):
             raise PatchError(f"it holds {sorted([*frame, 'records'])}, expected {sorted(PARTS[level])}")
         tiles = first_tiles(numels, level)[-1]
@@ -149,19 +154,19 @@ class Patch:
         return patch
 
     def offsets(self) -> Tensor:
-        """[tiles + 1] int64 on the records' device: where each record begins, in bytes."""
+        """Return the byte offset of each record, and the end: [tiles + 1] int64 on the records' device."""
         lengths = self.sizes.to(torch.int64) & ~RAW_BIT
         offsets = lengths.new_zeros(len(lengths) + 1)
         torch.cumsum(lengths * _RECORD_UNIT[self.level], 0, out=offsets[1:])
         return offsets
 
     def of_tensor(self, i: int) -> Patch:
-        """The patch of tensor `i` alone, which shares this one's memory."""
+        """Return the patch of tensor `i` alone, as a view of this one's memory."""
         begin, end = self._records_of(i)
         return self._alone(i, self.records[begin:end])
 
     def _records_of(self, i: int) -> tuple[int, int]:
-        """Begin and end of the records of tensor `i`, in bytes."""
+        """Return begin and end of the records of tensor `i`, in bytes."""
         first, last = first_tiles(self.numels, self.level)[i : i + 2]
         begin, end = self.offsets()[[first, last]].tolist()
         return begin, end
@@ -196,24 +201,24 @@ def encode(
     meanwhile: Callable[[], object] | None = None,
     backend: Backend | None = None,
 ) -> Patch:
-    """The patch that leads from the bits of `old` to those of `new`.
+    """Encode the patch that turns the bits of `old` into those of `new`.
 
-    Runs on the tensors' device; the host waits once for the length of the records, and at `packed` and `tight` once
-    more for a sample.
+    Runs on the tensors' device. The host synchronizes once for the length of the records, and at `packed` and `tight`
+    once more for a sample.
 
     Args:
-        old, new: contiguous tensors of one device and one dtype of 1, 2, 4 or 8 bytes; new[i] has the elements of
-            old[i]. At least one.
+        old, new: equally many contiguous tensors, at least one each, on one device, of one dtype of 1, 2, 4 or 8 bytes;
+            new[i] has as many elements as old[i].
         level: `fast`, `packed` or `tight`.
-        advance: give `old` the bits of `new` as well, which then costs little more than the stores. Where an error is
-            raised, what `old` holds is void.
-        meanwhile: called while a GPU takes the sample that `packed` and `tight` wait for, so that what it launches
-            keeps the GPU busy; at `fast`, and on the CPU, called first.
-        backend: `native` (C++ and CUDA) or `reference` (numpy); None takes the native one where it can run, and warns
-            once where not.
+        advance: also copy the bits of `new` to `old`, which costs little more than the stores. After an error the
+            contents of `old` are undefined.
+        meanwhile: called while the host waits for the sample of `packed` and `tight` on a GPU, to launch other work
+            there; at `fast`, and on the CPU, called first.
+        backend: `native` (C++ and CUDA) or `reference` (numpy). None uses `native` if it is available; otherwise it
+            warns once and uses `reference`.
 
     Raises:
-        ValueError: another level; tensors that do not fit each other (names the first one).
+        ValueError: an unknown level, or tensors that do not match (names the first one).
         BackendUnavailable: the named backend cannot run.
     """
     if level not in LEVELS:
@@ -228,14 +233,14 @@ def encode(
         (meanwhile or _nothing)()
         meanwhile = None
     if level != "fast":
-        # `packed` wants to know of symbols alone.
+        # `packed` only needs the counts of symbols, so that one class is enough.
         class_shift = kind.class_shift if level == "tight" else kind.bits
         sample = _sample(run, old, new, WordKind(kind.size, kind.is_float, class_shift), meanwhile)
         if level == "packed":
             width = best_width(sample.symbols, kind.bits)
         else:
             tables = make_tables(sample, numels, kind)
-    # A lane of `tight` reads the old words again after it has coded them.
+    # A lane of `tight` reads the old words again after coding them, so they cannot be overwritten on the way.
     at_once = advance and level != "tight"
     heads, sizes, records, counts = run.patch_encode(
         old,
@@ -271,23 +276,23 @@ def _nothing() -> None:
 
 
 def count_changes(old: Sequence[Tensor], new: Sequence[Tensor], *, backend: Backend | None = None) -> Tensor:
-    """int64 [tensors] on the CPU, the elements of each tensor whose bits differ. Arguments as of `encode`."""
+    """Count the elements of each tensor whose bits differ: int64 [tensors] on the CPU. Arguments as in `encode`."""
     _check_tensors(old, new)
     return _implementation(new[0].device, backend).count_changes(list(old), list(new))
 
 
 def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = None, check: bool = True) -> None:
-    """Give the tensors, which have the bits that the patch was made from, the bits that it leads to.
+    """Apply a patch in place to tensors that have the bits of its `old`; they then have the bits of its `new`.
 
-    Whatever the patch holds, nothing but the tensors is written. Where it is damaged, what they hold is void.
+    Even a damaged patch writes only to the tensors, whose contents are then undefined.
 
     Args:
-        dense: contiguous tensors on one device, of the patch's dtype and sizes; the patch may be on another device.
+        dense: contiguous tensors on one device, with the patch's dtype and sizes; the patch may be on another device.
         backend: as in `encode`.
-        check: wait for the device to say whether all records were sound. False is for a patch just made.
+        check: synchronize to check that all records were valid. False is for a patch that was just encoded.
 
     Raises:
-        PatchError: a record is damaged; or the tensors are not of the patch's sizes (names the first one).
+        PatchError: a record is damaged, or a tensor does not have the patch's dtype and size (names the first one).
         BackendUnavailable: the named backend cannot run.
     """
     if len(dense) != len(patch.numels):
@@ -358,7 +363,7 @@ def _check_tensors(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 
 
 def _on_device(tables: Tables | None, device: torch.device) -> tuple[Tensor | None, ...]:
-    """row_of, rows, class_table and values, as the native code takes them."""
+    """Return row_of, rows, class_table and values on the device, in the order of the native ops' arguments."""
     if tables is None:
         return None, None, None, None
     arrays = (tables.row_of, tables.rows, tables.class_table, tables.values)
@@ -366,7 +371,7 @@ def _on_device(tables: Tables | None, device: torch.device) -> tuple[Tensor | No
 
 
 def _fast_sizes(heads: Tensor, numels: Sequence[int], kind: WordKind) -> Tensor:
-    """uint16 [tiles], the length of each record in units of 4 bytes. Raises ValueError on a head that is none."""
+    """Return uint16 [tiles], the length of each record in units of 4 bytes. Raises ValueError on an invalid head."""
     lengths = tile_lengths(numels, "fast")
     pairs, inverse = torch.unique(heads.to(torch.int64) << 16 | lengths, return_inverse=True)
     sizes = [fast_bytes(pair >> 16, pair & 0xFFFF, kind.size) // 4 for pair in pairs.tolist()]
