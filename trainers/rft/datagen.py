@@ -8,8 +8,7 @@ Files in the output folder:
 
 | file | |
 |---|---|
-| kept.jsonl | prompt, completion, reward, as `train` and TRL's SFTTrainer read them: text, or messages like the prompts
-    |
+| kept.jsonl | prompt, completion, reward, as text or messages like the prompts; input of `train` and TRL's SFTTrainer |
 | report.json | accuracy, answer rate, counts of kept and discarded completions, seconds |
 | parts/ | every completion with its verdict, one file per block |
 

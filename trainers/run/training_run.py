@@ -274,7 +274,7 @@ class TrainingRun:
         return (step - 1) * self.config.examples_per_step // len(self.data)
 
     def batches(self, step: int) -> list[TokenBatch]:
-        """The micro-batches of a step on the device. A batch of pairs holds all chosen, then all rejected completions."""
+        """The micro-batches of a step on the device. In a batch of pairs, all chosen completions come first."""
         examples, size = self.examples_of(step), self.config.batch_size
         return [self.collate(examples[start : start + size]) for start in range(0, len(examples), size)]
 
