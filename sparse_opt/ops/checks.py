@@ -1,7 +1,7 @@
-"""Argument checks shared by all backends. Each error names the argument, what was found and what was wanted.
+"""Argument checks of the ops, shared by all backends. Each error names the argument, its value and the expected value.
 
-Positions are not compared with the tensors' sizes: that would read them back from the device. `MaskSet` checks its
-indices once when it is built; indices from elsewhere are the caller's to check.
+Positions are not compared with the tensors' sizes, because that would read them back from the device. `MaskSet` checks
+its indices once when it is built; for other indices the caller is responsible.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _step_arguments(
         _fail(op, f"seed is {kw['seed']}, wanted 0 <= seed < 2**63")
 
 
-# The checks take the ops' own arguments, which are typed where users see them, in ops/__init__.py.
+# The checks take the same arguments as the ops, which are typed in ops/__init__.py.
 
 
 def indexed_adamw_(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]

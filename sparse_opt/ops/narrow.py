@@ -1,4 +1,4 @@
-"""Indices of two bytes: an offset for each active element, and a base for every 256 of them.
+"""Compression of indices to two bytes: an offset for each active element, and a base for every 256 of them.
 
 Frame of reference coding (Goldstein, Ramakrishnan and Shaft, "Compressing relations and indexes", ICDE 1998) of the
 positions that `sparse_opt.ops` take. At 2.5 % active, 256 elements lie within about 10 000 of each other, and an
@@ -28,10 +28,10 @@ def can_narrow(positions: Tensor) -> bool:
 
 
 def narrow_indices(indices: Tensor, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The indices of an op's call in two bytes each.
+    """Compress the indices of an op's call to two bytes each.
 
-    Slot s of segment i has the position index_bases[s // 256 + i] + offsets[s]. What lies outside of the segments is
-    lost.
+    Slot s of segment i has the position index_bases[s // 256 + i] + offsets[s]. Indices outside of the segments are not
+    kept.
 
     Args:
         indices: [nnz] int32 or int64, sorted within each segment, as the ops take them with `run_length` 1.
@@ -42,8 +42,8 @@ def narrow_indices(indices: Tensor, starts: Sequence[int], ends: Sequence[int]) 
         index_bases: [nnz // 256 + n] int32.
 
     Raises:
-        ValueError: a segment has 256 slots or fewer in a row that span 65536 positions or more, or a position past
-            2**31 - 1; or the segments are not in ascending order.
+        ValueError: the slots of a segment that share a base span 65536 positions or more, a position is above
+            2**31 - 1, or the segments are not in ascending order.
     """
     if any(e > s for (_, e), (s, _) in itertools.pairwise(zip(starts, ends, strict=True))):
         raise ValueError("narrow_indices: the segments are not in ascending order")
@@ -69,22 +69,23 @@ def narrow_indices(indices: Tensor, starts: Sequence[int], ends: Sequence[int]) 
 
 
 def widened(offsets: Tensor, index_bases: Tensor, i: int, start: int, end: int) -> Tensor:
-    """[end - start] int32 positions of segment i, the slots [start, end)."""
+    """Return the positions of segment i, the slots [start, end): [end - start] int32."""
     frame = torch.arange(start, end, device=offsets.device).div_(FRAME, rounding_mode="floor").add_(i)
     return index_bases[frame] + offsets[start:end].to(torch.int32)
 
 
 def bases_of(index_bases: Tensor, segments: Sequence[int], starts: Sequence[int], nnz: int) -> Tensor:
-    """The bases for a call with some of the segments only: `segments`, ascending, are their numbers.
+    """Return the bases for a call with some of the segments only.
 
     Args:
-        starts: of those segments.
-        nnz: the length of `indices`, which the call takes whole.
+        segments: their numbers, ascending.
+        starts: their starts.
+        nnz: the length of `indices`, which is passed whole.
 
     Returns:
-        [nnz // 256 + len(segments)] int32; a view where there is one segment.
+        [nnz // 256 + len(segments)] int32; a view if there is one segment.
     """
-    # Segment i, now the k-th, has its bases from starts[k] // 256 + k on, up to where the next one's begin.
+    # The bases of segment i, now the k-th, begin at starts[k] // 256 + k and end where those of the next one begin.
     cuts = [0, *(start // FRAME for start in starts[1:]), nnz // FRAME]
     parts = [index_bases[a + i : b + i + 1] for i, (a, b) in zip(segments, itertools.pairwise(cuts), strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,7 +1,7 @@
-"""The ops as torch sees them: `torch.ops.sparse_opt.*`, their schemas and fakes.
+"""Registration of the ops with torch as `torch.ops.sparse_opt.*`: schemas and fakes.
 
-The schemas stand here and not in the extension, so that the ops exist where no compiler was. The extension registers
-its kernels as `torch.ops.sparse_opt_native.*`, same names and arguments less `backend`.
+The schemas are defined here and not in the extension, so that the ops exist without a compiled extension. The extension
+registers its kernels as `torch.ops.sparse_opt_native.*`, with the same names and arguments except `backend`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _device(name: str, args: tuple[Any, ...]) -> torch.device:
 
 
 def _with_defaults(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The dispatcher leaves out arguments that equal their default; the checks and backends want all of them."""
+    """Add the arguments that the dispatcher leaves out because they equal their default."""
     schema = getattr(torch.ops.sparse_opt, name).default._schema
     positional = [a for a in schema.arguments if not a.kwarg_only]
     args = args + tuple(kwargs.get(a.name, a.default_value) for a in positional[len(args) :])
@@ -70,7 +70,7 @@ def _with_defaults(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _bump_versions(mutated: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Kernels write through pointers, which autograd does not see: tell it, so that a stale graph raises."""
+    """Increment the version counters of mutated tensors, since autograd does not see writes through pointers."""
     for i, name in mutated:
         value = args[i] if i < len(args) else kwargs[name]
         tensors = [value] if isinstance(value, Tensor) else value or []
@@ -78,8 +78,8 @@ def _bump_versions(mutated: list[tuple[int, str]], args: tuple[Any, ...], kwargs
 
 
 def _unknown_until_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a traced function reads a length or a segment from a tensor: `run` checks those when it has numbers."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # sympy; loaded already where one traces
+    """Whether a traced function reads a length or a segment from a tensor; `run` checks the numbers later."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy, as tracing does anyway
 
     return any(free_unbacked_symbols(value) for value in (*args, *kwargs.values()) if not isinstance(value, str))
 

@@ -1,4 +1,4 @@
-"""Where the active tiles of a weight lie, and which compact slots are theirs."""
+"""Tile tables: the positions of a weight's active tiles, and the compact slots of each."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ TILE_SIZES = (64, 128)
 
 
 def tile_table(positions: Tensor, shape: Sequence[int], tile_size: int, *, first_slot: int = 0) -> Tensor:
-    """The active tiles of one matrix, as `tile_weight_grad_` takes them.
+    """Build the table of one matrix's active tiles for `tile_weight_grad_`.
 
-    The tables of several matrices are concatenated, each with the slot that its matrix begins at.
+    For several matrices, concatenate their tables, each built with the first slot of its matrix.
 
     Args:
-        positions: [nnz] int32 or int64, ascending, of the elements of whole tiles aligned to `tile_size`; those at the
-            right and lower edge are as much smaller as the matrix is. A `MaskSet` of pattern tile64 or tile128 has
-            them.
+        positions: [nnz] int32 or int64, ascending positions of the elements of whole tiles aligned to `tile_size`, as
+            in a `MaskSet` of pattern tile64 or tile128. Tiles at the right and lower edge are cut off there.
         shape: (rows, columns) of the matrix.
         tile_size: 64 or 128.
         first_slot: the compact slot of the first position.
 
     Returns:
-        [k, 4] int64, on the device of `positions`: of each tile its first row, its first column, the slot of its first
-        element, and how many slots lie between one of its rows and the next.
+        [k, 4] int64, on the device of `positions`: for each tile its first row, its first column, the slot of its first
+        element, and the stride in slots from one of its rows to the next.
 
     Raises:
-        ValueError: the shape or tile size is another, or the positions are not those of whole tiles.
+        ValueError: the shape is not two-dimensional, the tile size is not 64 or 128, or the positions are not those of
+            whole tiles.
     """
     if tile_size not in TILE_SIZES:
         raise ValueError(f"tile_table: tile_size is {tile_size}, wanted 64 or 128")
