@@ -1,4 +1,4 @@
-"""Compact gradients: the passes that make them, of dense gradients and of the operands that tiles are products of."""
+"""Computation of compact gradients, from dense gradients or from the operands of tile products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .buckets import Bucket
 
 
 def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
-    """Add `grad`, the gradient of parameter i, to the bucket's compact gradient, or begin it."""
+    """Add `grad`, the gradient of parameter i, to the bucket's compact gradient, or start it."""
     assert bucket.grad is not None
     if bucket.native is not None:
         bucket.native.gather_(i, grad, bucket.grad, bucket.sum_sq, found_inf)
@@ -39,7 +39,7 @@ def gather_(bucket: Bucket, i: int, grad: Tensor, found_inf: Tensor | None) -> N
 
 
 def tiles_(bucket: Bucket, i: int, left: Tensor, right: Tensor, found_inf: Tensor | None) -> None:
-    """Add the active tiles of left^T @ right, the gradient of parameter i, to the compact gradient, or begin it."""
+    """Add the active tiles of left^T @ right, the gradient of parameter i, to the compact gradient, or start it."""
     assert bucket.grad is not None and bucket.tiles is not None
     if bucket.native is not None:
         bucket.native.tile_grad_(i, left, right, bucket.grad, bucket.sum_sq, found_inf)
@@ -61,12 +61,12 @@ def tiles_(bucket: Bucket, i: int, left: Tensor, right: Tensor, found_inf: Tenso
 
 
 def tile_rows(bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> Tensor:
-    """The active tiles of left^T @ right, where left [tokens, rows] comes in parts: fp32 [slots of parameter i].
+    """Compute the active tiles of left^T @ right, with left [tokens, rows] in parts: fp32 [slots of parameter i].
 
     The compact gradient does not change; `Bucket.add_values_` adds the result to it.
 
     Args:
-        parts: (first row, [tokens, rows from it on]), together all rows. Only one part need be alive at a time.
+        parts: (first row, [tokens, rows from it on]), together all rows. Each part is released before the next one.
         right: [tokens, columns].
     """
     assert bucket.tiles is not None
@@ -89,12 +89,12 @@ def tile_rows(bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right
             sum_sq=None,
             found_inf=None,
         )
-        del left  # not beside the next one
+        del left  # free it before the next part is computed
     return values
 
 
 def check_dense(bucket: Bucket) -> None:
-    """Raise if a parameter has a dense gradient that can't be read at the indices; names the parameter."""
+    """Raise an error that names the parameter if a dense gradient cannot be read at the indices."""
     first = None
     for name, param in zip(bucket.names, bucket.params, strict=True):
         grad = param.grad
@@ -122,7 +122,7 @@ def gather_all_(bucket: Bucket) -> None:
     if present:
         bucket.ops.masked_grad_gather_(
             bucket.grad,
-            # `present` names parameters that have one
+            # parameters in `present` have a gradient
             [bucket.params[i].grad.contiguous() for i in present],  # type: ignore[union-attr]
             bucket.indices,
             [bucket.starts[i] for i in present],
@@ -140,6 +140,6 @@ def gather_all_(bucket: Bucket) -> None:
 
 
 def to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor on the device, without waiting for it."""
+    """Return a small tensor on the device, without a synchronization."""
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

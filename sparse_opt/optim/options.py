@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SEED_LIMIT = 2**62  # leaves room for what a bucket adds
+SEED_LIMIT = 2**62  # a bucket adds its number to the seed, and the sum must stay below 2**63
 
 
 def is_number(value: Any, minimum: float, below: float) -> bool:
-    """Whether `value` is a number, one of numpy's included, minimum <= value < below."""
+    """Whether `value` is a number, including numpy's, with minimum <= value < below."""
     compared: Any = value  # numbers.Real is not typed as ordered
     return isinstance(value, numbers.Real) and bool(minimum <= compared < below)
 
 
 def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = math.inf) -> None:
-    """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` begins the message."""
+    """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` is put before the message."""
     if is_number(value, minimum, below):
         return
     bound = "" if minimum == -math.inf else f" >= {minimum:g}"
@@ -28,8 +28,10 @@ def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, b
 
 
 def require_lr(where: str, lr: Any) -> None:
-    """Raise a ValueError unless `lr` is a number >= 0, or a floating-point tensor of one element, whose value is not
-    read: it may be on a device."""
+    """Raise a ValueError unless `lr` is a number >= 0 or a floating-point tensor of one element.
+
+    The value of a tensor is not checked, because it may be on a device.
+    """
     if not isinstance(lr, Tensor):
         require_number(where, "lr", lr)
     elif lr.numel() != 1 or not lr.is_floating_point() or lr.layout != torch.strided or lr.is_meta:
@@ -46,7 +48,7 @@ def require_seed(where: str, seed: Any) -> None:
 
 
 def shown(value: object) -> str:
-    """`value` for an error of one line."""
+    """Return `value` as text for an error message of one line."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)}"
     text = repr(value).replace("\n", " ")

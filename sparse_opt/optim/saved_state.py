@@ -1,4 +1,4 @@
-"""A state_dict on its way in: everything about it is checked before anything of the optimizer changes."""
+"""Checks a state_dict completely before it is loaded, so that an invalid one does not change the optimizer."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ States = dict[Parameter, dict[str, Tensor]]
 
 @dataclass(eq=False)
 class SavedState:
-    """What a state_dict holds, in terms of the optimizer that it fits."""
+    """The checked content of a state_dict, by the parameters of the optimizer that loads it."""
 
     names: dict[Parameter, str]
-    states: States  # of the parameters that were saved with any
-    options: list[dict[str, Any]]  # copies, of each group
+    states: States  # of the parameters that were saved with a state
+    options: list[dict[str, Any]]  # of each group, copied
 
     @classmethod
     def of(
         cls, state_dict: Any, param_groups: list[dict[str, Any]], buckets: list[Bucket], required: Collection[str]
     ) -> SavedState:
-        """The saved state, once everything but the ranges of options fits what is here.
+        """Check a state_dict against the optimizer's groups and buckets; ranges of options are not checked here.
 
         Args:
             required: the options that every group must have.
 
         Raises:
-            ValueError: it is malformed, or was saved under another mask, shape, dtype or set of parameters.
+            ValueError: it is malformed, or was saved with another mask, shape, dtype or set of parameters.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(
@@ -54,17 +54,17 @@ class SavedState:
         return cls(names, states, [_options(i, group, required) for i, group in enumerate(groups)])
 
     def copy_(self, buckets: Iterable[Bucket]) -> None:
-        """Copy the states into the buffers that are there."""
+        """Copy the states into the existing buffers."""
         for bucket in buckets:
             for i, param in enumerate(bucket.params):
                 for key, here in bucket.parameter_state(i).items():
                     here.copy_(self.states[param][key])
 
     def base_weights(self, buckets: Iterable[Bucket]) -> dict[Parameter, tuple[Tensor, Tensor]]:
-        """(indices, values) of the base weights saved for each parameter, on its device.
+        """Return (indices, values) of the base weights saved for each parameter, on its device.
 
         Raises:
-            ValueError: a parameter was saved without, or they are not sound.
+            ValueError: a parameter was saved without base weights, or they are invalid.
         """
         active = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
         held = {}
@@ -98,7 +98,7 @@ def _contains(ascending: Tensor, others: Tensor) -> bool:
 
 
 def _named(group: dict[str, Any]) -> Iterable[tuple[str, Parameter]]:
-    return zip(group["param_names"], group["params"], strict=False)  # a GradScaler's parameter may follow; no name
+    return zip(group["param_names"], group["params"], strict=False)  # a ScalerProxy's parameter may follow, unnamed
 
 
 def _entry(mapping: Mapping[Any, Any], key: str, types: Any, expected: str, what: str = "the saved state") -> Any:
@@ -130,7 +130,7 @@ def _groups(saved: Any, here: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _keys(groups: list[Mapping[str, Any]], here: list[dict[str, Any]]) -> dict[int | str, tuple[str, Parameter]]:
-    """What the saved state calls each parameter -> (its name, the parameter)."""
+    """Return the saved state's key of each parameter -> (name, parameter)."""
     keys: dict[int | str, tuple[str, Parameter]] = {}
     for group, own in zip(groups, here, strict=True):
         for key, named in zip(group["params"], _named(own), strict=True):

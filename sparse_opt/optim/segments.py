@@ -1,4 +1,4 @@
-"""Where the active elements of some parameters lie: one index for each, in two bytes or more, or one for each run."""
+"""Segments: the indices of the active elements of some parameters, one per element (two bytes or more) or per run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ RUN_LENGTHS = (64, 32, 16)
 
 @dataclass(eq=False)
 class Segments:
-    """The active elements of `params`, as the ops take them.
+    """The active elements of `params`, in the form that the ops take.
 
     Segment i, the slots [starts[i], ends[i]) of every [nnz] buffer, belongs to params[i]. Slots are in the order of the
-    flattened parameter, whatever `run_length` is.
+    flattened parameter, for every `run_length`.
     """
 
     params: list[Parameter]
     # [nnz / run_length] int32 or int64, the first position of each run in the flattened parameter; or uint16 offsets
     indices: Tensor
-    index_bases: Tensor | None  # of offsets, else None: see `ops.narrow_indices`
+    index_bases: Tensor | None  # None unless `indices` are offsets: see `ops.narrow_indices`
     starts: list[int]
     ends: list[int]
     run_length: int
@@ -41,7 +41,7 @@ class Segments:
         return slice(self.starts[i], self.ends[i])
 
     def layout(self, which: Sequence[int] | None = None) -> dict[str, Any]:
-        """How the ops are to read `indices`, in a call for all parameters or for those numbered `which`, ascending."""
+        """Return `run_length` and `index_bases` for a call on all parameters, or on those in `which`, ascending."""
         bases = self.index_bases
         if bases is not None and which is not None and len(which) < len(self.params):
             bases = bases_of(bases, which, [self.starts[i] for i in which], self.nnz)
@@ -52,7 +52,7 @@ class Segments:
         return self.indices.nbytes + (0 if self.index_bases is None else self.index_bases.nbytes)
 
     def positions(self, i: int) -> Tensor:
-        """[nnz of params[i]] the position of every active element, int32 or int64."""
+        """Return the position of every active element: [nnz of params[i]] int32 or int64."""
         if self.index_bases is not None:
             return widened(self.indices, self.index_bases, i, self.starts[i], self.ends[i])
         runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length]
@@ -60,14 +60,14 @@ class Segments:
 
 
 def fits_uint16(param: Tensor, positions: Tensor, run_length: int) -> bool:
-    """Whether the indices of sorted `positions` in the flattened parameter are narrowed."""
+    """Whether the indices of sorted `positions` in the flattened parameter fit two bytes each."""
     return run_length == 1 and index_dtype(param) == torch.int32 and can_narrow(positions)
 
 
 def pack_indices(
     parts: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], narrow: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(indices, index_bases) of segments whose indices are `parts`, laid end to end."""
+    """Concatenate `parts`, the indices of each segment, and return (indices, index_bases)."""
     indices = torch.cat(list(parts))
     return narrow_indices(indices, starts, ends) if narrow else (indices, None)
 
@@ -77,16 +77,16 @@ def index_dtype(param: Tensor) -> torch.dtype:
 
 
 def run_length_of(shape: Sequence[int], pattern: str) -> int:
-    """How many consecutive elements of the flattened tensor a mask of `pattern` takes at a time.
+    """Return the number of consecutive elements of the flattened tensor in a run of `pattern`.
 
-    Every such run begins at a multiple of its length. 1 where the tensor's rows do not hold whole runs.
+    Every run begins at a multiple of its length. The result is 1 if the tensor's rows do not hold whole runs.
     """
     width = min(PATTERNS[pattern][1], RUN_LENGTHS[0])
     return width if matrix_shape(shape)[1] % width == 0 else 1
 
 
 def longest_run(positions: Tensor, at_most: int) -> int:
-    """The longest run length, up to `at_most`, whose aligned runs sorted unique `positions` take whole; else 1."""
+    """Return the longest run length up to `at_most` such that sorted unique `positions` are whole aligned runs."""
     for length in RUN_LENGTHS:
         if length > at_most or positions.numel() % length:
             continue
@@ -97,7 +97,7 @@ def longest_run(positions: Tensor, at_most: int) -> int:
 
 
 def expanded(indices: Tensor, run_length: int) -> Tensor:
-    """[n * run_length] every position of the runs that begin at `indices` [n]."""
+    """Return every position of the runs that begin at `indices` [n]: [n * run_length]."""
     if run_length == 1:
         return indices
     within_run = torch.arange(run_length, dtype=indices.dtype, device=indices.device)

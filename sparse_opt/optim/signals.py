@@ -1,4 +1,4 @@
-"""Context managers that are entered and left whole, whatever signals arrive."""
+"""UninterruptedContext: a context manager whose entry and exit no signal handler interrupts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
-# What `signal` wraps: its own functions convert every argument and result to enums, which takes 15 times as long.
+# `signal` wraps this module; its functions convert every argument and result to enums, which takes 15 times as long.
 _signal = importlib.import_module("_signal")
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 
 
 class UninterruptedContext(ContextDecorator, ABC):
-    """A context manager whose `__enter__` and `__exit__` are not cut short by what a signal handler raises.
+    """A context manager whose `__enter__` and `__exit__` cannot be interrupted by an exception of a signal handler.
 
-    Python calls a signal handler in the main thread, between two instructions of whatever runs there. What the handler
-    raises, as KeyboardInterrupt on Ctrl-C, is raised at that place. That may be before the first line of an `__exit__`
-    (or after the last line of a generator's `with` block), where no `try` is in force yet, so the handlers themselves
-    have to wait. From entry to exit each of Python's handlers has another one in front of it, which calls it
+    Python calls a signal handler in the main thread, between two instructions of the code that runs there, and raises
+    the handler's exception (KeyboardInterrupt on Ctrl-C) at that point. That may be before the first line of an
+    `__exit__` (or after the last line of a generator's `with` block), where no `try` protects the code, so the handlers
+    themselves have to be deferred. From entry to exit each Python handler is wrapped in another one, which calls it
 
-    - at once if the signal arrives in the body of the `with` statement, or after it;
-    - when everything is undone again, if the signal arrives during `__exit__`;
-    - when everything is done, if it arrives during `__enter__`, and what it raises undoes the entry.
+    - immediately if the signal arrives in the body of the `with` statement, or after it;
+    - after everything is undone, if the signal arrives during `__exit__`;
+    - after everything is done, if it arrives during `__enter__`; an exception of the handler then undoes the entry.
 
-    Signals without a Python handler do not concern it, nor other threads than the main one, which run no handlers.
-    Use it in a `with` statement. A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, may be
-    interrupted right after it, and a generator with the `with` statement in it (`contextlib.contextmanager`) may be
-    interrupted outside of the generator, which is then not resumed.
+    Signals without a Python handler are not affected, nor are threads other than the main one, which run no handlers.
+    Use it in a `with` statement. A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, can be
+    interrupted right after that call, and a generator that contains the `with` statement (`contextlib.contextmanager`)
+    can be interrupted outside of the generator, which is then not resumed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class UninterruptedContext(ContextDecorator, ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Undo those changes that have been made, which may be none."""
+        """Undo the changes that `enter` has made so far, which may be none."""
 
     def __enter__(self) -> None:
         if self._is_entered:
@@ -91,11 +91,11 @@ class UninterruptedContext(ContextDecorator, ABC):
             self._call_deferred()
 
     def _put_back(self) -> None:
-        """Restore the handlers, all of them even if one that is in place again is called and raises."""
+        """Restore all handlers, even if a restored one is called and raises meanwhile."""
         if self._in_front:
             number, in_front = self._in_front[-1]
             try:
-                if _signal.getsignal(number) is in_front:  # else the body has installed another one
+                if _signal.getsignal(number) is in_front:  # otherwise the body has installed another one
                     _signal.signal(number, _still_in_use(in_front.handler))
                 self._in_front.pop()
             finally:
@@ -110,7 +110,7 @@ class UninterruptedContext(ContextDecorator, ABC):
                 self._call_deferred()
 
     def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
-        """Call `handler` for a signal that has arrived while `frame` was running, or defer it."""
+        """Call `handler` for a signal that arrived while `frame` was running, or defer it."""
         caller = frame
         while self._is_deferring and caller is not None:
             if caller.f_code in _CODES and caller.f_locals.get("self") is self:
@@ -124,7 +124,7 @@ _CODES = (UninterruptedContext.__enter__.__code__, UninterruptedContext.__exit__
 
 
 class _InFront:
-    """A signal handler that leaves it to a context when to call another one."""
+    """A signal handler that wraps another one; the context decides when the other one is called."""
 
     def __init__(self, context: UninterruptedContext, handler: Handler) -> None:
         self.context, self.handler = context, handler
@@ -138,7 +138,7 @@ class _InFront:
 
 
 def _still_in_use(handler: Handler) -> Handler:
-    """The handler, or the one behind it where the context in front has been left, out of turn or interrupted."""
+    """Return the handler without the wrappers of contexts that are no longer in use."""
     while isinstance(handler, _InFront) and not handler.is_in_use:
         handler = handler.handler
     return handler

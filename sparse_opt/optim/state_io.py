@@ -1,4 +1,4 @@
-"""State on its way to another mask, and out to a state_dict. `saved_state` has the way in."""
+"""Transfers optimizer state to another mask, and to a state_dict. `saved_state` handles loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .segments import Segments
 
 
 def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
-    """Copy the compact state of the elements that both masks have, and the step counts of their parameters."""
+    """Copy the compact state of the elements that are in both masks, and the step counts of their parameters."""
     old = {param: (bucket, i) for bucket in old_buckets for i, param in enumerate(bucket.params)}
     for bucket in new_buckets:
         for i, param in enumerate(bucket.params):
@@ -33,9 +33,9 @@ def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
 def with_indices(
     state: Mapping[Tensor, dict[str, Any]], buckets: list[Bucket], bases: list[BaseWeights]
 ) -> defaultdict[Tensor, Any]:
-    """The optimizer's state as it is saved: with the position of each element, also where the mask takes runs."""
+    """Return the optimizer's state for saving, with the position of each element, for every pattern."""
     shown: defaultdict[Tensor, Any] = defaultdict(dict, {param: dict(values) for param, values in state.items()})
-    made: dict[int, Tensor] = {}  # base weights may share their bucket's indices, and a file then holds them once
+    made: dict[int, Tensor] = {}  # base weights may share their bucket's indices, which a file then stores once
     holders: list[tuple[str, Segments]] = [("indices", b) for b in buckets] + [("base_indices", b) for b in bases]
     for key, holder in holders:
         if id(holder.indices) not in made:

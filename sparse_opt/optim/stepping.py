@@ -1,4 +1,4 @@
-"""One bucket's part of a step, in two phases: all buckets are prepared and checked before the first one is written."""
+"""One bucket's part of a step, in two phases: all buckets are prepared and checked before any is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ops import checks
 from . import gradients
 from .buckets import Bucket
 
-# Calls an op, or what has its arguments, with the options of the bucket's group: `SparseOptimizer._update`.
+# Calls an op, or the check of its arguments, with the options of the bucket's group: `SparseOptimizer._update`.
 Update = Callable[..., None]
 
 
@@ -24,15 +24,15 @@ class BucketStep:
 
     bucket: Bucket
     op: Callable[..., None]
-    check_op: Callable[..., None]  # takes the same arguments, raises where `op` would, and writes nothing
-    target: tuple[Any, ...]  # the parameters and their segments, where `op` is not bound to them
+    check_op: Callable[..., None]  # takes the same arguments, raises the same errors, and writes nothing
+    target: tuple[Any, ...]  # the parameters and their segments; empty if `op` is bound to them
     arguments: dict[str, Any]
     dense: bool  # gradients are read from `param.grad`
-    counted: Tensor | None = None  # step counts after this step, where `op` does not count them itself
-    which: Tensor | None = None  # [n] int64, the parameters that `counted` is of; None: all
+    counted: Tensor | None = None  # step counts after this step, unless `op` increments them itself
+    which: Tensor | None = None  # [n] int64, the parameters of `counted`; None: all
 
     def check(self, update: Update) -> None:
-        """Raise what the op would raise; where it is about a parameter or its gradient, by the parameter's name."""
+        """Raise the error that the op would raise; an error in a parameter or its gradient names the parameter."""
         try:
             update(self.bucket, self.check_op, self.target, **self.arguments)
         except ValueError:
@@ -53,14 +53,14 @@ class BucketStep:
 
 
 def prepare(bucket: Bucket, op: str, received: list[bool] | None, arguments: dict[str, Any]) -> BucketStep | None:
-    """The call of `op` for a bucket; None if none of its parameters has a gradient.
+    """Prepare the call of `op` for a bucket; None if none of its parameters has a gradient.
 
     Args:
-        received: of each parameter, whether it has a compact gradient; None: the dense gradients are used.
-        arguments: of the op, without `steps` and what names parameters and segments.
+        received: for each parameter, whether it has a compact gradient; None: the dense gradients are used.
+        arguments: arguments of the op except `steps`, parameters and segments.
 
     Raises:
-        ValueError, RuntimeError: a parameter or its gradient is not as the op takes it; names the parameter.
+        ValueError, RuntimeError: a parameter or its gradient is invalid for the op; names the parameter.
     """
     native, dense = bucket.native, received is None
     if native is not None and (native.take_grads() if received is None else all(received)):
@@ -78,7 +78,7 @@ def prepare(bucket: Bucket, op: str, received: list[bool] | None, arguments: dic
         gradients.check_dense(bucket)
     dense_grads = [g.contiguous() for g in grads if g is not None] if dense else None
     found_inf = arguments["found_inf"]
-    counted = 1.0 if found_inf is None else (found_inf == 0).float()  # a step that is refused is not counted
+    counted = 1.0 if found_inf is None else (found_inf == 0).float()  # a skipped step is not counted
     if len(present) == len(bucket.params):
         params, starts, ends, which = bucket.params, bucket.starts, bucket.ends, None
         steps = bucket.steps + counted

@@ -1,9 +1,9 @@
-"""Linear layers whose backward pass makes the active tiles of the weight's gradient, and nothing else of it.
+"""Linear layers whose backward pass computes only the active tiles of the weight gradient.
 
-Such a layer has a `forward` of its own beside its class's: the same product, with another backward pass. It is C++
-(csrc/optim/tile_linear.h) where the optimizer's backend is; elsewhere, and under `torch.compile`, it is the two ops of
-this module. They know the layer by a number, as a tensor that the second one says it changes: without that, a compiler
-would drop or merge its calls.
+Such a layer has an instance attribute `forward`: the same product as its class's, with another backward pass. It is
+C++ (csrc/optim/tile_linear.h) if the optimizer's backend is; otherwise, and under `torch.compile`, it is the two ops of
+this module. They identify the layer by a number in a tensor that the second op declares as mutated, because a compiler
+would otherwise drop or merge its calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 class TileSink(Protocol):
-    """Takes the weight gradients that routed layers compute."""
+    """Receives the weight gradients that routed layers compute."""
 
     def receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
         """Keep the active tiles of left^T @ right, the gradient of parameter i; False if they are not kept."""
@@ -36,9 +36,9 @@ class TileSink(Protocol):
 
 
 class Route:
-    """Where a layer's weight gradient goes: to an optimizer's parameter. Keeps neither alive.
+    """Connects a layer's weight gradient to an optimizer's parameter, by weak references.
 
-    Copies of a module, and those that are loaded from a file, have None in its place: they are ordinary modules.
+    In copies of a module, and in modules loaded from a file, it is None; they are ordinary modules.
     """
 
     def __init__(self, sink: TileSink, bucket: Bucket, i: int, weight: Parameter, *, transposed: bool) -> None:
@@ -46,7 +46,7 @@ class Route:
         self.transposed = transposed
         self.native = None if bucket.native is None else bucket.native.route(i, transposed)
         self._accumulator = None
-        if self.native is None and weight.requires_grad:  # which ops can't ask for: autograd does not see into them
+        if self.native is None and weight.requires_grad:  # an op cannot query this later: autograd does not see into it
             self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
         self._sink, self._bucket, self._i = weakref.ref(sink), weakref.ref(bucket), i
@@ -56,16 +56,16 @@ class Route:
         return self._bucket() is not None
 
     def take(self, left: Tensor, right: Tensor) -> bool:
-        """Add left^T @ right to the compact gradient; False where there is none any more."""
+        """Add left^T @ right to the compact gradient; False if the optimizer no longer collects it."""
         sink, bucket = self._sink(), self._bucket()
         if sink is None or bucket is None:
             return False
         return sink.receive_tiles(bucket, self._i, left, right)
 
     def wanted(self) -> str:
-        """What the backward pass that runs does with the weight's gradient: "accumulated", "returned" or "nothing".
+        """Return how the running backward pass uses the weight's gradient: "accumulated", "returned" or "nothing".
 
-        It is returned by `torch.autograd.grad`, which accumulates nothing anywhere.
+        `torch.autograd.grad` returns gradients and does not accumulate them.
         """
         if self.native is not None:
             wanted: str = self.native.wanted()
@@ -76,24 +76,24 @@ class Route:
             return "accumulated" if torch._C._will_engine_execute_node(self._accumulator) else "nothing"
         except RuntimeError as error:
             if "only be called during the backward pass" in str(error):
-                return "accumulated"  # the op was called by itself
+                return "accumulated"  # the op was called directly
             if "autograd.grad" in str(error):
                 return "returned"
             raise
 
     def take_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`take` for a left operand, [tokens, rows], that never stands whole, as a large vocabulary's logits.
+        """`take` for a left operand, [tokens, rows], that is never materialized whole, as a large vocabulary's logits.
 
-        To be called in a backward pass, with what the layer's own would be called with.
+        Call it in a backward pass, with the operands of the layer's own backward pass.
 
         Args:
             parts: (first row, [tokens, rows from it on]), together all rows. First rows are multiples of the mask's
-                tile size. A part may be let go when the next one is asked for.
+                tile size. A part may be freed when the next one is requested.
             right: [tokens, columns].
 
         Returns:
-            False, and no part was asked for, where the gradient is to be a dense one: the optimizer does not take it
-            any more, others' hooks want it, or `torch.autograd.grad` does.
+            False, without computing any part, if a dense gradient is needed: the optimizer no longer collects it, or
+            another hook or `torch.autograd.grad` uses it.
         """
         sink, bucket = self._sink(), self._bucket()
         if sink is None or bucket is None or _has_others_hooks(self.weight):
@@ -112,9 +112,9 @@ class Route:
 _routes: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
 
 
-# Its name is what pickle looks for in the module that it belongs to.
+# It must be named `forward`: pickle looks for a method of that name in the layer.
 def forward(self: nn.Module, input: Tensor) -> Tensor:
-    """The forward of a layer's class; with another backward pass wherever one may come and the layer has a route."""
+    """Compute the forward of the layer's class; with grad enabled and a route, with the tiled backward pass."""
     route: Route | None = getattr(self, "_tile_route", None)
     weight = self._parameters["weight"]
     if (
@@ -136,31 +136,33 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 def _has_others_hooks(weight: Parameter) -> bool:
-    """Whether hooks of others than the optimizer want the dense gradient."""
+    """Whether hooks other than the optimizer's use the dense gradient."""
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks) != 1
 
 
 def route_of(module: nn.Module) -> Route | None:
-    """Where the gradient of a layer's weight goes tile by tile, for code that takes the weight out of the layer."""
+    """Return the route of a layer's weight, for code that uses the weight outside of the layer."""
     route: Route | None = getattr(module, "_tile_route", None)
     return route if route is not None and module._parameters["weight"] is route.weight else None
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Whether the module runs its class's forward, or this module's."""
+    """Whether the layer's forward is its class's or `forward` of this module."""
     own = vars(module).get("forward")
     return own is None or getattr(own, "__func__", None) in (forward, type(module).forward)
 
 
 def install(module: nn.Module, route: Route) -> None:
-    """Give the module a route, and the forward that takes it."""
+    """Set the layer's route, and replace its `forward`."""
     module._tile_route = route  # type: ignore[assignment]
     module.forward = types.MethodType(forward, module)
 
 
 def remove(module: nn.Module, route: Route) -> None:
-    """Undo `install`, if the route is still the module's. A forward that another one has wrapped stays, and does what
-    the class's does."""
+    """Undo `install` if the layer still has this route. A `forward` that other code has wrapped stays.
+
+    Without a route it computes the same as the forward of the class.
+    """
     if vars(module).get("_tile_route") is not route:
         return
     del module._tile_route
@@ -168,7 +170,7 @@ def remove(module: nn.Module, route: Route) -> None:
         del module.forward
 
 
-# The ops. The route is a number on the host: read without waiting, and a reason not to put the graph into a CUDA graph.
+# The ops. The route's number is on the host: reading it needs no synchronization, but rules out CUDA graphs.
 
 _library = torch.library.Library("sparse_opt", "FRAGMENT")
 _library.define(
@@ -208,9 +210,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, t
         return F.linear(input, weight, bias)
     elif bias is None or input.is_contiguous():
         out = F.linear(rows, weight, bias)
-    else:  # which F.linear does not take at once
+    else:  # F.linear would not fuse the bias here
         out = torch.mm(rows, weight.t()).add_(bias)
-    # No view: it may be changed in place, as a linear layer's result may.
+    # Not a view, so that the result may be modified in place, as that of a linear layer.
     return torch.ops.aten._unsafe_view(out, (*input.shape[:-1], out.shape[-1]))
 
 
@@ -242,7 +244,7 @@ def _linear_backward(
     if weight is None:
         return grad_output.new_empty(0)
     matrix = weight.t() if transposed else weight
-    # As autograd's formula of a product, which keeps a matrix of columns one.
+    # As in autograd's formula for mm, which returns a column-major gradient for a column-major input.
     if input_rows.stride(0) == 1 and input_rows.stride(1) == input_rows.shape[0]:
         grad_input = torch.mm(matrix.t(), grad_rows.t()).t().contiguous()
     else:

@@ -1,4 +1,4 @@
-"""The linear layers of a model whose weight gradients can be made tile by tile, and which of them are."""
+"""Finds the linear layers whose weight gradients can be computed tile by tile, and installs their backward pass."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from . import tile_backward
 from .buckets import Bucket, Tiles
 from .tile_backward import Route, TileSink
 
-# A weight of a higher density takes the dense gradient unless tile_backward=True. On an H200 the weight gradients of a
-# Llama-3.2-3B's layers took 64 ms dense for 8192 tokens and 8.6 ms for 1024 (bf16); by the CUDA kernel, a call for each
-# layer, at 25 and 50 % in tiles of 64 51 and 102 ms and 6.9 and 13.8, in tiles of 128 34 and 68 and 5.3 and 10.2.
+# Weights of a higher density use the dense gradient unless tile_backward=True. On an H200 (bf16) the dense weight
+# gradients of a Llama-3.2-3B's layers took 64 ms for 8192 tokens and 8.6 ms for 1024. The CUDA kernel, one call per
+# layer, took at density 25 and 50 %: with tiles of 64, 51 and 102 ms for 8192 tokens and 6.9 and 13.8 ms for 1024; with
+# tiles of 128, 34 and 68 ms and 5.3 and 10.2 ms.
 MAX_TILED_DENSITY = {64: 0.3, 128: 0.4}
 
 
 @dataclass(eq=False)
 class Linear:
-    """A layer, the only one of its kind that has its weight."""
+    """The only linear layer that has its weight."""
 
     module: nn.Module
     transposed: bool  # the weight is [in, out]
 
 
 def find(model: nn.Module) -> tuple[dict[Parameter, Linear], dict[Parameter, str]]:
-    """The weights of linear layers that can take tiles, and why other parameters of the model can't.
+    """Return the weights of linear layers that support tiles, and the reason why other parameters do not.
 
-    The layers are `torch.nn.Linear` and transformers' `Conv1D` themselves, not subclasses, with the forward of their
-    class. A weight may be tied to embeddings; what comes from those stays dense, and is added.
+    The layers are exactly `torch.nn.Linear` and transformers' `Conv1D`, not subclasses, with the forward of their
+    class. A weight may be tied to embeddings, whose part of the gradient stays dense and is added.
     """
     owners: dict[Parameter, list[tuple[str, nn.Module]]] = {}
     for module in model.modules():
@@ -74,13 +75,13 @@ def _why_not(name: str, param: Parameter, module: nn.Module) -> str:
 def choose(
     buckets: Iterable[Bucket], model: nn.Module | None, pattern: str, *, grads: str, wanted: bool | None
 ) -> None:
-    """Give every bucket the table of those of its parameters that take tiles, if any.
+    """Set every bucket's table of tiled parameters, if it has any.
 
     Args:
-        wanted: False: none; True: all that can; None: all that can and whose density is under `MAX_TILED_DENSITY`.
+        wanted: False: none; True: all that support it; None: those of them with a density under `MAX_TILED_DENSITY`.
 
     Raises:
-        ValueError: they are wanted, and no parameter can; says why.
+        ValueError: `wanted` is True and no parameter supports it; names the reasons.
     """
     if wanted is False:
         return
@@ -128,7 +129,7 @@ def _table(bucket: Bucket, taken: list[int], tile_size: int) -> Tiles:
 
 
 def install(bucket: Bucket, model: nn.Module, sink: TileSink) -> list[tuple[nn.Module, Route]]:
-    """Send the weight gradients of the bucket's tiled parameters to the optimizer; the layers that were changed."""
+    """Route the weight gradients of the bucket's tiled parameters to `sink`; return the changed layers."""
     tiles = bucket.tiles
     if tiles is None:
         return []
@@ -144,7 +145,7 @@ def install(bucket: Bucket, model: nn.Module, sink: TileSink) -> list[tuple[nn.M
 
 
 def restore(changed: list[tuple[nn.Module, Route]]) -> None:
-    """Undo `install`, and empty the list of what it changed."""
+    """Undo `install`, and clear the list of changed layers."""
     for module, route in changed:
         tile_backward.remove(module, route)
     changed.clear()
