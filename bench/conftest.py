@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bench_device", default=default, help=f"where the ops are timed ({default})")
     small, large = SUITE_NUMEL["cpu"], SUITE_NUMEL["cuda"]
     group.addoption("--bench_numel", type=int, help=f"elements of all tensors ({small}; on a GPU {large})")
-    # Threads that meet at a barrier wait for a core that anything else on the machine holds.
+    # With several threads, all wait at a barrier for a thread whose core another process uses.
     group.addoption("--bench_threads", type=int, default=1, help="CPU threads (1: the steadiest)")
     group.addoption(
         "--bench_rounds", type=int, default=DEFAULT_ROUNDS, help=f"timed calls of each case ({DEFAULT_ROUNDS})"
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    # A committed file names no host, and the list of a CPU's flags is longer than a result.
+    # Keep the host name and the long list of CPU flags out of committed files.
     machine_info.pop("node", None)
     machine_info.get("cpu", {}).pop("flags", None)
     machine_info["sparse_opt"] = environment(config.getoption("--bench_device"))

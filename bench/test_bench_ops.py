@@ -1,9 +1,9 @@
-"""Every op, and SparseAdamW's step, on every backend of a device, over densities and dtypes: `pytest bench`.
+"""`pytest bench`: every op, and SparseAdamW's step, on every backend of a device, over densities and dtypes.
 
-Each case is checked against the reference before it is timed. The backends of a case are timed in turns (see `timing`)
-when the first of them is asked for, warmed up and, on a GPU, rotated past its L2 and by the device's own clock;
-pytest-benchmark gets those times. `extra_info` carries the bytes that the work has to move (see `floors`), the rate
-that follows from the median, and its share of the rate at which the device copies.
+Each case is checked against the reference before it is timed. All backends of a case are timed in turns (see `timing`)
+when its first test runs: after a warm-up, and on a GPU with device time and buffers rotated past the L2.
+pytest-benchmark records these times. `extra_info` holds the minimum traffic of the work in bytes (see `floors`), the
+rate that follows from the median, and its share of the device's copy rate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DENSITIES = [0.025, 0.1]
 
 
 class Ticker:
-    """A clock for pytest-benchmark that moves by the times that were measured."""
+    """A clock for pytest-benchmark that advances by the measured times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.benchmark(timer=TICKER)
 
 
 class Measured(NamedTuple):
-    """What one backend took."""
+    """The times of one backend."""
 
     seconds: list[float]
     host_seconds: list[float]
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 
 
 class Session:
-    """What the tests share: the device, the copy rate, and the times of the cases that were measured."""
+    """Shared by the tests: the device, the copy rate, and the times of the measured cases."""
 
     def __init__(self, config: pytest.Config, wanted: dict[tuple[object, ...], list[str]]) -> None:
         self.device = torch.device(config.getoption("--bench_device"))
@@ -72,7 +72,7 @@ class Session:
 
     @functools.cached_property
     def copy_rate(self) -> float:
-        """Bytes a second, those read and those written together, between buffers far past every cache."""
+        """Copy rate in bytes per second, read plus written, between buffers much larger than every cache."""
         source = torch.ones(1 << 29 if self.device.type == "cuda" else 1 << 25, device=self.device)
         copy = functools.partial(torch.empty_like(source).copy_, source)
         times = samples({"copy": copy}, device=self.device, n_rounds=10)["copy"]
@@ -81,7 +81,7 @@ class Session:
     def measure(
         self, calls: Mapping[str, Sequence[Callable[[], object]]], nbytes: Mapping[str, float]
     ) -> dict[str, Measured]:
-        """Time the backends in turns; name -> what each took."""
+        """Time the backends in turns; return the times by backend."""
         times = samples(calls, device=self.device, n_rounds=self.n_rounds)
         return {
             name: Measured([1e-3 * ms for ms, _, _ in found], [1e-3 * host for _, host, _ in found], nbytes[name])
@@ -199,7 +199,7 @@ def _measured_step(
 
 
 def _report(benchmark: BenchmarkFixture, session: Session, found: Measured) -> None:
-    """Hand the measured times to pytest-benchmark, and what they mean beside them."""
+    """Pass the measured times to pytest-benchmark, with the derived rates as extra_info."""
     times = iter(found.seconds)
 
     def pass_time() -> None:

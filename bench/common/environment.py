@@ -1,4 +1,4 @@
-"""Where a figure comes from: machine, versions, commit."""
+"""The environment of a measurement: machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("triton", "transformers", "safetensors", "pytest")
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """What a reader needs to reproduce a figure measured now on ``device``, as plain data for JSON."""
+    """Everything needed to reproduce a measurement made now on ``device``, as plain data for JSON."""
     device = torch.device(device)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -43,9 +43,9 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """SPARSE_OPT_COMMIT where it is set; else the checkout's commit, with "-dirty" after it where files differ.
+    """SPARSE_OPT_COMMIT if it is set, else the commit of the checkout, with "-dirty" appended if files differ from it.
 
-    Results may differ: a run that writes one where another was kept measures the same code after it as before.
+    Files of results may differ, because a run that overwrites them does not change the measured code.
     """
     if named := os.environ.get(COMMIT_VARIABLE):
         return named
@@ -58,7 +58,7 @@ def commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """git's answer, empty where there is no git, no repository or no commit."""
+    """The output of git; empty if there is no git, no repository or no commit."""
     if shutil.which("git") is None:
         return ""
     answer = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""How results are shown and kept: text tables and JSON files."""
+"""Output of results as text tables, Markdown tables and JSON files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparse_opt.files import written_aside
 
 
 def why_unwritable(path: Path) -> str:
-    """Empty if results can be written to ``path``, else the cause: to be known before the work, not after it.
+    """Empty if results can be written to ``path``, else the reason why not. Call this before a long measurement.
 
-    Makes the folder.
+    Creates the folder.
     """
     probe = path.with_name(f"{path.name}.probe")
     try:
@@ -29,13 +29,13 @@ def why_unwritable(path: Path) -> str:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` under its final name whole or not at all. NaN is an error: no result holds one."""
+    """Write ``data`` atomically. NaN is an error, because no valid result contains one."""
     with written_aside(path) as aside:
         aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1, n_last_words: int = 0) -> str:
-    """Aligned columns: the first ``n_words`` and last ``n_last_words`` flush left, the others, figures, flush right."""
+    """Aligned columns: the first ``n_words`` and last ``n_last_words`` flush left, the others (numbers) flush right."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     lines.insert(1, ["-" * width for width in widths])
@@ -55,7 +55,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_w
 
 
 def kernel_report(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
-    """What `kernels` or `gpu_check` wrote, for a figure of it; the call ends where it or matplotlib is missing."""
+    """Read the report of `kernels` or `gpu_check` for a plot; exit with an error if it or matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("matplotlib is not installed, which draws the figure: pip install 'sparse-opt[plot]'")
     if not path.is_file():

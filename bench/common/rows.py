@@ -1,4 +1,4 @@
-"""One line of the kernels' table, and what is timed for it."""
+"""`Work` and `Row`: a timed call of the kernel table, and its measured line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAST_BACKENDS = ("triton", "cuda")
 
 
 class Work(NamedTuple):
-    """What is timed, and its row's description."""
+    """A call to time, and the description of its row."""
 
     name: str
     backend: str
@@ -27,21 +27,21 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one work."""
+    """The measurements of one work."""
 
     work: str
     backend: str
-    density: float | None  # None where the work does not depend on it
+    density: float | None  # None if the work does not depend on it
     timing: Timing
-    nbytes: float | None  # the fewest that the work needs to move
+    nbytes: float | None  # minimum memory traffic of the work
     floor_ms: float | None
-    is_auto: bool = False  # the backend is the one that is taken where none is named
-    bytes_per_active: float | None = None  # of indices and moments, where an optimizer holds them
+    is_auto: bool = False  # whether `auto` selects this backend
+    bytes_per_active: float | None = None  # bytes of indices and moments, for optimizers
     changed: float | None = None  # share of active weights whose bits a step changes
 
     @property
     def share_of_floor(self) -> float | None:
-        """Floor over time: 1 is as fast as memory allows."""
+        """Floor over time; 1 is the bandwidth bound."""
         return None if self.floor_ms is None else self.floor_ms / self.timing.ms
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Row:
 
 
 def row_of(work: Work, timing: Timing, copy_rate: float) -> Row:
-    """The row of a work that was timed; its floor is its bytes over the copy rate, in bytes a second."""
+    """The row of a timed work; its floor is its bytes over the copy rate in bytes per second."""
     floor_ms = None if work.nbytes is None else 1e3 * work.nbytes / copy_rate
     return Row(
         work.name,

@@ -1,4 +1,4 @@
-"""The models of the benchmarks, as the weight matrices that are stepped over and as transformers configures them."""
+"""The models of the benchmarks: shapes of their weight matrices, and their transformers configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def llama_matrices(
 ) -> Shapes:
     """Name -> shape of the matrices of a Llama with tied embeddings, named as transformers names them.
 
-    Norm vectors are left out: 0.006 % of a 3B model, and what is sparse in training is its matrices.
+    Norm vectors are left out: they are 0.006 % of a 3B model, and sparse training masks matrices.
     """
     queries, keys = n_heads * head_dim, n_kv_heads * head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -33,7 +33,7 @@ def llama_matrices(
 
 
 def llama_config(sizes: Mapping[str, int], max_length: int, **options: Any) -> Any:
-    """The transformers configuration of a Llama with tied embeddings; ``sizes`` as `llama_matrices` takes them."""
+    """The transformers configuration of a Llama with tied embeddings; ``sizes`` as for `llama_matrices`."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -68,13 +68,13 @@ LLAMA_64M = llama_matrices(
 )
 
 
-# Elements of a case of `pytest bench`: past most caches of a CPU, and a minute or two on two cores; past a GPU's L2,
-# where many small sets of buffers, to be rotated past it, take longer to check than to time.
+# Elements of a case of `pytest bench`. CPU: larger than most caches, a minute or two on two cores. GPU: larger than the
+# L2, because checking many small sets of buffers, rotated past the L2, takes longer than timing them.
 SUITE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def total_numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The number of elements of all matrices together."""
+    """The total number of elements of all matrices."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 

@@ -19,7 +19,7 @@ STATISTICS = ("median", "min")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print and write; 0 if that was done."""
+    """Print and write the spread; return 0 on success."""
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.common.spread", description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="of --benchmark-json, two or more")
     parser.add_argument(
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The number of cases, and for each statistic the quantiles over them of slowest / fastest - 1.
+    """The number of cases, and for each statistic the quantiles of slowest / fastest - 1 over the cases.
 
     Raises:
         ValueError: the runs hold different cases.

@@ -1,12 +1,12 @@
-"""Timing of variants side by side.
+"""Interleaved timing of several variants of a call.
 
-Each round calls every variant once, in an order drawn for it, the same in every run: a change of clocks or a busy
-neighbour meets all of them, and none always finds the caches as the same other one left them. Reported are medians with
-the 20th and 80th percentile.
+Each round calls every variant once, in a random order that is the same in every run, so that clock changes and other
+load affect all variants, and no variant always follows the same other one. Results are medians with the 20th and 80th
+percentile.
 
-On a GPU two times are kept. The device's is read with events; the device spins before the first of them while the host
-enqueues the work, so that the time to launch stays out of it. The host's is the time until the call returned, with the
-device idle before it; the wall's, until the device had done the work too.
+On a GPU three times are kept. The device time is read with events; the device spins before the first event while the
+host enqueues the work, so that launch time is excluded. The host time ends when the call returns, starting with an idle
+device; the wall time ends when the device has finished the work.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 import torch
 
-# Longer than the launches of any variant that is worth timing, and shorter than anybody's patience.
+# Longer than the launches of any timed variant take.
 _LONGEST_SPIN_MS = 200.0
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that something has to precede each time, which is not timed: a forward pass before a backward pass."""
+    """A call with an untimed preparation before each run, such as the forward pass before a backward pass."""
 
     before: Callable[[], object]
     call: Callable[[], object]
@@ -44,11 +44,11 @@ Variant = Callable[[], object] | Sequence[Callable[[], object]]
 class Timing:
     """Milliseconds of one variant."""
 
-    ms: float  # median time of the work, on the device where there is one
+    ms: float  # median time of the work, on the GPU if there is one
     p20_ms: float
     p80_ms: float
     host_ms: float  # median time until the call returned; without a GPU the same as ms
-    wall_ms: float  # median time until the work was done, launches and all; without a GPU the same as ms
+    wall_ms: float  # median time until the work was done, including launches; without a GPU the same as ms
     n_rounds: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -57,9 +57,9 @@ class Timing:
 
 class Clock(Protocol):
     def __call__(self, call: Callable[[], object]) -> tuple[float, float, float]:
-        """Run ``call`` and return its milliseconds on the device, on the host and by the wall.
+        """Run ``call`` and return its device, host and wall time in milliseconds.
 
-        What a `Prepared` call wants before it is run each time, outside of the time.
+        The preparation of a `Prepared` call is run first and not timed.
         """
 
 
@@ -81,7 +81,7 @@ def measure(
         n_warmup: untimed calls of each variant.
         n_rounds: timed calls of each variant.
         budget_s: stop after the round in which this many seconds have passed.
-        clock: how to time a call; by default the device's.
+        clock: times a call; by default the clock of the device.
 
     Returns:
         name -> Timing, in the order of ``variants``.
@@ -103,7 +103,7 @@ def samples(
     budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """As `measure`, but name -> what the clock said of every timed call."""
+    """As `measure`, but return the clock's result of every timed call by name."""
     rotations = {name: _Rotation(variant) for name, variant in variants.items()}
     for rotation in rotations.values():
         for _ in range(n_warmup):
@@ -125,15 +125,15 @@ def samples(
 
 
 def n_buffer_sets(nbytes: int, device: torch.device | str) -> int:
-    """How many sets of buffers of ``nbytes`` a rotation needs so that none is left in the GPU's L2 when its turn comes.
+    """The number of buffer sets of ``nbytes`` in a rotation, so that no set is still in the GPU's L2 when it is reused.
 
-    1 on a CPU, whose caches the sizes themselves have to outgrow.
+    1 on a CPU, where each set must be larger than the caches.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return 1
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    # Three times the cache: replacement is not strictly the oldest first.
+    # Three times the cache size, because the L2 does not strictly evict the oldest data.
     return max(1, -(-3 * l2 // max(nbytes, 1)))
 
 
@@ -154,7 +154,7 @@ def _prepare(call: Callable[[], object]) -> None:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th percentile, the median and the 80th percentile of one value or more."""
+    """The 20th percentile, the median and the 80th percentile of at least one value."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     p20, _, _, p80 = statistics.quantiles(values, n=5, method="inclusive")
@@ -192,8 +192,8 @@ def _cuda_clock(device: torch.device, call: Callable[[], object]) -> tuple[float
         _prepare(call)
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # Twice the host's time, so that all launches are queued before the device comes to them; a call that waits for
-        # the device takes as long as its work, and needs no more than this.
+        # Twice the host time, so that all launches are queued before the device reaches them. A call that synchronizes
+        # takes as long as its work, for which this is enough.
         torch.cuda._sleep(int(_spin_cycles_per_ms(device) * min(2.0 * host_ms + 0.1, _LONGEST_SPIN_MS)))
         start.record()
         call()
@@ -206,7 +206,7 @@ def _cuda_clock(device: torch.device, call: Callable[[], object]) -> tuple[float
 def _spin_cycles_per_ms(device: torch.device) -> float:
     cycles = 4_000_000
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(3):  # the first ones also wake an idle GPU's clock
+    for _ in range(3):  # the first calls also raise the clock of an idle GPU
         start.record()
         torch.cuda._sleep(cycles)
         end.record()

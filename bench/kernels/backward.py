@@ -1,7 +1,7 @@
-"""A backward pass of a 3B-shaped model whose gradients are gathered in hooks, beside one that keeps them.
+"""Benchmark of a 3B-shaped model's backward pass: gradients gathered in hooks, against dense gradients that are kept.
 
-The models are two copies of one, with random weights, and the same tokens. Of both only the matrices take gradients, as
-a mask over matrices leaves it: what differs is the gather and the freeing of each gradient.
+Both passes use copies of one randomly initialised model and the same tokens. Only matrices have gradients, as under a
+mask over matrices, so the passes differ only in the gathering and freeing of each gradient.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ N_SEQUENCES, N_TOKENS = 2, 512
 
 
 def why_absent() -> str:
-    """Empty if the models can be made, else the cause."""
+    """Empty if the models can be made, else the reason why not."""
     return "" if importlib.util.find_spec("transformers") else "transformers is not installed"
 
 
 def llama(sizes: Mapping[str, int], device: torch.device, seed: int) -> nn.Module:
-    """A bf16 Llama with tied embeddings and random weights, made on the device; norms take no gradient."""
+    """A bf16 Llama with tied embeddings and random weights, created on the device; norm weights are frozen."""
     from transformers import AutoModelForCausalLM
 
     config = llama_config(sizes, N_TOKENS, use_cache=False)
@@ -46,10 +46,10 @@ def llama(sizes: Mapping[str, int], device: torch.device, seed: int) -> nn.Modul
 
 
 class BackwardPass:
-    """A model and its loss: ``forward`` makes the graph that ``backward`` takes.
+    """A model and its loss: ``forward`` builds the graph that ``backward`` uses.
 
     Args:
-        forget: drops the gradients of the pass before.
+        forget: frees the gradients of the previous pass.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor, forget: Callable[[], None]) -> None:
@@ -67,10 +67,10 @@ class BackwardPass:
 
 
 def backward_works(sizes: Mapping[str, int], device: torch.device, density: float, seed: int) -> list[Work]:
-    """The two passes, to be timed in turns; the gathered gradients have been checked.
+    """The two passes, to be timed in turns, after a check of the gathered gradients.
 
     Raises:
-        WrongResult: a compact gradient is not the dense one at the mask.
+        WrongResult: a compact gradient differs from the active elements of the dense one.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.randint(sizes["vocab"], (N_SEQUENCES, N_TOKENS), device=device, generator=generator)
@@ -95,7 +95,7 @@ def backward_works(sizes: Mapping[str, int], device: torch.device, density: floa
 
 
 def _watch(model: nn.Module) -> tuple[dict[nn.Parameter, Tensor], list[RemovableHandle]]:
-    """Keeps every dense gradient: hooks run in the order they were added, these before the optimizer's."""
+    """Keep every dense gradient. Hooks run in the order in which they were added, so these precede the optimizer's."""
     seen: dict[nn.Parameter, Tensor] = {}
 
     def keep(param: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Every op and optimizer on the weights of a 3B model: checked, timed, and set beside its floor and its peers.
+"""Benchmark of every op and optimizer on the weights of a 3B model, compared with its bandwidth bound and its peers.
 
-The floor of a row is the bytes of `floors` over the copy rate, which is measured first in the same run. The tensors are
-gigabytes, so nothing of a call is left in a cache for the next one.
+Each row is checked before it is timed. Its floor is the bytes of `floors` divided by the copy rate, which is measured
+first in the same run. The tensors take gigabytes, so no data stays in a cache between calls.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .optimizers import (
     swapped_share,
 )
 
-# So large that the coefficient is 1: a timed clip does all its work and leaves the gradients as they are.
+# So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
 NO_CLIP = 1e30
-# What can be timed alone.
+# Parts of the table that can be timed alone.
 PARTS = ("weights", "backward", "tiles", "deltas")
 STEP_NAMES: dict[Gradients, str] = {"dense": targets.STEP_DENSE, "compact": targets.STEP_COMPACT}
 
@@ -54,20 +54,20 @@ class KernelBench:
     """Fills the table.
 
     Args:
-        shapes: the weight matrices; parameters and gradients are bf16.
-        device: where everything runs.
-        backends: those to time.
-        densities: of the masks over the weights.
-        patterns: of the masks that take whole runs or tiles, at `pattern_density`.
+        shapes: shapes of the weight matrices; parameters and gradients are bf16.
+        device: the device of all tensors.
+        backends: the backends to time.
+        densities: densities of the masks over the weights.
+        patterns: patterns of the run and tile masks, at `pattern_density`.
         delta_numel: elements of the bf16 tensor that is encoded, and of the copy.
         delta_densities: shares of changed elements.
         n_rounds: timed calls of each row.
-        with_peers: time other packages' optimizers too.
-        backward_sizes: of the model whose backward pass is timed (see `backward.llama`); None leaves it out.
-        tile_tokens: token counts of the weight gradients by tiles, the largest first; none leaves them out.
-        parts: of `PARTS`, what is timed beside the copy.
-        on_row: called with each row as it comes.
-        on_failure: called with each failed check; what failed is not timed.
+        with_peers: also time the optimizers of other packages.
+        backward_sizes: sizes of the model whose backward pass is timed (see `backward.llama`); None skips it.
+        tile_tokens: token counts of the tile weight gradients, the largest first; an empty sequence skips them.
+        parts: the subset of `PARTS` that is timed; the copy always is.
+        on_row: called with each row when it is measured.
+        on_failure: called with each failed check; failed cases are not timed.
     """
 
     shapes: Shapes
@@ -88,16 +88,16 @@ class KernelBench:
     on_failure: Callable[[str], None] = lambda failure: None
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # what was not timed -> why
+    left_out: dict[str, str] = field(default_factory=dict)  # rows that were not timed -> reason
     peer_versions: dict[str, str] = field(default_factory=dict)
     start: list[Tensor] = field(default_factory=list)
-    copy_rate: float = 0.0  # bytes a second, those read and those written together
+    copy_rate: float = 0.0  # bytes per second, read plus written
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     def run(self) -> None:
-        """Time everything. What a check refuses is in `failures`; other errors pass through, peers' excepted."""
+        """Time all rows. Failed checks are recorded in `failures`; other errors propagate, except those of peers."""
         self._copy()
         if "weights" in self.parts:
             self._weights()
@@ -161,8 +161,7 @@ class KernelBench:
             self._restart(params)
             wide = inputs.adamw_case(params, grads, active, self.generator, dense_grads=kind == "dense")
             cases = {name: dataclasses.replace(wide, active=narrow), name + targets.WIDE: wide}
-            # From the same weights each time: a gradient that never turns makes them so large that a step, in the end,
-            # changes no bit of them.
+            # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
             self._cases(cases, density, before=functools.partial(self._restart, params))
 
     def _gather_and_swap(
@@ -188,9 +187,9 @@ class KernelBench:
         return [Work(peers.FUSED, TORCH, None, step, nbytes)]
 
     def _other_dense_steps(self, params: list[Tensor], grads: list[Tensor], mask: MaskSet) -> list[Work]:
-        """torch's other step over all elements, and what a mask costs without sparse kernels.
+        """torch's foreach AdamW over all elements, and a masked step without sparse kernels.
 
-        Their states and copies are as large as the model several times over: they come when the others' are gone.
+        Their states and copies take several times the size of the model, so they are made after the others are freed.
         """
         numel = total_numel(self.shapes)
         nbytes = floors.dense_adamw_bytes(numel, param_itemsize=2)
@@ -217,7 +216,7 @@ class KernelBench:
         density: float,
         others: Sequence[Work],
     ) -> None:
-        """SparseAdamW as it is used, on the backend that is taken where none is named."""
+        """SparseAdamW as users call it, on the backend that `auto` selects."""
         works = []
         for kind, name in STEP_NAMES.items():
             for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, targets.BF16)):
@@ -248,7 +247,7 @@ class KernelBench:
         backend: str | None = None,
         lr: float = LR,
     ) -> list[Work]:
-        """The step of one SparseAdamW, if its first is right."""
+        """The step of one SparseAdamW, if its first step is correct."""
         self._restart(params)
         named, named_grads = parameters(self._named(params)), self._named(grads)
         optimizer = sparse_adamw(named, named_grads, mask, kind, backend, state_dtype=state_dtype, lr=lr)
@@ -303,7 +302,7 @@ class KernelBench:
         *,
         with_dense: bool,
     ) -> None:
-        """What touches single elements, with `set_l2_fetch_granularity(32)`; and what reads all, as before."""
+        """Ops on single elements with `set_l2_fetch_granularity(32)`, and the dense step for comparison."""
         if self.device.type == "cpu":
             return
         try:
@@ -347,7 +346,7 @@ class KernelBench:
         try:
             step = peers.peer_step(peer, parameters(self._named(params)), grads)
             self._time([Work(peer.name, TORCH, None, step, peer.nbytes(total_numel(self.shapes)))])
-        except Exception as error:  # another package's, which may be of any kind: the report shows it, and goes on
+        except Exception as error:  # another package's error, of any type: reported, and the run continues
             first_line = str(error).strip().partition("\n")[0]
             self.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
 
@@ -371,7 +370,7 @@ class KernelBench:
     def _tile_gradients(self) -> None:
         if not self.tile_tokens:
             return
-        self.start.clear()  # of the weights, which are done with
+        self.start.clear()  # free the copy of the initial weights, which is no longer needed
         shapes = tile_gradients.linear_layers(self.shapes)
         if why := tile_gradients.why_absent(shapes, self.tile_tokens[0], self.device):
             self.left_out[f"weight gradients, {self.tile_tokens[0]} tokens"] = why
@@ -380,7 +379,7 @@ class KernelBench:
             shapes, self.tile_tokens, self.backends, self.generator, self._sound
         ):
             self._time(works, min(n_rounds, self.n_rounds))
-            works.clear()  # their tensors, before the next are made
+            works.clear()  # free their tensors before the next are made
 
     def _delta(self, density: float) -> None:
         old = inputs.random_tensors({"weight": (self.delta_numel,)}, torch.bfloat16, self.generator)
@@ -393,10 +392,10 @@ class KernelBench:
         active = Active(indices, [0], [len(indices)])
         self._cases({targets.APPLY: DeltaApplyCase(dense=old, active=active, values=values)}, density)
 
-    # What all share
+    # Shared code
 
     def _restart(self, params: list[Tensor]) -> None:
-        """The weights as they began: after many steps they are so large that a small one changes no bit of them."""
+        """Restore the initial weights: after many steps they are so large that a small step changes no bit."""
         for param, start in zip(params, self.start, strict=True):
             param.copy_(start)
 
@@ -414,11 +413,11 @@ class KernelBench:
         before: Callable[[], object] | None = None,
         only: str | None = None,
     ) -> None:
-        """Check the cases on each backend; time those that are right, and the others, in turns.
+        """Check the cases on each backend, then time those that pass, and the other works, in turns.
 
         Args:
-            before: precedes each call of a case, and is not timed.
-            only: the one backend to check and time.
+            before: called before each call of a case, untimed.
+            only: check and time only this backend.
         """
 
         def call(case: Case, backend: str) -> Callable[[], object]:
@@ -461,6 +460,6 @@ class KernelBench:
 
 
 def torch_encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """What torch has for delta_encode."""
+    """The closest torch operations to delta_encode."""
     where = (as_bits(old) != as_bits(new)).nonzero().view(-1)
     return where, new.view(-1)[where]

@@ -1,7 +1,8 @@
-"""Every op on one set of inputs: run it on a backend, check it against the reference, and know the bytes it must move.
+"""Cases: an op with one set of inputs, its run on a backend, its check against the reference, and the bytes it must
+move.
 
-Inputs are random, outputs are poisoned before a check, and a check compares every element of every tensor that the op
-writes, the untouched ones included, bit by bit.
+Inputs are random and outputs are poisoned before a check. A check compares all elements of every tensor that the op
+writes bit by bit, including elements that must not change.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from sparse_opt.tensors import as_bits
 
 from . import floors
 
-# Two fp32 sums of the same squares in different orders: each thread's chain and the tree above it stay far below 128
-# additions in sequence for a segment that fits a GPU, and each rounds by 2^-24 of a sum of positive terms.
+# For two fp32 sums of the same squares in different orders: a thread's chain and the reduction tree above it take fewer
+# than 128 sequential additions for a segment that fits a GPU, and each rounds by 2^-24 of a sum of positive terms.
 SUM_RTOL = 128 * 2.0**-24
 
 
 class WrongResult(AssertionError):
-    """A backend's result differs from the reference's; it must not be timed."""
+    """The result of a backend differs from the reference's, so it must not be timed."""
 
 
 @dataclass
 class Active:
-    """The active elements of a list of tensors, as the ops take them."""
+    """The active elements of a list of tensors, in the form that the ops take."""
 
-    indices: Tensor  # [nnz] int32, or uint16 beside the bases
+    indices: Tensor  # [nnz] int32, or uint16 with bases
     starts: list[int]
     ends: list[int]
     index_bases: Tensor | None = None
@@ -54,10 +55,10 @@ class Case:
         raise NotImplementedError
 
     def poison(self) -> None:
-        """Overwrite what the op must write in full, so that a gap shows."""
+        """Overwrite the outputs that the op must write in full, so that a missing write is detected."""
 
     def results(self) -> dict[str, Tensor]:
-        """What the last run wrote."""
+        """The outputs of the last run."""
         found = {name: getattr(self, name) for name in self.written}
         return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(_as_list(value))}
 
@@ -66,7 +67,7 @@ class Case:
         raise NotImplementedError
 
     def mapped(self, function: Callable[[Tensor], Tensor], names: Sequence[str] | None = None) -> Self:
-        """This case with ``function`` applied to the tensors of all fields, or of those named."""
+        """A copy of this case with ``function`` applied to the tensors of all fields, or of the named ones."""
         other = copy.copy(self)
         for f in fields(self):
             if names is None or f.name in names:
@@ -75,10 +76,10 @@ class Case:
 
 
 def check(case: Case, backend: str, oracle: Case | None = None) -> None:
-    """Run ``case`` on ``backend``, and the reference from the same start; raise WrongResult unless they agree.
+    """Run ``case`` on ``backend`` and the reference on equal inputs; raise WrongResult unless the results agree.
 
     Args:
-        oracle: the case to run the reference on, of equal contents; by default a copy on the same device.
+        oracle: the case that the reference runs on, with equal contents; by default a copy on the same device.
     """
     oracle = oracle or case.mapped(torch.clone, case.written + case.summed)
     case.poison()
@@ -94,7 +95,7 @@ def check(case: Case, backend: str, oracle: Case | None = None) -> None:
 
 
 def check_bits(what: str, found: Tensor, wanted: Tensor) -> None:
-    """Raise WrongResult, which begins with ``what``, unless the tensors hold the same bits."""
+    """Raise WrongResult, with a message that begins with ``what``, unless the tensors hold the same bits."""
     if found.dtype != wanted.dtype or found.shape != wanted.shape:
         raise WrongResult(
             f"{what} is {found.dtype} of shape {list(found.shape)}, wanted {wanted.dtype} of {list(wanted.shape)}"
@@ -112,7 +113,7 @@ def check_bits(what: str, found: Tensor, wanted: Tensor) -> None:
 
 def _check_sum(what: str, found: Tensor, wanted: Tensor) -> None:
     found = found.to(wanted.device)
-    wrong = ~((found - wanted).abs() <= SUM_RTOL * wanted)  # so written that NaN is wrong
+    wrong = ~((found - wanted).abs() <= SUM_RTOL * wanted)  # negated, so that NaN counts as wrong
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise WrongResult(
@@ -141,7 +142,7 @@ def _numel(tensors: Sequence[Tensor]) -> int:
 
 @dataclass
 class StepCase(Case):
-    """What the optimizer steps share. The gradient is ``grad`` (compact) or ``dense_grads``, the other is None."""
+    """Base of the optimizer step cases. The gradient is ``grad`` (compact) or ``dense_grads``; the other is None."""
 
     params: list[Tensor]
     active: Active
@@ -223,7 +224,7 @@ class SGDCase(StepCase):
 
 @dataclass
 class GatherCase(Case):
-    """With the sum of squares and the non-finite flag, as clipping asks for them."""
+    """masked_grad_gather_ with the sum of squares and the non-finite flag, which clipping uses."""
 
     op = "masked_grad_gather_"
     written = ("out", "found_inf")
@@ -263,10 +264,10 @@ class GatherCase(Case):
 
 @dataclass
 class TileWeightGradCase(Case):
-    """With the sum of squares and the non-finite flag, as clipping asks for them.
+    """tile_weight_grad_ with the sum of squares and the non-finite flag, which clipping uses.
 
-    Operands are to be small integers: sums of their products are exact, so that the order of additions does not show
-    and the results can be compared bit by bit.
+    Operands must be small integers: the sums of their products are exact in any order of additions, so that results can
+    be compared bit by bit.
     """
 
     op = "tile_weight_grad_"
@@ -278,7 +279,7 @@ class TileWeightGradCase(Case):
     tiles: Tensor  # [k, 4] int64
     starts: list[int]
     ends: list[int]
-    slots: list[int]  # of each matrix, how many
+    slots: list[int]  # number of each matrix's slots
     tile_size: int
     sum_sq: Tensor
     found_inf: Tensor
@@ -348,7 +349,7 @@ class DeltaEncodeCase(Case):
     result: tuple[Tensor, Tensor, Tensor] | None = None
 
     def run(self, backend: str | None) -> None:
-        self.result = None  # frees the last run's buffers first, as a caller that ships patches does
+        self.result = None  # free the last run's buffers first, as a caller that ships patches does
         self.result = ops.delta_encode(self.old, self.new, backend=backend)
 
     def results(self) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ DENSE = "torch.optim.AdamW(fused=True)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if the sparse step is right and fast enough, else 1."""
+    """Run the benchmark; return 0 if the sparse step is correct and fast enough, else 1."""
     parser = _parser()
     args = parser.parse_args(argv)
     problem = "" if args.json is None else why_unwritable(args.json)
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def masked_torch_weights(weights: dict[str, Tensor], grads: dict[str, Tensor], mask: MaskSet) -> dict[str, Tensor]:
-    """The active weights, [nnz] each, after some steps of torch's plain AdamW on gradients multiplied by the mask."""
+    """The active weights, [nnz] each, after some steps of torch's AdamW on gradients multiplied by the mask."""
     expected = {}
     for name, weight in weights.items():
         param = nn.Parameter(weight.clone())
@@ -127,11 +127,11 @@ def masked_torch_weights(weights: dict[str, Tensor], grads: dict[str, Tensor], m
 def check_weights(
     what: str, params: Named, start: dict[str, Tensor], expected: dict[str, Tensor], mask: MaskSet
 ) -> None:
-    """Active elements as expected, to rounding; the others with the bits they started with. Raises WrongResult."""
+    """Raise WrongResult unless active elements are as expected up to rounding, and the others kept their bits."""
     for name, param in params.items():
         flat, active = param.detach().view(-1), mask[name].long()
-        # Each step rounds the weight three times (decay, update, their sum) in either implementation, and the update,
-        # no larger than the learning rate while the gradient keeps its sign, about eight times.
+        # In both implementations, each step rounds the weight three times (decay, update, their sum) and the update
+        # about eight times. The update is no larger than the learning rate while the gradient keeps its sign.
         unit = CHECKED_STEPS * 2.0**-23
         allowed = unit * (3 * expected[name].abs() + 8 * LR)
         wrong = ~((flat[active] - expected[name]).abs() <= allowed)

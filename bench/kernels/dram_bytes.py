@@ -32,19 +32,19 @@ NCU = "ncu"
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
 DENSITIES = (0.025, 0.1)
 DELTA_NUMEL = 2**30
-# The kernel of torch.cuda._sleep, which no op launches.
+# The kernel of torch.cuda._sleep, used as a marker because no op launches it.
 MARKER = "spin_kernel"
 NCU_LIMIT_S = 500
 HEADERS = ("op", "backend", "density", "kernels", "GB read", "GB written", "GB", "floor GB", "x floor", "ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Count, print and write; 0 if every result was right."""
+    """Count, print and write; return 0 if every result was correct."""
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.kernels.dram_bytes", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench/results/dram_bytes.json"), help="JSON (%(default)s)")
     parser.add_argument("--numel", type=int, help="elements of all matrices (default: the 3.21 B of a 3B model)")
     parser.add_argument("--delta_numel", type=int, default=DELTA_NUMEL, help="of the encoded tensor (%(default)s)")
-    parser.add_argument("--profiled", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # the run that ncu watches
+    parser.add_argument("--profiled", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # the run under ncu
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error(f"dram_bytes needs a CUDA GPU, and torch {torch.__version__} sees none")
@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ncu_command(log: Path, program: Sequence[str]) -> list[str]:
-    """ncu over a program that opens and closes the profiled region itself, the counts in ``log``.
+    """The ncu command for a program that starts and stops profiling itself; the counts are written to ``log``.
 
-    The clocks stay as they are: the bytes do not depend on them, and the machine may not be ours alone.
+    The clocks are not locked, because the bytes do not depend on them and the machine may be shared.
     """
     return [
         NCU,
@@ -103,10 +103,10 @@ def _child(calls: Path, args: argparse.Namespace) -> list[str]:
 
 
 def parse(log: str) -> list[dict[str, Any]]:
-    """ncu's CSV -> one dictionary a kernel, in the order of launch: name, bytes read and written, nanoseconds.
+    """Parse ncu's CSV into one dictionary per kernel, in launch order: name, bytes read and written, nanoseconds.
 
     Raises:
-        ValueError: there is no table, a metric is missing or has another unit.
+        ValueError: the log has no table, or a metric is missing or has another unit.
     """
     lines = log.splitlines()
     header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -130,10 +130,10 @@ def parse(log: str) -> list[dict[str, Any]]:
 
 
 def counted(calls: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each call with the sums over its kernels, those that follow its marker.
+    """Each call with the sums over its kernels, which are those after its marker.
 
     Raises:
-        ValueError: there are not as many markers as calls.
+        ValueError: the numbers of markers and calls differ.
     """
     parts: list[list[dict[str, Any]]] = []
     for kernel in kernels:
@@ -156,7 +156,7 @@ def counted(calls: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) 
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:
-    """The table: gigabytes as counted, and over those of the floor."""
+    """The table: counted gigabytes, and their ratio to the floor."""
     return table(HEADERS, [cells(row) for row in rows], n_words=2)
 
 
@@ -176,7 +176,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def _profiled(args: argparse.Namespace) -> int:
-    """What ncu watches: check each op, then run it once inside the profile, a marker before it."""
+    """The profiled process: check each op, then run it once inside the profile, after a marker."""
     shapes = LLAMA_3_2_3B if args.numel is None else scaled(LLAMA_3_2_3B, args.numel)
     calls = []
     for op in backends.OPS:

@@ -1,16 +1,16 @@
-"""The fewest bytes of memory traffic that each op needs; over the copy rate, about the least time that it can take.
+"""The minimum memory traffic of each op in bytes; divided by the copy rate it gives the op's bandwidth bound.
 
-A copy reads as much as it writes. Work that hardly writes may run a few percent faster than the copy rate says.
+A copy reads as much as it writes, so an op that hardly writes may run a few percent faster than this bound.
 
-An H200 fetches memory in granules of 64 bytes: an element costs its granule, and elements that share one pay once.
-(What `set_l2_fetch_granularity(32)` spares is not taken off, so that rows with and without it compare.) It writes back
-in sectors of 32, but scattered sectors so slowly (1.5 TB/s at 33 % of them, see docs/performance.md) that rewriting the
-granules whole takes as long: a write is counted as its granule, too. Compact buffers are contiguous and cost their own
-size. The mask's positions cost one index a unit of its pattern, 4 bytes wide or 2: what 2-byte indices need beside
-them, a base for each 256, is 0.016 bytes an active element and left out.
+An H200 fetches memory in granules of 64 bytes: an access costs the whole granule, once for all elements in it. (The
+bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
+writes back sectors of 32 bytes, but scattered sectors so slowly (1.5 TB/s at 33 % of them, see docs/performance.md)
+that rewriting whole granules takes as long, so a write counts as its granule, too. Compact buffers are contiguous and
+cost their own size. The mask costs one index per unit of its pattern, of 4 or 2 bytes; the bases of 2-byte indices, one
+for each 256 indices, are 0.016 bytes per active element and not counted.
 
-The bytes are exact for a mask that takes each unit independently with probability d; a ragged edge, or rows that do not
-begin at a granule, only make a real mask cost more.
+The bytes are exact for a mask that takes each unit independently with probability d. Ragged edges, and rows that are
+not aligned to granules, only increase the cost of a real mask.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import math
 
 from sparse_opt.masks.patterns import PATTERNS
 
-GRANULE_BYTES = 64  # fetched together
-# Stands in the results: figures counted in another way are not to be compared with today's targets.
+GRANULE_BYTES = 64  # bytes per memory fetch
+# Stored in the results: bytes counted in another way must not be compared with the current targets.
 COUNTING = "reads and writes by 64-byte granule"
 
 
 def hit(density: float, *, itemsize: int = 2, run: int = 1) -> float:
-    """The share of granules that hold an active element, under a random mask.
+    """The share of granules that contain an active element, under a random mask.
 
-    A granule holds ``64 / itemsize`` elements, which are ``n = max(1, 64 / itemsize / run)`` independent choices; it
-    holds none with probability ``(1 - d)^n``.
+    A granule has ``64 / itemsize`` elements, which are ``n = max(1, 64 / itemsize / run)`` independent choices; it
+    contains no active element with probability ``(1 - d)^n``.
 
     Args:
         density: share of active elements.
         itemsize: bytes of an element.
-        run: length of the aligned runs that the mask takes whole (1: element by element).
+        run: length of the mask's aligned runs (1 for single elements).
     """
     return 1.0 - (1.0 - density) ** math.ceil(max(1.0, GRANULE_BYTES / itemsize / run))
 
 
 def touched_bytes(numel: int, nnz: float, itemsize: int, run: int = 1) -> float:
-    """Bytes of the granules that hold one of ``nnz`` elements among ``numel``, read or written once.
+    """Bytes of the granules that contain one of ``nnz`` active elements among ``numel``, read or written once.
 
     ``hit(nnz / numel) * numel * itemsize``.
     """
@@ -47,7 +47,7 @@ def touched_bytes(numel: int, nnz: float, itemsize: int, run: int = 1) -> float:
 
 
 def index_bytes(nnz: int, itemsize: int = 4, pattern: str = "element") -> int:
-    """One index for each unit of the pattern: ``ceil(nnz / (height * width))`` of them."""
+    """Bytes of one index per unit of the pattern: ``ceil(nnz / (height * width))`` indices."""
     height, width = PATTERNS[pattern]
     return -(-nnz // (height * width)) * itemsize
 
@@ -71,7 +71,7 @@ def adamw_bytes(
     ``touched(g)`` if dense, else ``nnz * g``, and a moment is 4 bytes or 2 (stochastic rounding needs no memory).
 
     Args:
-        changed: the share of active parameters whose bits change; the others need not be written.
+        changed: share of active parameters whose bits change; the others need not be written.
     """
     state = 2 * (2 * moment_itemsize + master_itemsize)
     return _step_bytes(numel, nnz, param_itemsize, grad_itemsize, dense_grads, state, index_itemsize, pattern, changed)
@@ -102,7 +102,7 @@ def gather_bytes(
     index_itemsize: int = 4,
     pattern: str = "element",
 ) -> float:
-    """masked_grad_gather_ without accumulation: ``touched(g) + index + nnz * out``; the sums are few bytes."""
+    """masked_grad_gather_ without accumulation: ``touched(g) + index + nnz * out``; the sums are negligible."""
     gradient = touched_bytes(numel, nnz, grad_itemsize, _run(pattern))
     return gradient + index_bytes(nnz, index_itemsize, pattern) + nnz * out_itemsize
 
@@ -112,9 +112,9 @@ def tile_weight_grad_bytes(
 ) -> float:
     """tile_weight_grad_ of one [rows, columns] matrix: ``tokens * (rows hit + columns hit) * itemsize + nnz * out``.
 
-    Each operand is read once, where one of the tiles needs it: with k tiles across and density d, the rows of a tile
-    are with probability ``1 - (1 - d)^k``, the columns likewise. What lists the tiles, 32 bytes each, is left out. With
-    more than a few tokens the ``tokens * nnz`` products take longer than these bytes do.
+    The parts of each operand that a tile needs are read once: with k tiles across and density d, the rows of a tile are
+    needed with probability ``1 - (1 - d)^k``, and likewise the columns. The list of tiles, 32 bytes each, is not
+    counted. With more than a few tokens, the ``tokens * nnz`` products take longer than these bytes.
     """
     if nnz == 0:
         return 0.0
@@ -130,7 +130,7 @@ def swap_bytes(
     """indexed_swap_: ``touched(dense) + touched(dense, changed) + index + nnz * (1 + changed) * itemsize``.
 
     Args:
-        changed: the share of active elements that differ between the two; the others need not be written.
+        changed: share of active elements that differ between the two; the others need not be written.
     """
     run = _run(pattern)
     dense = touched_bytes(numel, nnz, itemsize, run) + touched_bytes(numel, changed * nnz, itemsize, run)
@@ -145,7 +145,7 @@ def delta_encode_bytes(numel: int, changed: int, *, itemsize: int, index_itemsiz
 def delta_apply_bytes(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> float:
     """delta_apply_: ``changed * (index + itemsize) + 2 * touched(dense)``.
 
-    A granule that is written in part is fetched first.
+    A partly written granule is fetched first.
     """
     return changed * (index_itemsize + itemsize) + 2 * touched_bytes(numel, changed, itemsize)
 
@@ -155,12 +155,12 @@ def dense_adamw_bytes(
 ) -> float:
     """A dense AdamW step: ``numel * (3 * param + 2 * 2 * state)``.
 
-    The gradient is read, the parameter and both states are read and written.
+    The gradient is read; the parameter and both states are read and written.
 
     Args:
-        state_itemsize: bytes of a moment; by default the parameter's, as torch's AdamW has it.
-        mask_itemsize: bytes an element of a mask that the gradients are multiplied by first, in place: mask read,
-            gradient read and written, ``numel * (mask + 2 * param)`` more.
+        state_itemsize: bytes of a moment; by default the parameter's, as in torch's AdamW.
+        mask_itemsize: bytes per element of a mask that the gradients are first multiplied by, in place. Reading the
+            mask and reading and writing the gradient adds ``numel * (mask + 2 * param)``.
     """
     state = param_itemsize if state_itemsize is None else state_itemsize
     masking = mask_itemsize + 2 * param_itemsize if mask_itemsize else 0
@@ -168,7 +168,7 @@ def dense_adamw_bytes(
 
 
 def dense_clip_bytes(numel: int, *, grad_itemsize: int) -> float:
-    """torch.nn.utils.clip_grad_norm_: ``3 * numel * g``: read for the norm, then read and written to scale them."""
+    """torch.nn.utils.clip_grad_norm_: ``3 * numel * g``: read for the norm, then read and written for scaling."""
     return 3.0 * numel * grad_itemsize
 
 

@@ -33,8 +33,8 @@ from . import table as kernels
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
-# Markers and folders of tests, in parts that run side by side. Much of a GPU's memory is for tests/ops/test_large.py of
-# both parts, and for delta/codec, in the last part.
+# Markers and folders of tests, in parts that run in parallel. tests/ops/test_large.py of both parts, and delta/codec in
+# the last part, need much of a GPU's memory.
 GPU_TESTS = (
     ("gpu and triton", ("ops",)),
     ("gpu and not triton", ("ops",)),
@@ -47,7 +47,7 @@ TESTS_LIMIT_S, SANITIZER_LIMIT_S = 450, 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts; 0 if every check held, else 1."""
+    """Run all parts; return 0 if every check passed, else 1."""
     parser = _parser()
     args = parser.parse_args(argv)
     if problem := kernels.why_wrong(args):
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _title("kernels")
             failures += kernels.run_table(report, args, device)
             report["completed"] = True
-    finally:  # what was found before an error is worth keeping
+    finally:  # keep the results obtained before an error
         _keep(report, failures, args.output)
         print(f"\nresults: {args.output}")
     for failure in failures:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _keep(report: dict[str, Any], failures: Sequence[str], output: Path) -> None:
-    """Write what there is of the report, which --resume goes on from: a machine may end in the next part."""
+    """Write the report so far, from which --resume continues if the machine is lost in the next part."""
     report["failures"] = list(failures)
     write_json(output, report)
 
@@ -113,10 +113,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _done_before(output: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """The tests and checks that ended well in a run before, of the same commit, machine and versions.
+    """The tests and checks that passed in an earlier run of the same commit, machine and versions.
 
     Raises:
-        ValueError: `output` is no JSON.
+        ValueError: `output` is not valid JSON.
     """
     report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
     then = report.get("environment", {})
@@ -136,7 +136,7 @@ def _done_before(output: Path, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(report: dict[str, Any], device: torch.device) -> list[str]:
-    """Every fast backend of the device has to be there."""
+    """Check that every fast backend of the device is available."""
     _title("build")
     module, cause = backends.native_module()
     wanted = ("triton", "cuda") if device.type == "cuda" else (device.type,)
@@ -149,7 +149,7 @@ def _build(report: dict[str, Any], device: torch.device) -> list[str]:
 
 
 def _tests(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
-    """The tests marked `gpu`, where they need no more than torch and pytest; on a CPU the tests of the ops."""
+    """Run the tests marked `gpu` that need only torch and pytest; on a CPU, the tests of the ops."""
     _title("tests")
     parts = GPU_TESTS if device.type == "cuda" else CPU_TESTS
     options = ["-q", "-p", "no:cacheprovider", *shlex.split(args.pytest_options)]
@@ -196,12 +196,12 @@ def _sanitizer(report: dict[str, Any], device: torch.device) -> list[str]:
         report["sanitizer"] = {"skipped": why}
         return []
     report["sanitizer"], failures = {}, []
-    # One allocation for each tensor: in torch's pool, a neighbour's memory would hide an access out of bounds.
+    # Allocate each tensor separately: in torch's memory pool, an out-of-bounds access could hit a valid neighbour.
     variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     program = [sys.executable, "-m", "sparse_opt.bench.kernels.sanitize_ops"]
     for tool in SANITIZER_TOOLS:
         print(f"{tool}:", flush=True)
-        # torch probes for driver features and lives with their absence: such API errors are none of a kernel's.
+        # torch probes for optional driver features; the resulting API errors do not come from a kernel.
         options = ["--tool", tool, "--error-exitcode", "1", "--print-limit", "20"]
         if tool == "memcheck":
             options += ["--report-api-errors", "no"]
@@ -215,7 +215,7 @@ def _sanitizer(report: dict[str, Any], device: torch.device) -> list[str]:
 def _run(
     command: list[str], limit_s: float, variables: dict[str, str] | None = None, output: Path | None = None
 ) -> tuple[int | None, float]:
-    """Run a command, its output to a file or where ours goes: (its exit code, None past the limit; seconds)."""
+    """Run a command, its output to a file or to our stdout: (exit code, or None after a timeout; seconds)."""
     sys.stdout.flush()
     began = time.perf_counter()
     environ = {**os.environ, **(variables or {})}

@@ -25,7 +25,7 @@ from .optimizers import Gradients, step_again
 
 HEADERS = ("what", "us")
 N_TENSORS, SIDE, DENSITY = len(LLAMA_3_2_3B), 8, 0.2
-N_STEPS = 50  # in a row, fewer than a GPU's queue of launches holds
+N_STEPS = 50  # consecutive steps, fewer than fit into a GPU's launch queue
 HOOKS = ("no hooks", "empty Python hooks", "SparseAdamW's hooks")
 
 
@@ -35,7 +35,7 @@ def model_of(device: torch.device) -> nn.ParameterDict:
 
 
 def step_us(grads: Gradients, device: torch.device, n_rounds: int) -> float:
-    """Microseconds of the host's time for one step; the best of `n_rounds` means."""
+    """Host time of one step in microseconds; the best of `n_rounds` means."""
     model = model_of(device)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=DENSITY), grads=grads)
     backward(model, torch.ones(SIDE, SIDE, device=device))
@@ -50,7 +50,7 @@ def step_us(grads: Gradients, device: torch.device, n_rounds: int) -> float:
 
 
 def backward_us(device: torch.device, n_rounds: int) -> dict[str, float]:
-    """Kind of hooks -> microseconds of a backward pass, the median of `n_rounds` in which they take turns."""
+    """Median microseconds of a backward pass by kind of hooks, over `n_rounds` rounds in which the kinds alternate."""
     passes = {hooks: _backward_pass(hooks, device) for hooks in HOOKS}
     times: dict[str, list[float]] = {hooks: [] for hooks in HOOKS}
     for _ in range(n_rounds):
@@ -76,7 +76,7 @@ def _backward_pass(hooks: str, device: torch.device) -> Callable[[], float]:
 
 
 def backward(model: nn.ParameterDict, x: torch.Tensor) -> float:
-    """Microseconds until `loss.backward()` returned."""
+    """Microseconds until `loss.backward()` returns."""
     loss = torch.stack([(param * x).sum() for param in model.values()]).sum()
     began = time.perf_counter()
     loss.backward()

@@ -1,4 +1,4 @@
-"""Random inputs of the cases, made on the device that they are for."""
+"""Random inputs for the cases, generated on the device that runs them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .cases import (
     TileWeightGradCase,
 )
 
-# So large that nearly every active weight's bits change in a step, as the floors count it.
+# So large that a step changes the bits of nearly every active weight, as the floors assume.
 LR = 1.0
-TOKENS = 512  # of a batch whose weight gradients are taken
+TOKENS = 512  # tokens in the batch of the weight gradients
 
 
 def random_tensors(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
 ) -> list[Tensor]:
-    """Normal values of standard deviation ``scale``, on the generator's device."""
+    """Normal random values with standard deviation ``scale``, on the generator's device."""
     return [
         torch.randn(shape, dtype=dtype, device=generator.device, generator=generator).mul_(scale)
         for shape in shapes.values()
@@ -54,7 +54,7 @@ def random_active(dense: Sequence[Tensor], density: float, generator: torch.Gene
 def adamw_case(
     params: list[Tensor], grads: list[Tensor], active: Active, generator: torch.Generator, *, dense_grads: bool
 ) -> AdamWCase:
-    """A third step with fp32 moments; the gradient is ``grads``, or a compact fp32 one."""
+    """The third step of AdamW with fp32 moments; the gradient is ``grads``, or a compact fp32 one."""
     device = generator.device
     exp_avg, root = (torch.randn(active.nnz, device=device, generator=generator).mul_(1e-3) for _ in range(2))
     return AdamWCase(
@@ -71,7 +71,7 @@ def adamw_case(
 def sgd_case(
     params: list[Tensor], grads: list[Tensor], active: Active, generator: torch.Generator, *, dense_grads: bool
 ) -> SGDCase:
-    """A third step with an fp32 momentum buffer."""
+    """The third step of SGD with an fp32 momentum buffer."""
     device = generator.device
     return SGDCase(
         params=params,
@@ -90,13 +90,13 @@ def _gradient(grads: list[Tensor], active: Active, generator: torch.Generator, d
 
 
 def narrowed(active: Active) -> Active:
-    """The same elements by two-byte indices, as the optimizer holds them."""
+    """The same elements with two-byte indices, as the optimizer stores them."""
     indices, index_bases = narrow_indices(active.indices, active.starts, active.ends)
     return Active(indices, active.starts, active.ends, index_bases)
 
 
 def gather_case(grads: list[Tensor], active: Active) -> GatherCase:
-    """Into a compact fp32 gradient, as the optimizer gathers."""
+    """A gather into a compact fp32 gradient, as in the optimizer."""
     device = grads[0].device
     return GatherCase(
         out=torch.empty(active.nnz, device=device),
@@ -116,7 +116,7 @@ def tile_weight_grad_case(
     tokens: int = TOKENS,
     tile_size: int = 64,
 ) -> TileWeightGradCase:
-    """Those of ``shapes`` that are matrices, round(density * tiles) random tiles of each, at least one unless 0."""
+    """The matrices among ``shapes`` with round(density * tiles) random tiles each, at least one unless 0."""
     device = generator.device
     matrices = [shape for shape in shapes if len(shape) == 2]
     pattern = f"tile{tile_size}"
@@ -178,7 +178,7 @@ def random_case(
     *,
     dense_grads: bool = True,
 ) -> Case:
-    """A case of the op named ``op`` on random tensors of these shapes; ``dense_grads`` is for the optimizer steps."""
+    """A case of the op ``op`` on random tensors of these shapes; ``dense_grads`` applies to optimizer steps."""
     if op == "tile_weight_grad_":
         return tile_weight_grad_case(shapes.values(), dtype, density, generator)
     dense = random_tensors(shapes, dtype, generator)

@@ -1,4 +1,4 @@
-"""The optimizers that are timed, each holding its gradients so that it can step again and again, and their checks."""
+"""The timed optimizers, which keep their gradients so that they can step repeatedly, and checks of their results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .cases import SUM_RTOL, Active, AdamWCase, WrongResult, check_bits
 Named = dict[str, nn.Parameter]
 Gradients = Literal["dense", "compact"]
 
-# The same for all, and large enough that every active bf16 weight changes in a step.
+# The same for all optimizers, and large enough that every active bf16 weight changes in a step.
 LR, WEIGHT_DECAY = 1e-3, 0.1
-# As in reinforcement learning, where few do.
+# A learning rate as in reinforcement learning, where few weights change in a step.
 SMALL_LR = 1e-6
 
 
@@ -47,7 +47,7 @@ def sparse_adamw(
     keep_base_weights: bool = False,
     lr: float = LR,
 ) -> SparseAdamW:
-    """SparseAdamW over the mask, compact gradients in fp32; bf16 moments are rounded stochastically."""
+    """SparseAdamW over the mask, with compact fp32 gradients; bf16 moments use stochastic rounding."""
     optimizer = SparseAdamW(
         params.items(),
         mask,
@@ -69,7 +69,7 @@ def sparse_adamw(
 
 
 def step_again(optimizer: SparseAdamW) -> None:
-    """A step on the gradients of the last one, which a step would otherwise take only once if they are compact."""
+    """Step with the gradients of the last step; normally a step consumes its compact gradients."""
     optimizer._collector.stepped = False
     optimizer.step()
 
@@ -83,14 +83,14 @@ def mask_of(names: Mapping[str, Tensor], active: Active) -> MaskSet:
 
 
 def active_of(mask: MaskSet, device: torch.device) -> Active:
-    """The active elements of a mask's tensors, in its order, on the device."""
+    """The active elements of a mask's tensors, in the order of the mask, on the device."""
     parts = [mask[name] for name in mask.names]
     ends = list(itertools.accumulate(part.numel() for part in parts))
     return Active(torch.cat(parts).to(device), [0, *ends[:-1]], ends)
 
 
 def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, Tensor], active: Active) -> None:
-    """Take the optimizer's first step and compare weights and moments, bit by bit, with the reference op's.
+    """Make the optimizer's first step and compare weights and moments bit by bit with those of the reference op.
 
     Raises:
         WrongResult: a bit differs.
@@ -118,7 +118,7 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
 
 
 def changed_share(optimizer: SparseAdamW, params: Named, nnz: int) -> float:
-    """Take a step; the share of the ``nnz`` active weights whose bits it changed."""
+    """Make a step and return the share of the ``nnz`` active weights whose bits it changed."""
     before = [as_bits(param.detach()).clone() for param in params.values()]
     step_again(optimizer)
     changed = [(as_bits(p.detach()) != bits).sum() for p, bits in zip(params.values(), before, strict=True)]
@@ -126,10 +126,10 @@ def changed_share(optimizer: SparseAdamW, params: Named, nnz: int) -> float:
 
 
 def check_norm(optimizer: SparseAdamW, grads: Mapping[str, Tensor], active: Active) -> None:
-    """Compare the norm that clipping finds with one summed up in fp64.
+    """Compare the norm computed for clipping with an fp64 sum.
 
     Raises:
-        WrongResult: it differs by more than rounding.
+        WrongResult: they differ by more than rounding.
     """
     total = torch.zeros((), dtype=torch.float64, device=active.indices.device)
     for grad, start, end in zip(grads.values(), active.starts, active.ends, strict=True):
@@ -140,7 +140,7 @@ def check_norm(optimizer: SparseAdamW, grads: Mapping[str, Tensor], active: Acti
 
 
 class BaseWeightsSwap:
-    """Enters and leaves `base_weights()`, each as a call of its own."""
+    """Enters and exits `base_weights()` in separate calls, so that each can be timed."""
 
     def __init__(self, optimizer: SparseAdamW) -> None:
         self.optimizer = optimizer
@@ -165,7 +165,7 @@ class BaseWeightsSwap:
 
 
 def check_base_weights(swap: BaseWeightsSwap, params: Named) -> None:
-    """Step away from the base weights, then compare the model inside and outside, bit by bit.
+    """Make a step, then compare the model inside and outside `base_weights()` bit by bit.
 
     Raises:
         WrongResult: a bit differs, or the step changed nothing.
@@ -186,7 +186,7 @@ def check_base_weights(swap: BaseWeightsSwap, params: Named) -> None:
 
 
 def swapped_share(swap: BaseWeightsSwap, params: Named, nnz: int) -> float:
-    """The share of the ``nnz`` active weights whose bits differ inside and outside."""
+    """The share of the ``nnz`` active weights whose bits differ inside and outside `base_weights()`."""
     outside = [as_bits(param.detach()).clone() for param in params.values()]
     swap.enter()
     differing = [(as_bits(p.detach()) != bits).sum() for p, bits in zip(params.values(), outside, strict=True)]
@@ -195,10 +195,10 @@ def swapped_share(swap: BaseWeightsSwap, params: Named, nnz: int) -> float:
 
 
 def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -> None:
-    """Run ``call`` where torch refuses to wait for the device; a CPU has nothing to wait for.
+    """Run ``call`` with torch's synchronization check enabled; on a CPU nothing is checked.
 
     Raises:
-        WrongResult: it waited.
+        WrongResult: the call synchronized with the device.
     """
     if device.type != "cuda":
         return
@@ -214,6 +214,6 @@ def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -
 
 
 def index_itemsize(optimizer: SparseAdamW) -> int:
-    """Bytes that the optimizer keeps of each index of a mask of single elements, and of each unit's of a pattern: 4."""
+    """Bytes per index that the optimizer stores: for element masks per element, for patterns per unit (4)."""
     mask = optimizer.mask
     return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4

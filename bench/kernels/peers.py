@@ -1,6 +1,6 @@
-"""Other AdamW implementations, timed beside ours in the same run.
+"""Peers: AdamW implementations of other packages, timed in the same run.
 
-A peer that is not installed, or that is made for another device, is listed as that.
+A peer that is not installed, or does not support the device, is listed with this reason.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Peer:
     """A dense AdamW from another package.
 
     Args:
-        name: in the table.
-        package: as pip and `import` know it.
-        module, optimizer: where the class stands.
-        options: beside learning rate and weight decay.
-        state_itemsize: bytes of a moment, for the bytes that a step has to move.
+        name: name in the table.
+        package: name for pip and `import`.
+        module, optimizer: module and name of the class.
+        options: arguments in addition to learning rate and weight decay.
+        state_itemsize: bytes of a moment, for the minimum traffic of a step.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Peer:
     state_itemsize: int
 
     def why_absent(self, device: torch.device) -> str:
-        """Empty if it can be tried here, else the cause."""
+        """Empty if the peer can run on the device, else the reason why not."""
         if importlib.util.find_spec(self.package) is None:
             return "not installed"
         return "" if device.type == "cuda" else f"made for a GPU, this is {device.type}"
@@ -53,7 +53,7 @@ class Peer:
         return importlib.metadata.version(self.package)
 
     def make(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer; raises what the package raises."""
+        """Make the optimizer; errors of the package propagate."""
         found = getattr(importlib.import_module(self.module), self.optimizer)
         optimizer: torch.optim.Optimizer = found(params, lr=LR, weight_decay=WEIGHT_DECAY, **self.options)
         return optimizer
@@ -63,25 +63,25 @@ class Peer:
 
 
 # https://github.com/pytorch/ao (torchao.optim), https://github.com/bitsandbytes-foundation/bitsandbytes,
-# https://github.com/databricks/flashoptim. All keep 8-bit moments; the scales of their blocks are not counted.
+# https://github.com/databricks/flashoptim. All use 8-bit moments; the scales of their blocks are not counted.
 PEERS = (
     Peer("torchao AdamW8bit.step", "torchao", "torchao.optim", "AdamW8bit", {}, 1),
     Peer("bitsandbytes AdamW8bit.step", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}, 1),
-    # Without its extra weight bits, as the others here: bf16 weights alone.
+    # Without its extra weight bits: bf16 weights only, like the other peers.
     Peer("FlashAdamW.step", "flashoptim", "flashoptim", "FlashAdamW", {"master_weight_bits": None}, 1),
 )
 
 
 def torch_adamw_step(params: Named, grads: Sequence[Tensor], *, fused: bool) -> Callable[[], object]:
-    """The step of torch's AdamW, its states of the parameters' dtype: the fused implementation or the foreach one."""
+    """The step of torch's AdamW, fused or foreach, with states in the dtype of the parameters."""
     _hold(params, grads)
     return torch.optim.AdamW(params.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=fused, foreach=not fused).step
 
 
 def masked_adamw_step(params: Named, grads: Sequence[Tensor], masks: Sequence[Tensor]) -> Callable[[], object]:
-    """What sparse training costs without sparse kernels: gradients multiplied by bool masks, then a dense step.
+    """Sparse training without sparse kernels: multiply the gradients by bool masks, then make a dense step.
 
-    The gradients are multiplied in place: hand over copies.
+    The gradients are multiplied in place, so pass copies.
     """
     step = torch_adamw_step(params, grads, fused=True)
 
@@ -94,10 +94,10 @@ def masked_adamw_step(params: Named, grads: Sequence[Tensor], masks: Sequence[Te
 
 
 def peer_step(peer: Peer, params: Named, grads: Sequence[Tensor]) -> Callable[[], object]:
-    """The peer's step, tried once: weights have to move, and stay finite.
+    """The peer's step, after one trial step that must change the weights and keep them finite.
 
     Raises:
-        WrongResult: they do not.
+        WrongResult: the weights did not change or are not finite.
     """
     _hold(params, grads)
     before = [param.detach().view(-1)[:64].clone() for param in params.values()]

@@ -20,7 +20,7 @@ MARKERS = {"cuda": "o", "triton": "s", "cpu": "D", "torch": "x"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw; 0 if the figure was written."""
+    """Draw the figure; return 0 if it was written."""
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.kernels.roofline", description=__doc__)
     parser.add_argument("results", type=Path, help="JSON of gpu_check or kernels")
     parser.add_argument("--output", type=Path, help="PNG (default: roofline.png beside the results)")
@@ -54,7 +54,7 @@ def points_of(rows: Sequence[Mapping[str, Any]], density: float) -> list[dict[st
 
 
 def clusters(points: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The points' numbers, from 1, those together whose labels would lie on each other: 4 % apart at most."""
+    """The numbers of the points, from 1, grouped where labels would overlap: at most 4 % apart."""
     found: list[list[int]] = []
     for i, point in enumerate(points, start=1):
         for numbers in found:
@@ -68,7 +68,7 @@ def clusters(points: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def draw(report: Mapping[str, Any], points: Sequence[Mapping[str, Any]], density: float, output: Path) -> None:
-    """Numbered points, their names beside the figure, and the roof."""
+    """Draw numbered points, a legend with their names, and the roof."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

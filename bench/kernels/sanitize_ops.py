@@ -22,7 +22,7 @@ from sparse_opt.tensors import as_bits
 from .cases import Case, StepCase, TileWeightGradCase, WrongResult, check
 from .inputs import random_case, tile_weight_grad_case
 
-# Below, at and past the widths of a vector load, a warp and a block, one of them a multiple; one tensor empty.
+# Sizes below, at and above the widths of a vector load, a warp and a block; one is a multiple, one tensor is empty.
 SHAPES = {
     "matrix": (37, 61),
     "one": (1,),
@@ -31,19 +31,19 @@ SHAPES = {
     "long": (3, 2049),
     "vector": (777,),
 }
-# Rows of whole 16-byte chunks in every dtype, which are copied as such; the second has tiles that are cut off.
+# Rows of whole 16-byte chunks in every dtype, which have their own copy path; the second has partial tiles.
 ALIGNED_SHAPES = ((64, 128), (136, 264))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A few elements, with empty segments and ragged ends, and all of them.
+# A few elements, with empty segments and ragged ends; and all elements.
 DENSITIES = (0.03, 1.0)
-# By tile size: the blocks of a cluster, and active tiles for each multiprocessor of which tile_weight_grad.cu makes
-# clusters of so many, where each tile has CLUSTER_TOKENS.
+# Tile size -> blocks per cluster -> active tiles per multiprocessor for which tile_weight_grad.cu uses clusters of this
+# size, with CLUSTER_TOKENS tokens.
 CLUSTERS = {64: {8: 0.15, 4: 0.38, 3: 0.55, 2: 0.8}, 128: {8: 0.08, 4: 0.2, 3: 0.57, 2: 0.475}}
 CLUSTER_TOKENS = 2101
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all; 0 if every result was right."""
+    """Run all checks; return 0 if every result was correct."""
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.kernels.sanitize_ops", description=__doc__)
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args(argv).device)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_wrong_clusters(device: torch.device) -> list[str]:
-    """Tile products in clusters of each size: those that are wrong, or that took a cluster of another size."""
+    """Run tile products in clusters of each size; return those that are wrong or used another cluster size."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         print(f"clusters: skipped, a GPU of compute capability {'.'.join(map(str, capability))} has none")
@@ -94,9 +94,9 @@ def find_wrong_clusters(device: torch.device) -> list[str]:
 
 
 def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[int, TileWeightGradCase]]:
-    """The blocks of a cluster, and a product that takes such clusters on a GPU of so many multiprocessors.
+    """Yield the blocks per cluster and a product that uses such clusters on a GPU with this many multiprocessors.
 
-    Each is a row of tiles that is cut off at both edges, with rows of whole 16-byte chunks in every other one.
+    Each product is a row of tiles, partial at both edges; every other one has rows of whole 16-byte chunks.
     """
     for tile_size, densities in CLUSTERS.items():
         for i, (blocks, tiles_each) in enumerate(densities.items()):
@@ -110,7 +110,7 @@ def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[in
 
 
 def blocks_in_cluster(case: TileWeightGradCase, device: torch.device) -> int:
-    """How many blocks add up each tile of the call on backend cuda."""
+    """The number of blocks that add up each tile of the call on backend cuda."""
     here = case.mapped(lambda t: t.to(device))
     operands = here.grad_outputs, here.inputs
     parts: int = torch.ops.sparse_opt_native.tile_weight_grad_parts(
@@ -120,7 +120,7 @@ def blocks_in_cluster(case: TileWeightGradCase, device: torch.device) -> int:
 
 
 def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch.device) -> bool:
-    """Whether the device codes, decodes and hashes some changes as the reference does."""
+    """Whether the device encodes, decodes and hashes some changes as the reference does."""
     generator = torch.Generator().manual_seed(0)
 
     def any_bits(shape: Sequence[int]) -> Tensor:
@@ -128,7 +128,7 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
         return torch.randint(256, size, generator=generator, dtype=torch.uint8).view(dtype).view(shape)
 
     old = [any_bits(shape) for shape in SHAPES.values()]
-    # Where any bits are drawn, a few stay what they were.
+    # Random bits leave a few elements unchanged.
     new = [torch.where(torch.rand(t.shape, generator=generator) < density, any_bits(t.shape), t) for t in old]
     wanted = patch_codec.encode(old, new, level, backend="reference")
     here_old, here_new = [t.to(device) for t in old], [t.to(device) for t in new]
@@ -140,10 +140,10 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
 
 
 def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
-    """The sparse cases step from dense gradients, the full ones from compact ones, rounding at random."""
+    """The cases of an op; sparse steps use dense gradients, full ones compact gradients and stochastic rounding."""
     sparse = density < 1
     if op == "tile_weight_grad_":
-        # Past the tokens of a block, or so many that each tile's are cut into parts, which on a GPU are a cluster.
+        # More tokens than a block takes, or so many that each tile is split into parts, which form a cluster on a GPU.
         tile_size, few_tokens = (64, 301) if sparse else (128, 2101)
         return [
             tile_weight_grad_case(
@@ -158,7 +158,7 @@ def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
 
 
 def _agrees(oracle: Case, backend: str, device: torch.device) -> bool:
-    # The reference writes to a copy, so that each backend starts from the same inputs.
+    # The reference runs on a copy, so that each backend starts from the same inputs.
     try:
         check(oracle.mapped(lambda t: t.to(device, copy=True)), backend, oracle.mapped(torch.clone))
     except WrongResult as error:

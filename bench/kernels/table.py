@@ -24,9 +24,9 @@ from ..common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, scaled
 from . import targets
 from .bench import PARTS, KernelBench
 
-# --quick: 1/16 of the elements, still past the L2 of an H200.
+# --quick: 1/16 of the elements, still larger than the L2 of an H200.
 QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
-# On a CPU, where the table is for trying it out: seconds, and past most caches.
+# Sizes for trying the table out on a CPU: a run takes seconds, and the tensors exceed most caches.
 CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
 FULL_DELTA_NUMEL, FULL_ROUNDS = 2**30, 20
 TILE_TOKENS, CPU_TILE_TOKENS = (8192, 1024), (48,)
@@ -35,7 +35,7 @@ HEADERS = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 0 if every result was right (and with --strict every target met), else 1."""
+    """Print the table; return 0 if every result was correct (and with --strict every target met), else 1."""
     parser = argparse.ArgumentParser(prog="sparse-opt bench kernels", description=__doc__, allow_abbrev=False)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="(%(default)s)")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         failures = run_table(report, args, device)
         report["completed"] = True
-    finally:  # what was found before an error is worth keeping
+    finally:  # keep the results obtained before an error
         if args.json is not None:
             write_json(args.json, report)
     for failure in failures:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the table can be told, here and in gpu_check."""
+    """Add the options of the table, which gpu_check shares."""
     parser.add_argument("--quick", action="store_true", help="time smaller tensors, fewer times")
     parser.add_argument("--numel", type=int, help=f"elements of all matrices (3.21 B; on a CPU {CPU_NUMEL})")
     parser.add_argument("--delta_numel", type=int, help=f"elements that are encoded (2^30; on a CPU {CPU_DELTA_NUMEL})")
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def why_wrong(args: argparse.Namespace) -> str:
-    """What is wrong with these options; empty if nothing is."""
+    """The error in these options; empty if they are valid."""
     unknown = sorted(set(_parts(args)) - set(PARTS))
     return f"--only {args.only}: no part {unknown[0]!r}, wanted some of {','.join(PARTS)}" if unknown else ""
 
@@ -86,7 +86,7 @@ def _parts(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def run_table(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Fill ``report["kernels"]`` and print the table; returns what was wrong."""
+    """Fill ``report["kernels"]`` and print the table; return the failures."""
     cpu = device.type == "cpu"
     numel = args.numel or (QUICK_NUMEL if args.quick else CPU_NUMEL if cpu else None)
     delta_numel = QUICK_DELTA_NUMEL if args.quick else CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL
@@ -119,7 +119,7 @@ def missed(kernels: Mapping[str, Any]) -> list[targets.Verdict]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The table, what was left out, what was missed, and the count of both."""
+    """The table, the rows left out, the missed targets, and the counts of both."""
     found, machine = report["kernels"], report["environment"]["machine"]
     verdicts = targets.judge(found["rows"])
     missing = missed(found)
@@ -156,7 +156,7 @@ def cells(row: Mapping[str, Any], verdicts: Sequence[targets.Verdict]) -> list[s
 
 
 def _print_row(row: Row) -> None:
-    # Targets compare rows with each other and wait for the table.
+    # Verdicts are omitted here: targets compare rows with each other, so they need the complete table.
     print("  ".join(cell for cell in cells(row.as_dict(), ()) if cell), flush=True)
 
 

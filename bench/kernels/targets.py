@@ -1,7 +1,7 @@
-"""How fast the kernels are meant to be on an H200, and whether measured rows are.
+"""Performance targets of the kernels on an H200, and their comparison with measured rows.
 
-Works on rows as they are in the results' JSON, so that files can be judged again. Targets that the hardware does not
-allow are withdrawn: docs/performance.md says which, and why.
+Rows have the format of the results' JSON, so that stored files can be judged again. Targets that the hardware does not
+allow are withdrawn; docs/performance.md lists them with the reasons.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ Row = Mapping[str, Any]
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 BF16 = ", bf16 moments"
 SMALL = ", lr 1e-6"
-WIDE = ", int32 indices"  # beside the two-byte ones that the optimizer takes
-FINE = ", 32-byte fetches"  # into the L2, beside the 64 that an H200 starts with (set_l2_fetch_granularity)
+WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
+FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
 BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, out"
 GATHER, SWAP, OP_COMPACT = "masked_grad_gather_", "indexed_swap_", "indexed_adamw_, compact gradients"
 BACKWARD_HOOKS, BACKWARD_PLAIN = "backward, gathering in its hooks", "backward, dense gradients kept"
 ENCODE, APPLY, TORCH_ENCODE = "delta_encode", "delta_apply_", "ne, nonzero, index"
 TILE_GRADIENT, DENSE_GRADIENT = "tile_weight_grad_, ", "torch.mm, "
-A_CALL_AN_INPUT, A_CALL_A_MATRIX = ", a call an input", ", a call a matrix"  # beside a call a layer
-# The slower of two backends may take this much longer than the faster. Triton's delta_encode cannot: it reads twice.
+A_CALL_AN_INPUT, A_CALL_A_MATRIX = ", a call an input", ", a call a matrix"  # without a suffix: a call for each layer
+# Largest allowed time ratio of two backends. Triton's delta_encode is exempt, because it reads its inputs twice.
 BACKENDS_APART = 1.15
 APART_ANYWAY = ((ENCODE, "triton"),)
-# A measured ratio of times may be this much above the ratio of bytes.
+# Largest allowed (time ratio / byte ratio).
 BYTES_TOLERANCE = 1.05
 
 
 class Verdict(NamedTuple):
-    """One target of one row, and what was found."""
+    """One target of one row, and the measured value."""
 
     work: str
     backend: str
     density: float | None
-    unit: str  # what the numbers are of: "x floor", "ms host"
+    unit: str  # unit of the values: "x floor", "ms host"
     found: float
     limit: float
     at_most: bool
@@ -63,27 +63,27 @@ class Verdict(NamedTuple):
 
 
 def tile_gradient(pattern: str, tokens: int) -> str:
-    """The name of the rows of `bench/kernels/tile_gradients.py` by tiles, a call for each layer."""
+    """The name of the tile rows of `bench/kernels/tile_gradients.py`, with a call for each layer."""
     return f"{TILE_GRADIENT}{pattern}, {tokens} tokens"
 
 
 def dense_gradient(tokens: int) -> str:
-    """Their peer: torch's products, whole."""
+    """The name of their peer's rows: torch's dense products."""
     return f"{DENSE_GRADIENT}{tokens} tokens"
 
 
 def gathered_gradient(tokens: int) -> str:
-    """The same with a gather after each."""
+    """The name of the rows of dense products with a gather after each."""
     return f"{DENSE_GRADIENT}{GATHER}, {tokens} tokens"
 
 
 def is_weight_gradient(row: Row) -> bool:
-    """Whether the row is one of these."""
+    """Whether the row measures weight gradients."""
     return bool(row["work"].startswith((TILE_GRADIENT, DENSE_GRADIENT)))
 
 
 def tokens_of(row: Row) -> int:
-    """The token count in the name of one of these rows."""
+    """The token count in the name of a weight gradient row."""
     found = re.search(r", (\d+) tokens", row["work"])
     assert found is not None, row["work"]
     return int(found[1])
@@ -93,18 +93,18 @@ Measure = Callable[[Row, Sequence[Row]], float | None]
 
 
 class Target(NamedTuple):
-    """A limit for the rows of one work, on the backend that is taken where none is named."""
+    """A limit for the rows of one work, on the backend that `auto` selects."""
 
     work: str
     unit: str
     measure: Measure
     limit: float
     at_most: bool = True
-    density: float | None = None  # None: all
+    density: float | None = None  # None applies to all densities
 
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
-    """Every target that the rows have what it takes to judge."""
+    """The verdicts on all targets that can be computed from the rows."""
     found = []
     for row in rows:
         for target in TARGETS:
@@ -116,7 +116,7 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def of_row(row: Row, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Those of one row."""
+    """The verdicts on one row."""
     key = row["work"], row["backend"], row["density"]
     return [verdict for verdict in verdicts if verdict[:3] == key]
 
@@ -130,7 +130,7 @@ def _verdict(row: Row, target: Target, rows: Sequence[Row]) -> list[Verdict]:
 
 
 def x_floor(row: Row) -> float | None:
-    """Measured over floor."""
+    """Measured time over floor."""
     return None if not row["floor_ms"] else row["ms"] / row["floor_ms"]
 
 
@@ -166,7 +166,7 @@ def _times_as_long(other_work: str, key: str) -> Measure:
 
 
 def _time_over_bytes(wide_work: str) -> Measure:
-    """(time / time of the wide one) / (bytes / bytes of the wide one): 1 where time falls as the bytes do."""
+    """Time ratio / byte ratio to the wide variant: 1 if the time is proportional to the bytes."""
 
     def measure(row: Row, rows: Sequence[Row]) -> float | None:
         wide = _row(rows, wide_work, row["density"], row["backend"])
@@ -176,7 +176,7 @@ def _time_over_bytes(wide_work: str) -> Measure:
 
 
 def _to_faster(row: Row, rows: Sequence[Row]) -> float | None:
-    """The slower backend over the faster; None for the faster, and where one stands alone."""
+    """The time ratio of the slower to the faster backend; None for the faster one, and without another backend."""
     others = [
         other["ms"]
         for other in rows

@@ -1,17 +1,17 @@
-"""Weight gradients of a model's linear layers under masks of whole tiles, beside torch's dense matrix products.
+"""Benchmark of weight gradients of linear layers under tile masks, against torch's dense matrix products.
 
-X [tokens, columns] is an input of a layer, which its q, k and v share, as gate and up do; dY [tokens, rows] is the
-gradient of a matrix's output. Each layer has its own, so that none of them is left in a cache from another layer.
+X [tokens, columns] is an input of a layer, shared by q, k and v, and by gate and up; dY [tokens, rows] is the gradient
+of a matrix's output. Each layer has its own X and dY, so that none is cached from another layer.
 
-| work | its calls |
+| work | calls |
 |---|---|
-| tile_weight_grad_ | one for each layer, about what a backward pass makes: it waits for tiles that fill the GPU |
+| tile_weight_grad_ | one for each layer, similar to a backward pass, which collects tiles until they fill the GPU |
 | tile_weight_grad_, a call an input | one for the matrices that share an input |
 | tile_weight_grad_, a call a matrix | one for each matrix |
-| torch.mm | one for each matrix, into a dense bf16 gradient that stays |
-| torch.mm, masked_grad_gather_ | the same into scratch, and a gather under a mask of single elements after each |
+| torch.mm | one for each matrix, into a dense bf16 gradient that is kept |
+| torch.mm, masked_grad_gather_ | the same into a scratch buffer, followed by a gather under an element mask |
 
-Compact gradients are fp32, as the optimizer has them by default.
+Compact gradients are fp32, the optimizer's default.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from .inputs import narrowed
 
 OP = "tile_weight_grad_"
 TILE_PATTERNS = ("tile64", "tile128")
-# Of the masks: what is judged, and a denser one for comparison.
+# Densities of the masks: the one with targets, and a denser one for comparison.
 DENSITIES = (0.025, 0.1)
-# Every tile, at the first token count: what it would cost to compute dense gradients in tiles and keep a part of each.
+# All tiles active, at the first token count: the cost of computing dense gradients in tiles and keeping a part of each.
 FULL_PATTERN, FULL_ROUNDS = "tile128", 3
-# Calls take up to a tenth of a second each, and lie close together.
+# Few rounds: calls take up to 0.1 s each and vary little.
 ROUNDS = 10
-# The projections of a layer that share an input, by their names in transformers.
+# Projections of a layer that share an input, by their names in transformers.
 _SHARED = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
-# Operands are standard normal. The sum over t of T tokens has a standard deviation of sqrt(t), and adding to it rounds,
-# where tensor cores truncate, by 2^-23 of it at most: 2^-23 T where T roundings of either sign meet. Truncation has one
-# sign: over the T / 16 additions of a tensor core's sum whose value ends at 7 standard deviations it comes to
-# T / 16 * 2^-24 * 3.5 sqrt(T), 10 * 2^-23 T at T = 8192. 32 covers both, on both sides. A token that is left out, or
-# comes twice, is an error of about 1, 32 times as much at T = 8192.
+# Operands are standard normal. The sum over t of T tokens has a standard deviation of sqrt(t), and an addition to it is
+# rounded (truncated by tensor cores) by at most 2^-23 of it: T roundings of either sign add up to 2^-23 T. Truncation
+# has one sign: over the T / 16 additions of a tensor core's sum that ends at 7 standard deviations, it adds up to
+# T / 16 * 2^-24 * 3.5 sqrt(T), 10 * 2^-23 T at T = 8192. 32 covers both, on both sides. A token that is missing or
+# counted twice is an error of about 1, 32 times as much at T = 8192.
 _ROOM = 32
-# The sum of squares: positive terms, each addition rounds by 2^-24 of the sum at most, and no chain of them is longer:
-# a thread's share of a tile, and as many tiles as a matrix of this shape has.
+# The sum of squares has positive terms, and each addition rounds by at most 2^-24 of the sum. No chain of additions is
+# longer than this: a thread's share of a tile, then the tiles of a matrix of this shape.
 SUM_RTOL = 2048 * 2.0**-24
 
 
@@ -61,7 +61,7 @@ _SUFFIXES: dict[Calls, str] = {"layer": "", "input": targets.A_CALL_AN_INPUT, "m
 
 
 class Group(NamedTuple):
-    """The matrices of one layer that share an input, by their numbers."""
+    """The indices of the matrices of one layer that share an input."""
 
     matrices: list[int]
     columns: int
@@ -73,7 +73,7 @@ def linear_layers(shapes: Shapes) -> Shapes:
 
 
 def input_groups(shapes: Shapes) -> list[Group]:
-    """What shares an input stands side by side in a `llama_matrices`, and has as many columns."""
+    """The groups of matrices that share an input; they are adjacent in `llama_matrices` and have equal columns."""
 
     def source(item: tuple[int, str]) -> tuple[str, str]:
         projection = item[1].split(".")[-2]
@@ -92,7 +92,7 @@ def _layer(name: str) -> str:
 
 @dataclass
 class Operands:
-    """bf16 X and dY of every matrix; matrices that share an input name one tensor."""
+    """bf16 X and dY of every matrix; matrices with a shared input refer to one tensor."""
 
     shapes: Shapes
     groups: list[Group]
@@ -111,7 +111,7 @@ class Operands:
         return cls(shapes, groups, [inputs[i] for i in range(len(shapes))], [draw(rows) for rows, _ in shapes.values()])
 
     def first(self, tokens: int) -> Operands:
-        """The same of the first tokens alone, in the same memory."""
+        """The operands of the first tokens, as views."""
         return Operands(
             self.shapes, self.groups, [x[:tokens] for x in self.inputs], [g[:tokens] for g in self.grad_outputs]
         )
@@ -121,7 +121,7 @@ class Operands:
         return self.inputs[0].shape[0]
 
     def product(self, i: int) -> Tensor:
-        """The whole gradient of matrix i in fp32, [rows, columns]."""
+        """The dense fp32 gradient of matrix i, [rows, columns]."""
         grad_output, x = self.grad_outputs[i], self.inputs[i]
         if x.is_cuda:
             return torch.mm(grad_output.t(), x, out_dtype=torch.float32)
@@ -130,7 +130,7 @@ class Operands:
 
 @dataclass
 class TileMask:
-    """A random share of the tiles of all matrices together."""
+    """A random selection among the tiles of all matrices."""
 
     pattern: str
     density: float
@@ -142,7 +142,7 @@ class TileMask:
 
     @classmethod
     def random(cls, shapes: Shapes, pattern: str, density: float, generator: torch.Generator) -> TileMask:
-        """round(density * tiles) of them, at least one, drawn without replacement."""
+        """round(density * tiles) tiles, at least one, drawn without replacement."""
         device = generator.device
         grids = [unit_grid(shape, pattern) for shape in shapes.values()]
         sizes = [down * across for down, across in grids]
@@ -170,7 +170,7 @@ class TileMask:
         return self.slots[-1]
 
     def elements(self, i: int, shape: tuple[int, int]) -> Tensor:
-        """[rows, columns] bool of matrix i."""
+        """The active elements of matrix i, [rows, columns] bool."""
         return _spread(self.active[i], self.tile_size, shape)
 
     def floor_bytes(self, operands: Operands) -> float:
@@ -188,13 +188,13 @@ class TileMask:
 
 
 def _spread(tiles: Tensor, tile_size: int, shape: tuple[int, int]) -> Tensor:
-    """[tiles down, tiles across] as the elements of a matrix."""
+    """Expand [tiles down, tiles across] to the elements of a matrix."""
     rows, columns = shape
     return tiles.repeat_interleave(tile_size, 0)[:rows].repeat_interleave(tile_size, 1)[:, :columns]
 
 
 class TileGradients:
-    """The compact fp32 gradient of a mask, for one backend after the other."""
+    """The compact fp32 gradient of a mask, computed by one backend at a time."""
 
     def __init__(self, operands: Operands, mask: TileMask) -> None:
         self.operands, self.mask = operands, mask
@@ -210,7 +210,7 @@ class TileGradients:
 
     @functools.cached_property
     def wanted(self) -> Tensor:
-        """[nnz] fp32, from products of whole matrices."""
+        """The expected gradient [nnz] fp32, from products of whole matrices."""
         found = torch.empty_like(self.out)
         for i, shape in enumerate(self.operands.shapes.values()):
             where = slice(self.mask.slots[i], self.mask.slots[i + 1])
@@ -219,12 +219,12 @@ class TileGradients:
 
     @functools.cached_property
     def reference(self) -> Tensor:
-        """[slots of the first layer] fp32, by the reference."""
+        """The gradient of the first layer's slots, fp32, computed by the reference."""
         return reference_layer(self.operands, self.mask)
 
     def compute(self, backend: str, calls: Calls) -> None:
-        """All of it, with the sums of squares and the flag, in as many calls."""
-        for matrices in self.calls[calls]:  # they stand side by side
+        """Compute all gradients, sums of squares and the flag, with a call for each of ``calls``."""
+        for matrices in self.calls[calls]:  # the matrices of a call are adjacent
             where = slice(matrices[0], matrices[-1] + 1)
             ops.tile_weight_grad_(
                 self.out,
@@ -241,10 +241,10 @@ class TileGradients:
 
 
 def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
-    """Compare what is computed with products of whole matrices, and its first layer with the reference.
+    """Compare the gradients with products of whole matrices, and those of the first layer with the reference.
 
     Raises:
-        WrongResult: an element is further away than fp32 sums in two orders can be, or a sum of squares is wrong.
+        WrongResult: an element differs by more than fp32 sums in two orders can, or a sum of squares is wrong.
     """
     operands, mask = gradients.operands, gradients.mask
     for written in (gradients.out, gradients.sum_sq):
@@ -266,7 +266,7 @@ def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
 
 
 def reference_layer(operands: Operands, mask: TileMask) -> Tensor:
-    """The compact gradient of the first layer's matrices, whose slots come first, by the reference."""
+    """The compact gradient of the first layer's matrices, which have the first slots, computed by the reference."""
     layers = [_layer(name) for name in operands.shapes]
     n = layers.count(layers[0])
     out = torch.empty(mask.slots[n], device=mask.tiles.device)
@@ -284,8 +284,8 @@ def reference_layer(operands: Operands, mask: TileMask) -> Tensor:
 
 
 def check_close(what: str, found: Tensor, wanted: Tensor, atol: float, peer: str) -> None:
-    """Raise WrongResult, which begins with ``what``, unless each element is within ``atol`` of the peer's."""
-    wrong = ~((found - wanted).abs_() <= atol)  # so written that NaN is wrong
+    """Raise WrongResult, with a message that begins with ``what``, unless all elements are within ``atol``."""
+    wrong = ~((found - wanted).abs_() <= atol)  # negated, so that NaN counts as wrong
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise WrongResult(
@@ -295,7 +295,7 @@ def check_close(what: str, found: Tensor, wanted: Tensor, atol: float, peer: str
 
 
 class GatheredGradients:
-    """torch's product of each matrix into one scratch buffer, as freed gradients leave it, then a gather from it."""
+    """torch's product of each matrix into one scratch buffer, like reused gradient memory, then a gather from it."""
 
     def __init__(self, operands: Operands, density: float, generator: torch.Generator) -> None:
         self.operands = operands
@@ -325,7 +325,7 @@ class GatheredGradients:
         ops.masked_grad_gather_(self.out, [self.dense[i]], *where, index_bases=bases)
 
     def check(self) -> None:
-        """Compare what is gathered with the product that it is gathered from, bit by bit.
+        """Compare the gathered elements with those of the product, bit by bit.
 
         Raises:
             WrongResult: a bit differs.
@@ -339,42 +339,42 @@ class GatheredGradients:
 
     @property
     def floor_bytes(self) -> float:
-        """Operands read once, indices and fp32 gradients; the scratch may stay in a cache."""
+        """Bytes of operands read once, indices and fp32 gradients; the scratch buffer may stay in a cache."""
         return operand_bytes(self.operands) + self.active.nnz * (2.0 + 4.0)
 
 
 def operand_bytes(operands: Operands) -> float:
-    """Every column of X and dY, read once: ``2 * tokens * (columns of each input + rows of each matrix)``."""
+    """Bytes of X and dY read once: ``2 * tokens * (columns of each input + rows of each matrix)``."""
     widths = sum(group.columns for group in operands.groups) + sum(rows for rows, _ in operands.shapes.values())
     return 2.0 * operands.tokens * widths
 
 
 def why_absent(shapes: Shapes, tokens: int, device: torch.device) -> str:
-    """Empty if everything fits into the GPU's memory, else the cause. A CPU's sizes are small."""
+    """Empty if everything fits into the GPU's memory, else the reason why not; CPU sizes always fit."""
     if device.type != "cuda":
         return ""
     groups, numel = input_groups(shapes), total_numel(shapes)
     widths = sum(group.columns for group in groups) + sum(rows for rows, _ in shapes.values())
-    # Operands, dense bf16 gradients, and the fp32 ones of all tiles, as found and as wanted. The positions of a matrix,
-    # its product and the comparison come on top.
+    # Operands, dense bf16 gradients, and the actual and expected fp32 gradients of all tiles. The positions of a
+    # matrix, its product and the comparison need more memory.
     wanted = 1.1 * (2 * tokens * widths + (2 + 4 + 4) * numel)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return "" if wanted < free else f"wants {wanted / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free"
 
 
-Sound = Callable[[str, Callable[[], None]], bool]  # a row's name and its check -> whether it held
+Sound = Callable[[str, Callable[[], None]], bool]  # (row's name, its check) -> whether it passed
 
 
 @dataclass
 class Comparisons:
-    """What is timed in turns, checked first.
+    """The groups of works that are timed in turns, after their checks.
 
     Args:
-        shapes: matrices as `llama_matrices` names them; the embedding is left out.
+        shapes: matrices with the names of `llama_matrices`; the embedding is skipped.
         tokens: token counts, the largest first.
-        backends: to time.
-        sound: runs a check and keeps its failure.
+        backends: backends to time.
+        sound: runs a check and records its failure.
     """
 
     shapes: Shapes
@@ -384,7 +384,7 @@ class Comparisons:
     sound: Sound
 
     def __iter__(self) -> Iterator[tuple[list[Work], int]]:
-        """(works to be timed in turns, the most rounds that they want)."""
+        """Yield (works to be timed in turns, their maximum number of rounds)."""
         shapes = linear_layers(self.shapes)
         operands = Operands.random(shapes, self.tokens[0], self.generator)
         dense = [torch.empty(shape, dtype=torch.bfloat16, device=self.generator.device) for shape in shapes.values()]
@@ -421,7 +421,7 @@ class Comparisons:
         for backend in self.backends:
             for calls, suffix in _SUFFIXES.items():
                 if calls != "layer" and mask.density != DENSITIES[0]:
-                    continue  # how tiles are put together matters where they are few
+                    continue  # how tiles are combined matters only if they are few
                 name = targets.tile_gradient(mask.pattern, operands.tokens) + suffix
                 if self.sound(name, functools.partial(check, gradients, backend, calls)):
                     call = functools.partial(gradients.compute, backend, calls)
@@ -430,6 +430,6 @@ class Comparisons:
 
 
 def dense_gradients(operands: Operands, dense: Sequence[Tensor]) -> None:
-    """torch's product of each matrix into its own gradient."""
+    """Compute torch's product of each matrix into its own gradient."""
     for grad_output, x, grad in zip(operands.grad_outputs, operands.inputs, dense, strict=True):
         torch.mm(grad_output.t(), x, out=grad)

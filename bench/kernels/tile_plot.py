@@ -12,12 +12,12 @@ from ..common.report import kernel_report, why_unwritable
 from . import targets
 from .tile_gradients import TILE_PATTERNS
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The Okabe-Ito palette, which is safe for colour-blind readers.
 COLOURS = dict(zip(TILE_PATTERNS, ("#0072B2", "#D55E00"), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw; 0 if the figure was written."""
+    """Draw the plot; return 0 if it was written."""
     parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.kernels.tile_plot", description=__doc__)
     parser.add_argument("results", type=Path, help="JSON of gpu_check or kernels")
     parser.add_argument("--output", type=Path, help="PNG (default: tile_gradients.png beside the results)")
@@ -38,7 +38,7 @@ Curve = dict[float, float]  # density -> ms
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Curve]]:
-    """tokens -> pattern -> its times, a call for each layer, on the backend that is taken where none is named."""
+    """tokens -> pattern -> its times with a call for each layer, on the backend that `auto` selects."""
     curves: dict[int, dict[str, Curve]] = {}
     for row in rows:
         for pattern in TILE_PATTERNS if targets.is_weight_gradient(row) else ():
@@ -49,7 +49,7 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Curve]]:
 
 
 def draw(report: Mapping[str, Any], curves: Mapping[int, Mapping[str, Curve]], output: Path) -> None:
-    """A panel for each token count, with torch's dense products and a gather after them as lines across."""
+    """Draw a panel for each token count, with horizontal lines for torch's dense products without and with a gather."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
