@@ -1,4 +1,4 @@
-"""Options that training loops share: what to train, on which data, how, and where the results go."""
+"""Options shared by the training loops: model, data, training and output options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_opt.config import option, require_count, require_number_ranges
 from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError
 
-# Folders in the folder of a run, as these loops and transformers' Trainer name them.
+# Names of subfolders of a run, in these loops and in transformers' Trainer.
 _OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")
 
 
@@ -131,7 +131,7 @@ class TrainingOptions:
 
     @property
     def examples_per_step(self) -> int:
-        """Examples of the data in one step."""
+        """Number of examples per step."""
         return self.batch_size * self.gradient_accumulation_steps
 
 
@@ -186,17 +186,17 @@ class RolloutOptions(ReferenceOptions):
 
     @property
     def completions_per_step(self) -> int:
-        """Completions in one rollout."""
+        """Number of completions per rollout."""
         return self.batch_size * self.gradient_accumulation_steps * self.n_minibatches
 
     @property
     def examples_per_step(self) -> int:
-        """Prompts in one rollout."""
+        """Number of prompts per rollout."""
         return self.completions_per_step // self.n_generations
 
 
 def require_at_least(options: object, least: int, names: str) -> None:
-    """Raise ConfigError where one of the options of these names (with spaces between) is set and smaller."""
+    """Raise ConfigError if one of the space-separated options `names` is set and smaller than `least`."""
     for name in names.split():
         value = getattr(options, name)
         if value is not None and not value >= least:
@@ -206,8 +206,8 @@ def require_at_least(options: object, least: int, names: str) -> None:
 def model_slug(name: str) -> str:
     """A model's name as part of a file name: `meta_llama_llama_3_1_8b` for `meta-llama/Llama-3.1-8B`.
 
-    Of a local folder only the last part counts: `model` for `runs/model`. Folders that runs name alike (`final`,
-    `adapter`, `step_00000100`, `checkpoint-500`) have the name of the run before theirs: `sft_final` for
+    A local folder is named by its last part: `model` for `runs/model`. Folders with the same name in every run
+    (`final`, `adapter`, `step_00000100`, `checkpoint-500`) are prefixed with the name of the run: `sft_final` for
     `runs/sft/final`, `sft_step_00000100` for `runs/sft/checkpoints/step_00000100`.
     """
     if Path(name).exists():

@@ -1,15 +1,15 @@
-"""Prompts and completions as token ids, cut to length, in right-padded batches.
+"""Encoding of prompts and completions as token ids, truncation, and collation into right-padded batches.
 
-Rules, TRL's wherever it has one, so that losses can be compared:
+The rules follow TRL where it has one, so that losses can be compared:
 
 - Messages go through the tokenizer's chat template, once, which also writes the special tokens; no second BOS is added.
   A tokenizer without a template gets the messages' contents joined by newlines, as plain text.
-- Plain text is tokenized verbatim with the tokenizer's own special tokens, and EOS closes the completion. Neither is
-  added where the text has it already.
-- The prompt ends where the tokens of "prompt" and of "prompt + completion" part, so that a token merged across the
+- Plain text is tokenized verbatim with the tokenizer's own special tokens, and EOS ends the completion. Neither is
+  added if the text already has it.
+- The prompt ends where the tokens of "prompt" and of "prompt + completion" differ, so that a token merged across the
   border counts as completion.
 - A sequence longer than `max_length` keeps its start (`keep_start`; the completion loses its end) or its end
-  (`keep_end`; the prompt loses its start). Where that leaves no completion token, the example is dropped.
+  (`keep_end`; the prompt loses its start). If no completion token is left, the example is dropped.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class TokenSequence:
 
     @property
     def n_trained(self) -> int:
-        """Completion tokens with a token before them to be predicted from."""
+        """Number of completion tokens that have a preceding token to be predicted from."""
         return len(self.ids) - max(self.prompt_length, 1)
 
     def truncated(self, max_length: int, mode: TruncationMode) -> TokenSequence:
-        """At most `max_length` tokens of this sequence."""
+        """This sequence truncated to at most `max_length` tokens."""
         excess = len(self.ids) - max_length
         if excess <= 0:
             return self
@@ -56,7 +56,7 @@ class TokenSequence:
 
 @dataclass
 class DataReport:
-    """What became of a dataset's rows."""
+    """Counts of a dataset's used and dropped rows."""
 
     n_rows: int = 0
     n_examples: int = 0
@@ -91,11 +91,11 @@ def load_examples(
     Args:
         dataset, split: see `load_records`.
         max_length, truncation_mode: see the module's rules.
-        subset_size: take this many rows, drawn with `seed`; None takes all, in order. So does a number larger than
+        subset_size: number of rows, drawn with `seed`; None takes all rows in order, and so does a number larger than
             the dataset, with a UserWarning.
 
     Raises:
-        DataError: see `load_records` and the row readers; also when no example is left.
+        DataError: see `load_records` and the row readers; also if no example is left.
     """
     records = load_records(dataset, split)
     read = (preference_reader if kind == "preference" else demonstration_reader)(records.column_names, dataset)
@@ -150,7 +150,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_p
 
 @contextmanager
 def applying_chat_template() -> Iterator[None]:
-    """Inside, an error of a tokenizer's chat template becomes a DataError: a template is a program of its own."""
+    """A context that turns any error of a tokenizer's chat template, which is a program, into a DataError."""
     from jinja2 import TemplateError
 
     try:
@@ -160,9 +160,9 @@ def applying_chat_template() -> Iterator[None]:
 
 
 def require_known_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
-    """Raise DataError where a sequence has a token that the model has no embedding for.
+    """Raise DataError if a sequence has a token without an embedding in the model.
 
-    On a GPU such a token ends the process without a word of which it was.
+    On a GPU such a token would abort the process without naming the token.
     """
     known = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) <= known:
@@ -177,7 +177,7 @@ def require_known_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, sequenc
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # Text that was put through a template already carries its BOS.
+    # Text from a chat template already contains its BOS.
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
@@ -205,18 +205,18 @@ def _common_prefix_length(a: list[int], b: list[int]) -> int:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Right-padded sequences. Padding is known by position, never by its id, which may be the id of EOS."""
+    """Right-padded sequences. Padding is identified by position, never by its id, which may be the id of EOS."""
 
     input_ids: torch.Tensor  # [B, T] int64
     attention_mask: torch.Tensor  # [B, T] int64: 1 on tokens, 0 on padding
     completion_mask: torch.Tensor  # [B, T] bool: trained tokens (with a token before them)
-    first_trained: int  # the smallest position in any row that completion_mask holds
+    first_trained: int  # the smallest position in completion_mask in any row
     n_tokens: int  # tokens without padding
     n_trained: int  # tokens in completion_mask
     position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on another device; the copy to a GPU does not wait for it."""
+        """The batch on another device; the copy to a GPU is asynchronous."""
         if device.type == "cpu":
             return self
         tensors = {
@@ -228,7 +228,7 @@ class TokenBatch:
 
 
 def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
-    """Sequences as one batch on the CPU, as long as the longest of them."""
+    """Sequences as one batch on the CPU, padded to the longest of them."""
     length = max(len(sequence.ids) for sequence in sequences)
     input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""What a loop trains on: examples of a dataset, by what the dataset holds."""
+"""`data_loader`: the function that loads a dataset's examples, by the kind of its rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from .encoding import load_examples
 DataKind = Literal["preference", "demonstration", "prompt"]
 
 
-# (dataset, split, tokenizer, subset_size, seed) -> examples and what became of the rows
-# (a dataclass with n_rows and n_examples)
+# (dataset, split, tokenizer, subset_size, seed) -> examples, and a report (a dataclass with n_rows and n_examples)
 LoadData = Callable[[str, str, Any, int | None, int], tuple[list[Any], Any]]
 
 
 def data_loader(kind: DataKind, config: TrainingOptions) -> LoadData:
-    """Reads datasets of this kind with the run's options: a list [chosen, rejected] or [completion] of token sequences
-    for each example, or a `PromptExample`."""
+    """A loader of datasets of this kind with the run's options. An example is a list [chosen, rejected] or
+    [completion] of token sequences, or a `PromptExample`."""
 
     def load(dataset: str, split: str, tokenizer: Any, subset_size: int | None, seed: int) -> tuple[list[Any], Any]:
         if kind == "prompt":

@@ -31,6 +31,6 @@ class ShuffledOrder:
 
 def permutation(n: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(n) that depends on `seed` and `epoch` alone."""
-    # An odd multiplier keeps (seed, epoch) pairs apart: neighbouring seeds do not share their epochs' permutations.
+    # An odd multiplier separates (seed, epoch) pairs: neighbouring seeds share no permutations.
     generator = torch.Generator(device="cpu").manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
     return torch.randperm(n, generator=generator, device="cpu").tolist()

@@ -1,9 +1,10 @@
-"""Short sequences packed into rows of `max_length` tokens, so that a batch is tokens and not padding.
+"""Packing of short sequences into rows of `max_length` tokens, which reduces padding.
 
-A packed row must train as its sequences would alone: positions start anew with each, and no token sees another
-sequence's. transformers does both from position ids. Given no mask of tokens, `masking_utils.create_causal_mask` takes
-every step of the position ids other than +1 for the border of a sequence, and makes a mask of blocks. Not every model
-takes position ids or makes its masks there, so `check_packing` tries the model before it is trained.
+A packed row must train like its separate sequences: positions restart with each sequence, and no token attends to
+another sequence. transformers implements both with position ids: without an attention mask,
+`masking_utils.create_causal_mask` treats every step of the position ids other than +1 as the border of a sequence and
+makes a block mask. Not every model takes position ids or makes its masks there, so `check_packing` tests the model
+before training.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .loaders import LoadData
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing: rows of indices into `lengths`, the sum of a row's lengths at most `capacity`.
 
-    Longest first, each into the row with the least space that it fits in, the oldest such row; else into a new one.
-    The rows are those of TRL's packing strategy `bfd`, in the same order.
+    Sequences are placed longest first, each into the oldest row among those with the least sufficient space, or into a
+    new row. The rows are those of TRL's packing strategy `bfd`, in the same order.
 
     Raises:
         ValueError: a length above `capacity` or below 1.
@@ -59,7 +60,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass
 class PackingReport(DataReport):
-    """What became of a dataset's rows, and into how many packed rows its examples went."""
+    """Counts of a dataset's used and dropped rows, and the number of packed rows."""
 
     n_packed_rows: int = 0
 
@@ -68,7 +69,7 @@ class PackingReport(DataReport):
 
 
 def packing_loader(load: LoadData, max_length: int) -> LoadData:
-    """A loader of demonstrations whose examples are packed rows: lists of the sequences that stand in one row."""
+    """A loader of demonstrations whose examples are packed rows: lists of the sequences in a row."""
 
     def load_packed(
         dataset: str, split: str, tokenizer: Any, subset_size: int | None, seed: int
@@ -83,9 +84,10 @@ def packing_loader(load: LoadData, max_length: int) -> LoadData:
 
 
 def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
-    """Rows of sequences, one after the other, as one batch on the CPU, as long as the longest row.
+    """Rows of concatenated sequences as one batch on the CPU, padded to the longest row.
 
-    No sequence's first token is trained: what stands before it is another's. Padding is one more sequence.
+    The first token of a sequence is not trained, because the token before it belongs to another sequence. Padding forms
+    one more sequence.
     """
     length = max(sum(len(sequence.ids) for sequence in row) for row in rows)
     input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""The trained weights, the optimizer and the learning-rate schedule that a run's options ask for."""
+"""Set up the trained weights, the optimizer and the learning-rate schedule from a run's options."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def adapt(config: TrainingOptions, model: nn.Module) -> Any:
-    """The model as its mode trains it: with adapters in mode lora, drawn from the seed, else as it is.
+    """The model to train: with adapters initialised from the seed in mode lora, else unchanged.
 
     Raises:
-        ConfigError: mode lora where peft is missing.
+        ConfigError: mode lora without PEFT installed.
     """
     if config.mode != "lora":
         return model
@@ -34,9 +34,9 @@ def adapt(config: TrainingOptions, model: nn.Module) -> Any:
 
 
 def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | DenseAdamW:
-    """SparseAdamW under the mask in mode sparse, else DenseAdamW on what is trained; `mlp_only` narrows to the MLPs.
+    """SparseAdamW under the mask in mode sparse, else DenseAdamW on the trained weights; `mlp_only` selects the MLPs.
 
-    Both take the same options and both have `grad_norm` and `nbytes()`.
+    Both take the same options and have `grad_norm` and `nbytes()`.
 
     Raises:
         MaskError: the mask cannot be read or is another model's.
@@ -72,7 +72,7 @@ def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | D
 
 
 def load_mask(config: TrainingOptions, model: nn.Module) -> MaskSet:
-    """The mask file checked against the model, narrowed to MLP weights under `mlp_only`."""
+    """The mask from the file, checked against the model and restricted to MLP weights with `mlp_only`."""
     if config.mask is None:
         raise ConfigError("mode sparse wants a mask file: --mask FILE")
     mask = MaskSet.load(config.mask, model)
@@ -101,8 +101,8 @@ def freeze_outside_mlps(model: nn.Module) -> None:
 
 
 def make_scheduler(config: TrainingOptions, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """transformers' schedule of that name, so that curves compare with its Trainer's: with warm-up the first step has
-    learning rate 0, and linear and cosine reach 0 after step n_steps."""
+    """transformers' schedule of this name, for curves comparable with its Trainer's. With warm-up, the first step has
+    learning rate 0; linear and cosine reach 0 after step n_steps."""
     from transformers import get_scheduler
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule

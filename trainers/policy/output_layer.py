@@ -1,6 +1,6 @@
-"""The output layer of a causal language model, and whether its logits are nothing but that layer's product.
+"""Detect whether the logits of a causal language model are exactly the product of its output layer.
 
-It is found out, not assumed: in one forward pass the layer hands the model a stand-in for its logits.
+This is tested in a forward pass, in which the output layer returns a placeholder for the logits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .models import skip_padding_masks
 
 logger = logging.getLogger(__name__)
 
-# Models that were seen to do something to their output layer's product, with what they were like (`_state`).
+# Models that modify the product of their output layer, with their `_state` when this was detected.
 _REFUSED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-_taking_out = threading.Lock()  # around looking at a layer's forward and setting it
+_taking_out = threading.Lock()  # held while a layer's forward is read and replaced
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
-    """The model's output layer if it is a bare matrix product that may be taken out of the model; else None.
+    """The model's output layer if it is a plain matrix product that can be computed outside the model; else None.
 
-    It is not where it has a bias, hooks or an adapter, stands under autocast, is quantised or sharded, or where the
-    model is compiled.
+    It is not if it has a bias, hooks or an adapter, if it is quantised or sharded, under autocast, or if the model is
+    compiled.
     """
     find = getattr(model, "get_output_embeddings", None)
     compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
@@ -48,11 +48,11 @@ def plain_head(model: nn.Module) -> nn.Linear | None:
 
 
 def hidden_states(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> Tensor | None:
-    """What the model gives its output layer, [B, P, H]; None where its logits are not just that layer's product.
+    """The input of the model's output layer, [B, P, H]; None if the logits are not exactly the product of that layer.
 
-    The layer hands the model a stand-in for its logits. If the very same tensor comes out as the model's logits and
-    nothing was computed with it, the model adds nothing: no soft-capping, no scale, no cast. A model that does has its
-    forward pass run twice this once, and is remembered until its hooks change.
+    The layer returns a placeholder for the logits. If the model returns this very tensor and computes nothing with it,
+    the model does not modify the logits: no soft-capping, no scale, no cast. For a model that does, the forward pass
+    runs twice this once, and the result is cached until its hooks change.
     """
     logits, why = None, "its logits are not its output layer's product"
     with _taken_out(head) as seen:
@@ -78,16 +78,16 @@ def hidden_states(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> 
 
 
 def _state(model: nn.Module, head: nn.Linear) -> tuple[Any, ...]:
-    """What can turn a model into a plain one or back: its hooks, by their ids, which are not used twice."""
+    """The state that decides whether a model modifies its logits: its hooks, by their unique ids."""
     hooks = (hook for module in model.modules() for hook in (*module._forward_pre_hooks, *module._forward_hooks))
     return head.weight.dtype, *hooks
 
 
 @contextmanager
 def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
-    """Inside, in this thread, the layer notes its inputs and returns stand-ins for its outputs.
+    """A context in which the layer, in this thread, records its inputs and returns placeholders for its outputs.
 
-    Other threads' calls go to the layer. None where another thread has taken it out already.
+    Calls of other threads reach the layer itself. Yields None if another thread has already replaced the layer.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     owner = threading.get_ident()
@@ -118,10 +118,10 @@ def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
 
 
 class _LogitsAreUsedError(Exception):
-    """A model computes with its logits, which were not made."""
+    """A model uses the values of its logits, which were not computed."""
 
 
-# What a stand-in knows: no more than shape, type and place.
+# Attributes that a placeholder supports: shape, dtype and device only.
 _KNOWN = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad")]
     + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "itemsize")]
@@ -136,7 +136,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def of_product(cls, input: Tensor, weight: Tensor) -> Tensor:
-        """Stands for input @ weight.T: [..., V] for [..., H] and [V, H]."""
+        """A placeholder for input @ weight.T: [..., V] for [..., H] and [V, H]."""
         stand_in: Tensor = cls._make_wrapper_subclass(
             cls,
             (*input.shape[:-1], len(weight)),

@@ -1,7 +1,7 @@
-"""Reading models, tokenizers and configurations in Hugging Face format, so that what is read is all of it, or an error.
+"""Strict loading of models, tokenizers and configurations in Hugging Face format.
 
-transformers initializes a tensor that the files lack at random and ignores one that the model lacks, with a warning.
-Here both are errors.
+transformers initializes tensors missing from the files at random and ignores unknown ones, with a warning. Here both
+are errors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sparse_opt.files import one_line
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Inside, an error about the content of a model's files becomes a DataError, `cannot load {what}: ...`.
+    """A context that turns an error about the content of a model's files into a DataError, `cannot load {what}: ...`.
 
-    transformers checks little of what it reads, so that a wrong file ends in an error of nearly any type. The message
-    names the type, and the original error is its cause.
+    transformers hardly validates files, so that an invalid file can raise nearly any type of error. The message names
+    the type, and the original error is its cause.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it also logs what is wrong with the files, over many lines
+    logging.set_verbosity_error()  # it also logs many lines about the errors in the files
     try:
         yield
     except DataError:
@@ -40,7 +40,7 @@ def reading(what: str) -> Iterator[None]:
     except (
         TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        # Messages such as KeyError's "'metadata'" say nothing on their own.
+        # Messages such as KeyError's "'metadata'" mean nothing without the type.
         raise DataError(f"cannot load {what}: {type(error).__name__}: {one_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -52,14 +52,14 @@ def load_pretrained(model_class: Any, source: str | Path, what: str, *, dtype: t
     Args:
         model_class: an Auto class of transformers, or a model's own class.
         what: the kind of model, for messages: `a causal language model`.
-        dtype: of the loaded weights.
+        dtype: dtype of the loaded weights.
 
     Raises:
-        DataError: no such model or folder; a folder without config.json; files that cannot be read; a tensor that the
-            files lack, that the model lacks, or that has another shape in the files than in the model.
+        DataError: the model or folder does not exist; the folder has no config.json; a file cannot be read; a tensor is
+            missing from the files, unknown to the model, or differs in shape.
     """
     folder = Path(source)
-    # A model's own class takes its default configuration where there is none.
+    # Without a config.json, a model's own class would use its default configuration.
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise DataError(f"cannot load {what} from {source}: the folder has no config.json")
     with reading(f"{what} from {source}"):
@@ -67,7 +67,7 @@ def load_pretrained(model_class: Any, source: str | Path, what: str, *, dtype: t
             source,
             dtype=dtype,
             output_loading_info=True,
-            # Refused below by name; transformers' own error names no tensor.
+            # Mismatched tensors are refused by name below; transformers' own error does not name the tensor.
             ignore_mismatched_sizes=True,
         )
     missing, unexpected, mismatched = (

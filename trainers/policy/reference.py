@@ -1,4 +1,4 @@
-"""The reference policy: the weights a run started from, in the cheapest form that its mode has, or another model."""
+"""The reference policy: the run's initial weights, in the cheapest form for its mode, or another model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .models import compile_layers, disable_dropout, frozen_copy, load_model, ma
 
 
 class Reference(NamedTuple):
-    """A module, and its weights as they have to be used: `with torch.no_grad(), reference.weights():`.
+    """A module and the context that sets its weights: `with torch.no_grad(), reference.weights():`.
 
-    No context manager of its own is around them: one that is interrupted while it leaves `base_weights()` would not
-    restore the policy.
+    `weights` is not wrapped in another context manager, because one that is interrupted while it exits `base_weights()`
+    would not restore the policy.
     """
 
     model: nn.Module
-    weights: Callable[[], AbstractContextManager[Any]]  # inside, the module's weights are the reference's
+    weights: Callable[[], AbstractContextManager[Any]]  # a context in which the module has the reference's weights
 
 
 def make_reference(
     config: TrainingOptions, policy: Any, optimizer: Any, device: torch.device, *, offload: bool = False
 ) -> Reference:
-    """The start weights: swapped into the policy (mode sparse), the policy without its adapters (lora), a frozen second
-    model (dense); or the model `ref_name`, in the policy's dtype.
+    """The initial weights: swapped into the policy (mode sparse), the policy without its adapters (lora), or a frozen
+    second model (dense); or the model `ref_name`, in the policy's dtype.
 
-    Call it before the policy's weights change. With `offload` a second model is on the CPU but while it is used.
+    Call this before the policy's weights change. With `offload`, a second model is on the CPU while it is not in use.
 
     Raises:
         DataError: ref_name cannot be loaded.
@@ -62,7 +62,7 @@ def make_reference(
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the model is on the device; outside, on the CPU."""
+    """A context in which the model is on the device; outside it is on the CPU."""
     model.to(device)
     try:
         yield

@@ -1,7 +1,8 @@
-"""What a run has changed so far: how many weights, how far, and the ranks of its update, measured while it trains.
+"""Statistics of a run's update, measured during training: share of changed weights, their changes, and ranks.
 
-The figures are those of `sparse-opt analyze` (`sparse_opt.analysis`), of the weights as a checkpoint of this moment
-would have them: in mode lora with the adapters merged.
+The statistics are those of `sparse-opt analyze` (`sparse_opt.analysis`), computed on the weights that a checkpoint
+would
+hold: in mode lora with the adapters merged.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from sparse_opt.masks.parameters import select_names
 FILE = "update_statistics.jsonl"
 # The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
 _TOLERANCES = (1e-6, 1e-5)
-# What peft puts before the names of the model it wraps.
+# Prefix that PEFT adds to the names of the model it wraps.
 _PEFT_PREFIX = "base_model.model."
 
 
 class UpdateStatistics:
-    """Remembers a model's trained weights as they are now, on the CPU, and compares with them later.
+    """Copies a model's trained weights to the CPU and compares the model with them later.
 
-    In mode lora nothing is copied: the start weights stay in the model.
+    In mode lora nothing is copied, because the initial weights stay in the model.
 
     Args:
         model: a model, or peft's wrapper of one with LoRA adapters.
@@ -52,7 +53,7 @@ class UpdateStatistics:
             shapes = {name: module.get_base_layer().weight.dim() for name, module in _adapted(model)}
         else:
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
-            # A copy even where the weights are on the CPU already.
+            # Copy even if the weights are already on the CPU.
             self._start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
             shapes = {name: p.dim() for name, p in trained.items()}
         self.n_weights = sum(p.numel() for p in parameters.values())
@@ -63,7 +64,7 @@ class UpdateStatistics:
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
-        """The figures of this moment, as one row of JSON.
+        """The current statistics, as one row of JSON.
 
         Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
 
@@ -118,7 +119,7 @@ class UpdateStatistics:
         return sum_changes(counts).changed / self.n_weights if counts else None
 
     def _changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, weight at the start, weight now) of all that can have changed."""
+        """(name, initial weight, current weight) of all weights that can have changed."""
         if self._is_peft:
             for name, module in _adapted(self.model):
                 weight = module.get_base_layer().weight.detach()
@@ -130,7 +131,7 @@ class UpdateStatistics:
 
 
 def _adapted(model: Any) -> list[tuple[str, Any]]:
-    """(name of its weight in the model that was wrapped, module) of each layer with an adapter."""
+    """(name of its weight in the wrapped model, module) of each layer with an adapter."""
     return [
         (f"{name.removeprefix(_PEFT_PREFIX)}.weight", module)
         for name, module in model.named_modules()
@@ -144,7 +145,7 @@ def _adapter_parameters(module: Any) -> list[Tensor]:
 
 
 def _change(module: Any) -> Tensor:
-    """What merging adds to a layer's weight."""
+    """The change of a layer's weight when its adapter is merged."""
     (adapter,) = module.active_adapters
     change: Tensor = module.get_delta_weight(adapter)
     return change

@@ -1,7 +1,7 @@
 """The critic of PPO: one linear layer on the policy's last hidden states, with an optimizer of its own.
 
-Policy and critic share the trunk, as in TRL 0.8.6's AutoModelForCausalLMWithValueHead: the value loss trains the
-policy's weights too (in mode sparse inside the mask alone). The head is fp32 and dense in every mode.
+Policy and critic share all layers below the heads, as in TRL 0.8.6's AutoModelForCausalLMWithValueHead: the value loss
+also trains the policy's weights (in mode sparse only those in the mask). The head is fp32 and dense in every mode.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 class ValueHead(nn.Module):
     """[..., H] hidden states of any floating-point dtype -> [...] values, fp32.
 
-    torch's default initialisation, drawn on the CPU from `seed` alone; no dropout.
+    Uses torch's default initialisation, which is generated on the CPU from `seed` alone, and no dropout.
     """
 
     def __init__(self, hidden_size: int, seed: int = 0):
@@ -44,7 +44,7 @@ class ValueHead(nn.Module):
 
     @classmethod
     def of(cls, model: Any, seed: int) -> ValueHead:
-        """A head as wide as the states that the model's output layer reads, on the model's device."""
+        """A head for the inputs of the model's output layer, on the model's device."""
         output = model.get_output_embeddings()
         return cls(output.weight.shape[1], seed).to(output.weight.device)
 
@@ -81,12 +81,12 @@ class ValueHeadTrainer:
         self.scheduler = make_scheduler(config, self.optimizer)
 
     def update(self) -> None:
-        """One step of the optimizer, and no gradient left."""
+        """Make an optimizer step and free the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state saved in a checkpoint."""
         return {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -94,13 +94,13 @@ class ValueHeadTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`, bit for bit."""
+        """Restore the result of `state_dict()`, bit for bit."""
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 
     def save(self, folder: Path) -> Path:
-        """Write `value_head.safetensors`, fp32, under the names that TRL 0.8.6 gives them."""
+        """Write `value_head.safetensors`, fp32, with the tensor names of TRL 0.8.6."""
         path = folder / VALUE_HEAD_FILE
         tensors = {f"v_head.{name}": tensor.cpu().contiguous() for name, tensor in self.head.state_dict().items()}
         write_safetensors(path, tensors, {"format": "pt"})
