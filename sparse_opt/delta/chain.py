@@ -1,4 +1,4 @@
-"""From the files of a delta log to a state: the chain of headers from a keyframe to a step, and its patches applied."""
+"""Rebuilds states from the files of a delta log: finds the chain from a keyframe to a step, and applies its patches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .state import StateLayout
 
 
 class LogFiles:
-    """The files of one log as they are read: headers and the mask are kept once they were found right.
+    """Reads the files of one log; caches the mask and headers after they have been checked.
 
     Args:
         directory: of the log.
-        backend: as `delta.codec.apply_` takes it.
+        backend: see `delta.codec.apply_`.
     """
 
     def __init__(self, directory: Path, backend: Backend | None = None) -> None:
@@ -44,7 +44,7 @@ class LogFiles:
         return list_steps(self.directory)[0]
 
     def header(self, file: StepFile) -> StepHeader:
-        """As `read_header`; a file that is the same as before is not read again."""
+        """`read_header` with a cache: an unchanged file is not read again."""
         try:
             found = file.path.stat()
         except OSError as error:
@@ -56,7 +56,7 @@ class LogFiles:
         return known[1]
 
     def base(self) -> StepHeader:
-        """The header of the log's first file, which says what belongs to the log.
+        """Return the header of the log's first file, which identifies the log.
 
         Raises:
             DeltaLogError: there is no file, the first is not the keyframe that the log began with, or it is damaged.
@@ -73,7 +73,7 @@ class LogFiles:
         return layout
 
     def mask(self, header: StepHeader) -> LogMask | None:
-        """The mask that a patch is coded over, None where it is coded over whole tensors."""
+        """Return the mask that a patch is coded over, or None if it is coded over whole tensors."""
         if not header.masked:
             return None
         if self._mask is None or self._mask.digest != header.mask_digest:
@@ -81,13 +81,14 @@ class LogFiles:
         return self._mask
 
     def chain(self, step: int, after: StepHeader | None = None) -> list[StepHeader]:
-        """Headers from the nearest keyframe to `step`, each checked to follow the one before and to be of this log.
+        """Return the headers from the nearest keyframe to `step`, and check that each follows the one before.
 
         Args:
-            after: where the chain meets this step earlier than a keyframe, it begins with the patch on top of it.
+            after: if the chain reaches this step before a keyframe, it begins with the patch that follows the step.
 
         Raises:
-            DeltaLogError: `step` is not logged, or a file of the chain is missing, damaged, foreign or out of place.
+            DeltaLogError: `step` is not logged, or a file of the chain is missing, damaged, of another log or of
+                another step.
         """
         base, files = self.base(), self.steps()
         if step not in files:
@@ -109,17 +110,17 @@ class LogFiles:
         return chain[::-1]
 
     def state(self, step: int) -> dict[str, Tensor]:
-        """The verified state at a step, on the CPU."""
+        """Return the verified state at a step, on the CPU."""
         return self.rebuild(self.chain(step))
 
     def rebuild(self, chain: Sequence[StepHeader]) -> dict[str, Tensor]:
-        """The verified state at the end of a chain, on the CPU."""
+        """Return the verified state at the end of a chain, on the CPU."""
         state = dict(read_keyframe(chain[0]))
         self.advance_(state, chain[1:])
         return state
 
     def advance_(self, state: dict[str, Tensor], patches: Sequence[StepHeader]) -> None:
-        """Apply patches to the state they follow, in place, and verify the result. On an error the state is void."""
+        """Apply patches to a state in place, and verify the result. After an error the state is undefined."""
         for header in patches:
             require_digests(header, self.layout)
             patch = unpack(header, self.layout, self.mask(header), read_payload(header))
@@ -129,14 +130,14 @@ class LogFiles:
                 require_tensor(patches[-1], name, state[name], digest)
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(step, the named tensor at that step), for ascending steps: one tensor, led on from step to step."""
+        """Yield (step, the named tensor at that step) for ascending steps; one tensor is updated from step to step."""
         number, patches = self.layout.names.index(name), TensorPatches(self.layout, name, self.backend)
         at: StepHeader | None = None
         tensor: Tensor | None = None
         for step in steps:
             chain = self.chain(step, after=at) if at is None or at.file.step != step else []
             if chain and chain[0].file.kind == KEYFRAME:
-                # A private copy: what was yielded before may still be in use as a part of the caller's own tensors.
+                # A private copy, since the caller's tensors may still share memory with the tensor yielded before.
                 tensor = dict(read_keyframe(chain[0], [name]))[name]
                 followed = chain[1:]
             else:
@@ -157,7 +158,7 @@ class LogFiles:
                 patches.apply_(header, self.mask(header), tensor)
             require_tensor(last, name, tensor, last.tensor_digests[number])
         except DeltaLogError:
-            # The tensor alone does not tell which file of the chain is the broken one; their whole payloads do.
+            # The tensor does not show which file of the chain is damaged; the digests of the whole payloads do.
             for header in chain:
                 read_payload(header)
             raise
@@ -180,10 +181,10 @@ def read_base(files: LogFiles, listed: Mapping[int, StepFile]) -> StepHeader:
 
 
 def _require_company(files: LogFiles, base: StepHeader, others: Sequence[StepFile]) -> None:
-    """Raise DeltaLogError where the first file is the stranger: it says what belongs to the log, and nothing does."""
+    """Raise DeltaLogError if the first file is of another log than all others."""
     runs = []
     for file in others:
-        with contextlib.suppress(DeltaLogError):  # a broken file is named when its step is asked for
+        with contextlib.suppress(DeltaLogError):  # a damaged file is reported when its step is read
             runs.append(files.header(file).run_id)
     if runs and base.run_id not in runs:
         raise DeltaLogError(
@@ -193,14 +194,14 @@ def _require_company(files: LogFiles, base: StepHeader, others: Sequence[StepFil
 
 
 def parent_of(header: StepHeader) -> int:
-    """The step a patch is coded against. Raises DeltaLogError where it names none before itself."""
+    """Return the step that a patch is coded against. Raises DeltaLogError if it is not an earlier step."""
     if header.parent_step is None or header.parent_step >= header.file.step:
         raise DeltaLogError(f"{header.file.where}: is a patch and names no earlier step that it follows")
     return header.parent_step
 
 
 def require_member(base: StepHeader, header: StepHeader) -> None:
-    """Raise DeltaLogError unless the file is of the log that the base began."""
+    """Raise DeltaLogError unless the file belongs to the log of the base."""
     where = header.file.where
     if header.run_id != base.run_id:
         raise DeltaLogError(f"{where}: belongs to run {header.run_id}, this log is of run {base.run_id}")

@@ -1,8 +1,8 @@
-"""Digests of the bytes of many tensors, taken where the tensors lie.
+"""Digests of the bytes of many tensors, computed on the tensors' devices.
 
-The digest of a tensor is xxh3_128 over the digests of its chunks: 16 bytes, big-endian, of each 65536 bytes of the
-tensor in row-major order, the last chunk as long as it is. An empty tensor has the digest of no bytes. Chunks can be
-hashed side by side, which one xxh3_128 over all bytes does not allow.
+The digest of a tensor is xxh3_128 over the digests (16 bytes, big-endian) of its chunks of 65536 bytes in row-major
+order; the last chunk may be shorter. An empty tensor has the digest of no bytes. Unlike one xxh3_128 over all bytes,
+chunks can be hashed in parallel.
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
@@ -26,7 +26,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class _Part:
-    """The digests of the chunks of one device's tensors, which are in host memory once `arrived` has happened."""
+    """The digests of the chunks of one device's tensors, in host memory after the event `arrived`."""
 
     places: tuple[int, ...]  # of the tensors in the list
     chunks: tuple[int, ...]  # of each tensor
@@ -36,24 +36,24 @@ class _Part:
 
 @dataclass(frozen=True)
 class StateDigest:
-    """Digests under way: `StateDigest.start(tensors).result()`."""
+    """Digests that are being computed: `StateDigest.start(tensors).result()`."""
 
     _count: int
     _parts: tuple[_Part, ...]
 
     @classmethod
     def start(cls, tensors: Sequence[Tensor]) -> StateDigest:
-        """Take the digests of tensors as they are now; what is written to them later does not show.
+        """Start to compute the digests of the tensors' current bytes; later writes do not affect them.
 
-        Tensors of a GPU are hashed on its current stream, where the host does not wait; those of the CPU are hashed
-        before this returns. Where the extension was not built for the tensors' device, they are copied to the host one
-        by one and hashed there, with one warning.
+        GPU tensors are hashed on the current stream, without a synchronization; CPU tensors are hashed before this
+        returns. If the extension was not built for the tensors' device, they are copied to the host one by one and
+        hashed there, with one warning.
 
         Args:
-            tensors: of any shapes, dtypes, strides and devices. What is not contiguous is copied to be hashed.
+            tensors: of any shapes, dtypes, strides and devices. Non-contiguous tensors are copied for hashing.
 
         Raises:
-            ValueError: a tensor is made of others, as a DTensor is; the message names its place in the list.
+            ValueError: a tensor consists of other tensors, as a DTensor does; the message gives its list index.
         """
         places: dict[torch.device, list[int]] = {}
         for i, tensor in enumerate(tensors):
@@ -66,7 +66,7 @@ class StateDigest:
         return cls(len(tensors), tuple(parts))
 
     def result(self) -> tuple[str, ...]:
-        """One digest of 32 hex digits a tensor, in order. May be called from another thread than `start`."""
+        """Return one digest of 32 hex digits per tensor, in order. May be called from another thread than `start`."""
         digests = [""] * self._count
         for part in self._parts:
             if part.arrived is not None:
@@ -112,7 +112,7 @@ def _host_chunk_digests(tensor: Tensor) -> bytes:
 
 
 def _why_not_native(device: torch.device | str) -> str:
-    """Empty where the extension hashes tensors on `device`, else the cause in one line."""
+    """Return "" if the extension can hash tensors on `device`, otherwise the cause in one line."""
     cause = backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
     if not cause and not hasattr(torch.ops.sparse_opt_native, "chunk_digests"):
         cause = "the extension is older than its sources, and has no chunk_digests: build it again"

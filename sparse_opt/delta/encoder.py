@@ -1,4 +1,4 @@
-"""From a model's state to a step that can be written: what changed is coded on the device, before training goes on."""
+"""StepCoder: encodes the changes of a model's state on its device, into a step that the writer can write."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from .writer import HostCopy, StepJob
 
 @dataclass
 class StepCoder:
-    """What the next step is coded with.
+    """Encodes the steps of a log.
 
-    shadow: the bits that its patch is coded against, on the model's devices. since_keyframe: patches after the last
-    keyframe. fresh: the shadow is of no step that was handed over, so that the next one has to be a keyframe. masked:
-    the mask's elements of the shadow, from the first step on that wants them.
+    Attributes:
+        shadow: the state that the next patch is coded against, on the model's devices.
+        since_keyframe: number of patches after the last keyframe.
+        fresh: the shadow is not the state of a submitted step, so that the next step has to be a keyframe.
+        masked: the mask's elements of the shadow, from the first step on that needs them.
     """
 
     base: StepHeader
@@ -52,27 +54,27 @@ class StepCoder:
 
     @torch.no_grad()
     def job(self, step: int, tensors: Mapping[str, Tensor], *, fresh: bool) -> StepJob:
-        """The step as it is handed to a writer; the shadow follows it. `handed_over` follows, once it was.
+        """Encode a step for the writer, and update the shadow. Call `handed_over` after it has been submitted.
 
         Args:
-            tensors: the layout's.
-            fresh: make it a keyframe, whatever changed.
+            tensors: the tensors of the layout.
+            fresh: make it a keyframe in any case.
         """
         layout, settings, names = self.layout, self.settings, self.layout.names
         new = _gathered(layout, tensors)
-        # The model may have moved since.
+        # The model may have been moved to another device.
         old = self.shadow = {name: tensor.to(new[name].device) for name, tensor in self.shadow.items()}
         fresh = fresh or self.fresh
         follows = settings.against == "previous"
         digests: list[StateDigest] = []
-        # On a GPU all digests are taken while the host waits for a sample; on a CPU those of what changed, afterwards.
+        # On a GPU all digests are computed while the host waits for a sample; on a CPU those of changed tensors, later.
         early = all(tensor.is_cuda for tensor in new.values())
 
         def meanwhile() -> None:
             if early and not digests:
                 digests.append(StateDigest.start([new[name] for name in names]))
 
-        # Until the step is handed over, the shadow is of none.
+        # Until the step is submitted, the shadow is not the state of any step.
         self.fresh = True
         patch: StatePatch | None = None
         changed: int | None = None
@@ -120,7 +122,7 @@ class StepCoder:
             log_metadata=self.base.log_metadata if patch is None else None,
             settings=settings if patch is None else None,
         )
-        # Of a keyframe copies: the model goes on. The format refuses tensors that share a storage, as slices do.
+        # A keyframe is copied, since training goes on. The format refuses tensors that share a storage, as slices do.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
         job = StepJob(
             header=header,
@@ -134,13 +136,13 @@ class StepCoder:
         return job
 
     def _masked(self) -> MaskedState | None:
-        """Of the shadow, where the log has a mask."""
+        """Return the mask's elements of the shadow, or None if the log has no mask."""
         if self.mask is not None and self.masked is None:
             self.masked = MaskedState(self.mask, self.layout, self.shadow)
         return self.masked
 
     def handed_over(self, job: StepJob) -> None:
-        """The writer has taken the last job."""
+        """Record that the writer has accepted the last job."""
         self.fresh = False
         self.since_keyframe = 0 if job.header.file.kind == KEYFRAME else self.since_keyframe + 1
 
@@ -155,7 +157,7 @@ def begin(
     backend: Backend | None,
     lock: WriterLock,
 ) -> StepCoder:
-    """Write a log's mask and its first step, which is on disk on return.
+    """Write a log's mask and its first step, which are on disk when this returns.
 
     Raises:
         DeltaLogError: a file cannot be written, the lock was lost, or the mask does not fit the state.
@@ -179,7 +181,7 @@ def begin(
         settings=settings,
     )
     if log_mask is not None:
-        # A mask may be there from a creation that was killed, but not that of another log.
+        # A killed creation may have left a mask; a mask of another log must not be replaced.
         lock.require_held(header.file.where)
         require_no_log(directory)
         try:
@@ -191,7 +193,7 @@ def begin(
 
 
 def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
-    """What the step after the last one is coded with, rebuilt from the files, and the header of the last one."""
+    """Rebuild the coder for the next step from the files; return it and the header of the last step."""
     base, listed = files.base(), files.steps()
     assert base.settings is not None  # the base is a keyframe
     chain = files.chain(max(listed))
@@ -201,7 +203,7 @@ def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
 
 
 def since_keyframe(listed: Mapping[int, StepFile]) -> int:
-    """Patches after the last keyframe of a log."""
+    """Return the number of patches after the last keyframe of a log."""
     kinds = [file.kind for file in listed.values()]
     return kinds[::-1].index(KEYFRAME)
 
@@ -215,7 +217,7 @@ def _resolved(mask: MaskSet, layout: StateLayout, tensors: Mapping[str, Tensor],
 
 
 def _gathered(layout: StateLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors whose memory holds their bits, those of one dtype on the device of the first."""
+    """Return contiguous tensors whose memory holds their bits, with all of one dtype on the device of the first."""
     gathered: dict[str, Tensor] = {}
     for specs in by_dtype(layout).values():
         device = tensors[specs[0].name].device

@@ -1,4 +1,4 @@
-"""A step of a log as files that other programs read.
+"""Exports steps of a log to files that other programs read, and converts logs.
 
     export_state    the whole state, dense: one safetensors file, as `safetensors.torch.load_file` and loaders of
                     checkpoints read it
@@ -59,15 +59,15 @@ def export_state(log: StateLog, step: int, path: str | Path, *, on_tensor: OnTen
     for name in log.layout.names:
         tensors[name] = _single(log, name, step)
         _call(on_tensor)
-    # `format: pt` is what transformers wants to see before it loads a file.
+    # transformers only loads files with `format: pt`.
     metadata = {"format": "pt", "step": str(step), "digest": log.digest(step), **_model(log)}
     _write(Path(path), tensors, metadata)
 
 
 def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_tensor: OnTensor | None = None) -> int:
-    """Write positions and new values of what differs, by its bits, between two steps; returns how many elements do.
+    """Write positions and new values of the elements whose bits differ between two steps; return their number.
 
-    Holds two states of one tensor, and the changes.
+    Holds two states of one tensor, and the changes, in memory.
 
     Raises:
         DeltaLogError: `since` is not before `step`, one is not logged, the log is damaged, or the file cannot be
@@ -80,7 +80,7 @@ def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_
     shapes: dict[str, list[int]] = {}
     changed = 0
     for name in log.layout.names:
-        # A copy of the first: it is good until the second is read.
+        # Cloned: a yielded tensor is valid only until the next one is read.
         old, new = (tensor.clone() for _, tensor in log.tensor_states(name, [since, step]))
         positions = (as_bits(old) != as_bits(new)).nonzero().squeeze(1)
         if len(positions):
@@ -108,12 +108,12 @@ def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_
 def export_pt(
     log: StateLog, steps: Sequence[int], folder: str | Path, *, on_step: Callable[[int], None] | None = None
 ) -> dict[int, int]:
-    """Write `base_state.pt` and one `deltas_step_{n}.pt` a step: fp32 weights, and fp32 differences to them.
+    """Write `base_state.pt` and one `deltas_step_{n}.pt` per step: fp32 weights, and fp32 differences to them.
 
-    Parameters of floating point only, tied ones once, as the tools that write such files take them. The folder appears
-    when all of it is written, or not at all. Holds the base, one state and one difference, the last in fp32.
+    Only floating-point parameters are written, tied ones once, as by the tools that write such files. The folder is
+    renamed into place after everything is written. Holds the base, one state and one fp32 difference in memory.
 
-    Returns step -> elements whose bits base + difference does not give back: see `delta.pt_log`.
+    Returns step -> number of elements whose bits base + difference does not reproduce: see `delta.pt_log`.
 
     Args:
         steps: logged ones, ascending, after the first.
@@ -152,7 +152,7 @@ def export_pt(
 
 def _save_pt(tensors: dict[str, Tensor], path: Path) -> None:
     try:
-        # Given a name, torch.save writes it into the file; that of the temporary folder has no business there.
+        # Opened here because torch.save writes a file name that it is given, here a temporary one, into the file.
         with path.open("wb") as file:
             torch.save(tensors, file)
     except RuntimeError as error:
@@ -181,7 +181,7 @@ def _require_target(path: Path) -> None:
     if path.suffix != ".safetensors":
         raise DeltaLogError(f"{path}: the file ends in {path.suffix or 'no suffix'}, wanted .safetensors")
     if list_steps(path.parent)[0]:
-        # It could replace a step or the mask of the log.
+        # The file could replace a step or the mask of the log.
         raise DeltaLogError(f"{path}: is in the folder of a delta log: choose another folder")
 
 
@@ -205,19 +205,19 @@ def convert(
 ) -> None:
     """Write every step of a log into a new delta log whose states have the same bits, and the same digests.
 
-    The directory appears when all of it is written, or not at all. Two states are held in memory.
+    The directory is renamed into place after everything is written. Holds two states in memory.
 
     Args:
         log: read from its first step to its last.
         directory: missing or empty.
-        level, against, keyframe_every: as in `DeltaLog.create`; None takes those of a delta log that is converted,
-            whose mask is taken over as well, and else the usual ones.
-        metadata: beside that of `log`, and before it where both have a key.
-        on_step: called with each step that is written.
+        level, against, keyframe_every: as in `DeltaLog.create`; None uses the settings of `log` if it is a delta log,
+            whose mask is copied too, otherwise the defaults.
+        metadata: added to that of `log`, and preferred for keys in both.
+        on_step: called with each written step.
 
     Raises:
-        DeltaLogError: the log is damaged, has buffers, which a state alone cannot tell from parameters, or does not
-            begin with step 0; the directory cannot be written.
+        DeltaLogError: the log is damaged, has buffers (which cannot be distinguished from parameters in a state), or
+            does not begin with step 0; or the directory cannot be written.
     """
     target = Path(directory)
     layout, steps = log.layout, log.steps

@@ -1,8 +1,8 @@
-"""The files of a delta log: one safetensors file a step, each self-describing. docs/formats.md has them byte by byte.
+"""Reads and writes the files of a delta log: one safetensors file per step, specified in docs/formats.md.
 
 step_00000000.keyframe.safetensors   the whole state, every tensor under its own name
-step_00000007.patch.safetensors      what changed since the parent step (`delta.codec`)
-mask.safetensors                     of a log with a mask: a `MaskSet` file
+step_00000007.patch.safetensors      the changes since the parent step (`delta.codec`)
+mask.safetensors                     the mask of a log that has one: a `MaskSet` file
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SPACES = ("dense", "mask")
 
 @dataclass(frozen=True)
 class StepFile:
-    """One file of a log, by its name alone."""
+    """One file of a log, as described by its name."""
 
     path: Path
     step: int
@@ -53,7 +53,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """How a log goes on: the level of its patches, what they are coded against, and how far keyframes lie apart."""
+    """Settings of a log: level of the patches, what they are coded against, and the interval of keyframes."""
 
     level: str = "packed"
     against: str = "previous"
@@ -71,12 +71,12 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class StepHeader:
-    """What a step's file says of itself.
+    """The header of a step's file.
 
-    previous_step: the one logged before; None in the first file. parent_step, parent_digest: what a patch leads from;
-    None and empty of a keyframe. changed: elements whose bits differ from what the step is coded against, or would be
-    if it were no keyframe; None where a keyframe's writer did not have that. level, masked and payload_digest are
-    a patch's, the last three a keyframe's.
+    previous_step: the step logged before; None in the first file. parent_step, parent_digest: the state that a patch is
+    coded against; None and empty in a keyframe. changed: number of elements whose bits differ from that state (for a
+    keyframe, the state that a patch would be coded against); None if a keyframe's writer did not have it. level, masked
+    and payload_digest are set in patches, the last three fields in keyframes.
     """
 
     file: StepFile
@@ -102,7 +102,7 @@ def step_file(directory: Path, step: int, kind: str) -> StepFile:
 
 
 def list_steps(directory: Path) -> tuple[dict[int, StepFile], list[Path]]:
-    """The step files of a directory in ascending order, and the safetensors files in it that are none of a log."""
+    """List the step files of a directory in ascending order, and its safetensors files that do not belong to a log."""
     files: dict[int, StepFile] = {}
     strays = []
     for path in sorted(directory.glob("*.safetensors")):
@@ -122,15 +122,15 @@ def write_step(
     replace: bool = False,
     require_lock: Callable[[str], object] | None = None,
 ) -> None:
-    """Write one step's file, whole or not at all; a patch's payload digest is taken here.
+    """Write one step's file atomically; a patch's payload digest is computed here.
 
     Args:
-        replace: overwrite the step's file. If False, a step that has a file already, of either kind, is refused.
-        require_lock: `WriterLock.require_held`, called right before the file appears under its name.
+        replace: overwrite the step's file. If False, raise if the step already has a file, of either kind.
+        require_lock: `WriterLock.require_held`, called right before the file is renamed into place.
 
     Raises:
         DeltaLogError: the file cannot be written (disk full, read-only folder), the step has a file, or the lock was
-            lost. This call leaves nothing under the file's name, and does not touch what others put there.
+            lost. This call then leaves no file of that name, and does not touch a file written by others.
     """
     where = header.file.where
     fields = {
@@ -172,16 +172,16 @@ def write_step(
         if not replace:
             _require_single(header.file)
     except (OSError, SafetensorError) as error:
-        check()  # whoever has the lock removes this writer's temporary files
+        check()  # the process that holds the lock removes this writer's temporary files
         if isinstance(error, FileExistsError):
             raise DeltaLogError(_taken(header.file, header.file.path.name)) from error
         raise DeltaLogError(f"{where}: cannot be written: {one_line(error)}") from error
 
 
 def _require_single(file: StepFile) -> None:
-    """Remove the step's new file again and raise DeltaLogError where the step has a file of the other kind as well.
+    """If the step also has a file of the other kind, remove its new file again and raise DeltaLogError.
 
-    Checked after the file appeared: of two writers that publish one step at once, at most one comes through.
+    Checked after the file has been renamed, so that of two concurrent writers of one step at most one succeeds.
     """
     other = step_file(file.path.parent, file.step, PATCH if file.kind == KEYFRAME else KEYFRAME)
     if other.path.exists():
@@ -194,7 +194,7 @@ def _taken(file: StepFile, found: str) -> str:
 
 
 def read_header(file: StepFile) -> StepHeader:
-    """Raises DeltaLogError, naming file and step, if the header is damaged or not this file's."""
+    """Read a file's header. Raises DeltaLogError, naming file and step, if it is damaged or of another file."""
     with opened(file) as content:
         fields = content.metadata
     try:
@@ -224,7 +224,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
     layout, log_metadata, settings, masked = None, None, None, False
     if file.kind == KEYFRAME:
         layout = StateLayout.from_json(fields["layout"])
-        # What is read later is allocated by the layout: it must not claim more than the file can hold.
+        # Memory is allocated by the layout later, so it must not be larger than the file.
         if layout.nbytes > os.path.getsize(file.path):
             raise DeltaLogError(
                 f"{file.where}: damaged: its layout has {layout.nbytes} bytes of tensors, "
@@ -257,7 +257,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
 
 
 def require_digests(header: StepHeader, layout: StateLayout) -> None:
-    """Raise DeltaLogError unless the header's tensor digests are of this layout and add up to its result digest."""
+    """Raise DeltaLogError unless the header's tensor digests fit the layout and give its result digest."""
     where = header.file.where
     if len(header.tensor_digests) != len(layout.tensors):
         raise DeltaLogError(f"{where}: {len(header.tensor_digests)} tensor digests, wanted {len(layout.tensors)}")
@@ -298,7 +298,7 @@ def require_tensor(header: StepHeader, name: str, tensor: Tensor, digest: str) -
 
 
 def read_payload(header: StepHeader) -> dict[str, Tensor]:
-    """The tensors of a patch file, private copies with the digest that the header states.
+    """Return private copies of the tensors of a patch file, verified by the digest in the header.
 
     Raises:
         DeltaLogError: the payload is damaged.
@@ -314,7 +314,7 @@ def read_payload(header: StepHeader) -> dict[str, Tensor]:
 
 
 def payload_digest(payload: Mapping[str, Tensor]) -> str:
-    """`combined_digest` of a patch file's tensors."""
+    """Return the `combined_digest` of a patch file's tensors."""
     digests = StateDigest.start(list(payload.values())).result()
     entries = zip(payload.items(), digests, strict=True)
     return combined_digest((key, dtype_name(t), tuple(t.shape), digest) for (key, t), digest in entries)
@@ -322,7 +322,7 @@ def payload_digest(payload: Mapping[str, Tensor]) -> str:
 
 @contextlib.contextmanager
 def opened(file: StepFile) -> Iterator[TensorFile]:
-    """The file, open for reading. Raises DeltaLogError where it cannot be read, also from inside."""
+    """Open the file for reading. Raises DeltaLogError for read errors, also for those inside the `with` block."""
     try:
         with open_tensors(file.path) as content:
             yield content

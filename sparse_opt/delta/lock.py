@@ -1,4 +1,4 @@
-"""Who may write to a delta log's directory: one process at a time, by a lock on a file in it."""
+"""WriterLock: lets one process at a time write to a delta log's directory, by a lock on a file in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFTOVER = re.compile(r"\.(step_\d+\.(keyframe|patch)|mask)\.safetensors\..*\.t
 
 
 class WriterLock:
-    """A directory taken for writing, until `release()` or the end of the process."""
+    """A directory locked for writing, until `release()` or the end of the process."""
 
     def __init__(self, directory: Path, lock: FileLock) -> None:
         self.directory = directory
@@ -25,10 +25,10 @@ class WriterLock:
 
     @classmethod
     def take(cls, directory: Path, *, make: bool = False) -> WriterLock:
-        """Lock a directory and remove what a killed writer left; `make` makes it where it is missing.
+        """Lock a directory and remove a killed writer's leftovers; `make` creates the directory if it is missing.
 
         Raises:
-            DeltaLogError: another writer has it, or it cannot be written.
+            DeltaLogError: another writer holds the lock, or the directory cannot be written.
         """
         try:
             lock = FileLock.take(directory / LOCK_NAME, make=make)
@@ -48,7 +48,7 @@ class WriterLock:
         return self._lock.held
 
     def require_held(self, where: str) -> None:
-        """Raise DeltaLogError, which begins with `where`, unless `writer.lock` is still the file that was locked.
+        """Raise a DeltaLogError that begins with `where` unless `writer.lock` is still the file that was locked.
 
         Otherwise another process can lock a new file of that name, and write to the log as well.
         """
@@ -69,16 +69,16 @@ class WriterLock:
         return self._lock.path
 
     def release(self) -> None:
-        """Release the directory. Does nothing a second time."""
+        """Release the lock. Further calls do nothing."""
         self._lock.release()
 
     def undo(self) -> None:
-        """Release the directory and remove what taking it made, where nothing else has come to it."""
+        """Release the lock, and remove the files and folders that `take` created, unless others have added files."""
         self._lock.undo()
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Files that a killed writer was writing: ours, and those that safetensors writes its own aside in."""
+    """Remove temporary files of a killed writer: this package's, and those of the safetensors package."""
     for path in directory.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -86,16 +86,16 @@ def _remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def claim(directory: str | Path) -> Iterator[WriterLock]:
-    """Take a directory for a new delta log before any other file of a run is written.
+    """Lock a directory for a new delta log, before any other file of a run is written.
 
         with claim("delta_logs") as lock:
             ...  # make the run's other files
             log = DeltaLog.create("delta_logs", model, lock=lock)
 
-    Where no log was created by the end, the directory is as it was.
+    If no log was created inside, the directory is left as it was.
 
     Raises:
-        DeltaLogError: it holds a log, another writer has it, or it cannot be written.
+        DeltaLogError: the directory contains a log, another writer holds its lock, or it cannot be written.
     """
     directory = Path(directory)
     lock = WriterLock.take(directory, make=True)
@@ -108,6 +108,6 @@ def claim(directory: str | Path) -> Iterator[WriterLock]:
 
 
 def require_no_log(directory: Path) -> None:
-    """Raise DeltaLogError where the directory holds a log."""
+    """Raise DeltaLogError if the directory contains a log."""
     if list_steps(directory)[0]:
         raise DeltaLogError(f"{directory}: holds a delta log already; open it, or choose another directory")

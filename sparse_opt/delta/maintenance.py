@@ -1,4 +1,4 @@
-"""A walk over a whole delta log that rebuilds every step and says which file costs which steps."""
+"""Maintenance of a delta log: verifies every step, and removes steps (squash, truncate)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Finding:
 def verify(
     directory: Path, backend: Backend | None = None, on_step: Callable[[int], None] | None = None
 ) -> list[Problem]:
-    """Every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
+    """Return every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
     listed, strays = list_steps(directory)
     findings = [
         _Finding(path.name, f"{path}: is no file of this log's naming, or a second one of its step") for path in strays
@@ -49,7 +49,7 @@ def verify(
     try:
         base = read_base(files, listed)
     except DeltaLogError as error:
-        # Without the base nothing says what belongs to the log.
+        # The base identifies the log, so nothing can be checked without it.
         first = listed[min(listed)].path.name if listed else str(directory)
         findings.append(_Finding(first, str(error), list(listed)))
     else:
@@ -87,7 +87,7 @@ class _Walk:
         return found
 
     def _missing(self, header: StepHeader) -> _Finding | None:
-        """A step that this one names, that has no file, and that was not missed before."""
+        """Return a finding if the header refers to a step without a file that was not reported before."""
         for step in (header.parent_step, header.previous_step):
             if step is not None and step not in self.listed and step not in self.cause:
                 finding = _Finding(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
@@ -114,7 +114,7 @@ class _Walk:
 
 
 def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | None, lock: WriterLock) -> StepHeader:
-    """Take out the steps strictly between two; the header of step b as it is then. See `DeltaLog.squash`."""
+    """Remove the steps strictly between two; return the new header of step b. See `DeltaLog.squash`."""
     listed = files.steps()
     for step in (a, b):
         if step not in listed:
@@ -135,7 +135,7 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
 
 
 def truncate(files: LogFiles, after: int, lock: WriterLock) -> None:
-    """Take out the steps after `after`. See `DeltaLog.truncate`."""
+    """Remove the steps after `after`. See `DeltaLog.truncate`."""
     listed = files.steps()
     if after < min(listed):
         raise DeltaLogError(f"{files.directory}: truncating after step {after}: the log begins with step {min(listed)}")
@@ -143,7 +143,7 @@ def truncate(files: LogFiles, after: int, lock: WriterLock) -> None:
 
 
 def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | None, lock: WriterLock) -> None:
-    """Remove steps, from the last one back: what is left after a crash can still be rebuilt."""
+    """Remove steps, the last one first, so that after a crash the remaining steps can still be rebuilt."""
     listed = files.steps()
     for step in sorted(steps, reverse=True):
         lock.require_held(listed[step].where)
@@ -157,7 +157,7 @@ def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | 
 
 
 def _rewrite(files: LogFiles, a: int, header: StepHeader, lock: WriterLock) -> None:
-    """Step b as one that follows step a, with the same state and under the same name."""
+    """Rewrite step b to follow step a, with the same state and under the same name."""
     layout, chain_a = files.layout, files.chain(a)
     base = files.base()
     assert base.settings is not None  # the base is a keyframe

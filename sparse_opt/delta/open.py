@@ -1,4 +1,4 @@
-"""Opening a log of states, whichever files it is kept in, and walking through it step by step."""
+"""Opens a log of states of either file format, and iterates over its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .state import StateLog
 
 
 def open_log(path: str | Path) -> DeltaLog | PtDeltaLog:
-    """The log that a directory holds, to be read: `step_*.safetensors`, or `base_state.pt` and `deltas_step_*.pt`.
+    """Open a directory's log for reading: `step_*.safetensors`, or `base_state.pt` and `deltas_step_*.pt`.
 
     Raises:
         DeltaLogError: there is no log in the directory, or one of each kind.
@@ -28,10 +28,10 @@ def open_log(path: str | Path) -> DeltaLog | PtDeltaLog:
 
 
 def step_states(log: StateLog, steps: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """(step, the state's tensors by their first names), on the CPU, for ascending logged steps.
+    """Yield (step, the state's tensors by their first names), on the CPU, for ascending logged steps.
 
-    Reads the log once, all tensors side by side, and holds one state; a yielded one is good until the next is asked
-    for.
+    Reads the log once, all tensors in parallel, and holds one state; a yielded state is valid until the next one is
+    requested.
 
     Raises:
         DeltaLogError: as `StateLog.tensor_states`.
