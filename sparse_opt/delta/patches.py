@@ -1,4 +1,4 @@
-"""The patch of a whole state: one `delta.codec.Patch` for each dtype, over whole tensors or over a mask's elements."""
+"""Patches of whole states: one `delta.codec.Patch` per dtype, over whole tensors or over a mask's elements."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .state import StateLayout, TensorSpec
 
 
 class LogMask:
-    """The mask of a log: tensors' elements in it, taken out and put back, on the tensors' device.
+    """The mask of a log; gathers and scatters its elements of tensors, on the tensors' device.
 
-    Keeps the positions on each device that it was used on.
+    Keeps a copy of the positions on each device where it was used.
     """
 
     def __init__(self, mask: MaskSet) -> None:
@@ -35,10 +35,10 @@ class LogMask:
 
     @classmethod
     def load(cls, directory: Path, header: StepHeader, layout: StateLayout) -> LogMask:
-        """The mask kept beside a log's steps.
+        """Read the mask in a log's directory.
 
         Raises:
-            DeltaLogError: it is missing or damaged, not the one that the header names, or not one for the layout.
+            DeltaLogError: it is missing or damaged, is not the mask named in the header, or does not fit the layout.
         """
         path, where = directory / MASK_NAME, header.file.where
         try:
@@ -58,11 +58,11 @@ class LogMask:
         return self.mask.digest
 
     def numel(self, name: str) -> int:
-        """Elements of a tensor in the mask; 0 of one that the mask does not list."""
+        """Return the number of a tensor's elements in the mask; 0 for a tensor that the mask does not list."""
         return len(self.mask.indices[name]) if name in self.mask.indices else 0
 
     def take(self, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[numel] of each tensor's dtype, copies. The tensors are contiguous, of one dtype and on one device."""
+        """Gather the mask's elements of contiguous tensors, of one dtype and on one device: copies, [numel] each."""
         at = self._at(names, tensors[0].device)
         compact = torch.empty(at.ends[-1], dtype=as_bits(tensors[0]).dtype, device=tensors[0].device)
         dense = [as_bits(tensor) for tensor in tensors]
@@ -74,7 +74,7 @@ class LogMask:
         return [compact[s:e].view(tensors[0].dtype) for s, e in zip(at.starts, at.ends, strict=True)]
 
     def put_(self, names: Sequence[str], tensors: Sequence[Tensor], compact: Sequence[Tensor]) -> None:
-        """Back into the tensors."""
+        """Scatter `compact`, as returned by `take`, into the tensors."""
         at = self._at(names, tensors[0].device)
         values = torch.cat([as_bits(part) for part in compact])
         ops.delta_apply_([as_bits(tensor) for tensor in tensors], at.indices, values, at.starts, at.ends)
@@ -93,7 +93,7 @@ class LogMask:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Of several tensors, flat: those of tensor i are [starts[i], ends[i])."""
+    """Concatenated positions of several tensors: those of tensor i are [starts[i], ends[i])."""
 
     indices: Tensor
     starts: list[int]
@@ -108,7 +108,7 @@ class MaskedState:
         self._elements = self._taken(state)
 
     def encode(self, new: Mapping[str, Tensor], level: str, backend: Backend | None, *, advance: bool) -> StatePatch:
-        """The patch over the mask's elements that leads to those of `new`; see `delta.patches.encode`."""
+        """Encode the patch to the mask's elements of `new`; see `delta.patches.encode`."""
         groups = {
             dtype: patch_codec.encode(self._elements[dtype], after, level, advance=advance, backend=backend)
             for dtype, after in self._taken(new).items()
@@ -130,7 +130,7 @@ class StatePatch:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Name -> changed elements."""
+        """Return name -> number of changed elements."""
         return {
             spec.name: count
             for dtype, specs in by_dtype(self.layout).items()
@@ -142,11 +142,11 @@ class StatePatch:
         return sum(patch.nbytes for patch in self.groups.values())
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors of a patch file, on the devices where they were made."""
+        """Return the tensors of a patch file, on the devices where they were computed."""
         return {f"{dtype}.{name}": part for dtype, patch in self.groups.items() for name, part in patch.parts().items()}
 
     def apply_(self, state: Mapping[str, Tensor], where: str, backend: Backend | None) -> None:
-        """Lead a state of contiguous tensors on. Raises DeltaLogError, which begins with `where`, if damaged."""
+        """Apply the patch to a state of contiguous tensors. Raises a DeltaLogError, prefixed by `where`, on damage."""
         for dtype, specs in by_dtype(self.layout).items():
             _apply_([(spec.name, state[spec.name]) for spec in specs], self.groups[dtype], self.mask, where, backend)
 
@@ -162,14 +162,14 @@ def encode(
     advance: bool = False,
     meanwhile: Callable[[], object] | None = None,
 ) -> StatePatch:
-    """The patch from `old` to `new`, contiguous tensors of the layout, those of one dtype on one device.
+    """Encode the patch from `old` to `new`: contiguous tensors of the layout, all of one dtype on one device.
 
-    Over the mask's elements if there is a mask and nothing else has changed, which the patch over all elements shows.
+    With a mask, the patch is over the mask's elements if nothing else has changed, and otherwise over all elements.
 
     Args:
         masked: the mask's elements of `old`.
-        advance: give `old` and `masked` the bits of `new` as well. Where an error is raised, what they hold is void.
-        meanwhile: as `delta.codec.encode` takes it; called once, or more often.
+        advance: also copy the bits of `new` to `old` and `masked`. After an error their contents are undefined.
+        meanwhile: see `delta.codec.encode`; called at least once.
     """
     groups = {}
     for dtype, specs in by_dtype(layout).items():
@@ -183,7 +183,7 @@ def encode(
 
 
 def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Give the named tensors of `old` the bits of those of `new`."""
+    """Copy the bits of the named tensors of `new` to those of `old`."""
     if names:
         torch._foreach_copy_([as_bits(old[name]) for name in names], [as_bits(new[name]) for name in names])
 
@@ -191,7 +191,7 @@ def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[
 def count_changes(
     layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor], backend: Backend | None
 ) -> dict[str, int]:
-    """Name -> elements whose bits differ, of tensors as `encode` takes them. Waits for each device once."""
+    """Return name -> number of elements whose bits differ; tensors as in `encode`. Synchronizes once per device."""
     counts = {}
     for specs in by_dtype(layout).values():
         pairs = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
@@ -201,10 +201,10 @@ def count_changes(
 
 
 def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payload: Mapping[str, Tensor]) -> StatePatch:
-    """The patch of a file's tensors, checked as far as it goes without decoding.
+    """Build the patch from a file's tensors. Checks everything that does not require decoding.
 
     Raises:
-        DeltaLogError: the payload is not one for this layout.
+        DeltaLogError: the payload does not fit the layout.
     """
     kinds = by_dtype(layout)
     parts: dict[str, dict[str, Tensor]] = {dtype: {} for dtype in kinds}
@@ -222,7 +222,7 @@ def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payloa
 
 
 class TensorPatches:
-    """Patch files read for one tensor alone: of the records, only the tensor's own are read."""
+    """Applies patch files to one tensor alone, reading only that tensor's records."""
 
     def __init__(self, layout: StateLayout, name: str, backend: Backend | None) -> None:
         self._backend = backend
@@ -230,7 +230,7 @@ class TensorPatches:
         self._group = by_dtype(layout)[self._spec.dtype]
 
     def apply_(self, header: StepHeader, mask: LogMask | None, tensor: Tensor) -> None:
-        """Apply one patch to the tensor. Raises DeltaLogError on a damaged one."""
+        """Apply one patch to the tensor. Raises DeltaLogError if the patch is damaged."""
         spec, prefix = self._spec, f"{self._spec.dtype}."
         with opened(header.file) as content, _naming_patch(header, spec.dtype):
             names = {key.removeprefix(prefix): key for key in content.names if key.startswith(prefix)}
@@ -250,7 +250,7 @@ class TensorPatches:
 
 
 def _numels(specs: Sequence[TensorSpec], mask: LogMask | None) -> list[int]:
-    """Of each tensor, the elements that a patch is coded over."""
+    """Return, for each tensor, the number of elements that a patch is coded over."""
     return [spec.numel if mask is None else mask.numel(spec.name) for spec in specs]
 
 
@@ -263,7 +263,7 @@ def _naming_patch(header: StepHeader, dtype: str) -> Iterator[None]:
 
 
 def by_dtype(layout: StateLayout) -> dict[str, list[TensorSpec]]:
-    """The tensors of each dtype, in the layout's order."""
+    """Group the layout's tensors by dtype, in the layout's order."""
     kinds: dict[str, list[TensorSpec]] = {}
     for spec in layout.tensors:
         kinds.setdefault(spec.dtype, []).append(spec)

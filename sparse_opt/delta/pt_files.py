@@ -1,7 +1,7 @@
-"""The files of a log of `.pt` files: found by their names, and read as untrusted bytes.
+"""Finds the files of a log of `.pt` files by name, and reads them as untrusted data.
 
-Each is the zip archive that torch.save has written since torch 1.6, of a plain dictionary, name -> dense tensor. The
-older form has no checksums and is refused.
+Each is a zip archive as torch.save has written it since torch 1.6, of a plain dictionary, name -> dense tensor. The
+older format has no checksums and is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..tensors import dtype_name, materialized
 BASE_FILE = "base_state.pt"
 _NAME = re.compile(r"deltas_step_(\d+)\.pt")
 
-# What a damaged or hostile file makes zipfile and torch.load raise: which of them depends on the byte that is wrong.
+# The exceptions of zipfile and torch.load for a damaged or hostile file; which one depends on the damaged byte.
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -42,20 +42,21 @@ _UNREADABLE = (
 
 
 def pt_file_name(step: int) -> str:
-    """`deltas_step_50.pt`; of step 0, `base_state.pt`."""
+    """Return `deltas_step_50.pt` for step 50, and `base_state.pt` for step 0."""
     return f"deltas_step_{step}.pt" if step else BASE_FILE
 
 
 def is_pt_delta_log(directory: Path) -> bool:
-    """Whether a directory has files of the names that such a log is kept in."""
+    """Whether a directory has files with the names of such a log."""
     return (directory / BASE_FILE).exists() or any(_NAME.fullmatch(path.name) for path in directory.glob("deltas_*.pt"))
 
 
 def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
-    """Step -> file, ascending; step 0 is the base.
+    """Return step -> file, ascending; step 0 is the base.
 
     Raises:
-        DeltaLogError: there is no base, or only one that is elsewhere; a file of step 0 beside it; two files of a step.
+        DeltaLogError: there is no base, or only one that is elsewhere; there is a differences file of step 0; or a step
+            has two files.
     """
     base = directory / BASE_FILE if base_state is None else base_state
     files: dict[int, Path] = {}
@@ -80,19 +81,19 @@ def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
 
 
 def load_pt(path: Path, where: str) -> dict[str, Tensor]:
-    """The tensors of a file by name, mapped into memory; the checksum of its pickle is compared, theirs are not.
+    """Map the tensors of a file into memory, by name. Only the checksum of the pickle is compared.
 
-    They change with the file: see `file_version`.
+    The tensors change with the file: see `file_version`.
 
     Raises:
-        DeltaLogError: the file is missing or damaged, or holds something else; `where` names it.
+        DeltaLogError: the file is missing or damaged, or has other content; `where` names it.
     """
     with _reading(where):
         with zipfile.ZipFile(path) as archive:
             for record in _records(archive, path, where):
                 if record.filename.endswith("/data.pkl"):
                     archive.read(record)
-        # Sparse tensors are made anew, on the default device.
+        # torch.load creates sparse tensors on the default device.
         with torch.device("cpu"):
             content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(content, Mapping):
@@ -100,7 +101,7 @@ def load_pt(path: Path, where: str) -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise DeltaLogError(f"{where}: entry {name!r} is {type(value).__name__}, wanted tensors by name")
-        # One whose strides are 0 has any size, and would be allocated at it.
+        # A tensor with strides of 0 can have any size, which would be allocated.
         if value.layout == torch.strided and value.nbytes > path.stat().st_size:
             raise DeltaLogError(
                 f"{where}: {name} is {dtype_name(value)} {list(value.shape)}, more than the file has bytes for"
@@ -109,7 +110,7 @@ def load_pt(path: Path, where: str) -> dict[str, Tensor]:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The mapped tensor; a copy of one that begins anywhere, which torch.save does not write, or is lazily negated."""
+    """Return the mapped tensor, or a copy if it is unaligned (not as torch.save writes it) or lazily negated."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return tensor
     unaligned = tensor.numel() > 0 and tensor.data_ptr() % tensor.element_size() != 0
@@ -117,14 +118,14 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def file_version(path: Path, where: str) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to. Raises DeltaLogError where it is missing."""
+    """Return a value that changes when the file is replaced or written to. Raises DeltaLogError if it is missing."""
     with _reading(where):
         found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def require_checksums(path: Path, where: str) -> None:
-    """Compare the checksums of all records, which torch.load leaves unread. Reads the whole file.
+    """Compare the checksums of all records, which torch.load does not do. Reads the whole file.
 
     Raises:
         DeltaLogError: the file is missing, damaged, or without checksums.
@@ -137,7 +138,7 @@ def require_checksums(path: Path, where: str) -> None:
 
 
 def _records(archive: zipfile.ZipFile, path: Path, where: str) -> list[zipfile.ZipInfo]:
-    # torch.save compresses nothing; what says otherwise could grow past any bound when it is read.
+    # torch.save does not compress; a compressed record could expand to any size.
     size = path.stat().st_size
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:

@@ -1,6 +1,6 @@
-"""Logs of `.pt` files: `base_state.pt` and `deltas_step_{n}.pt` beside it, as other tools write them, read as states.
+"""PtDeltaLog: reads logs of `.pt` files, `base_state.pt` and `deltas_step_{n}.pt`, that other tools have written.
 
-Both are what torch.save makes of a plain dictionary, name -> dense tensor. The tools that are known to write them
+Both are plain dictionaries, name -> dense tensor, written by torch.save. The tools that are known to write them
 (https://github.com/ScottBiggs2/Reinforcement-Casino and its relatives, public) take `model.named_parameters()`:
 
     base_state.pt        every parameter before training, `param.detach().float().cpu()`
@@ -11,9 +11,9 @@ so a bf16 model is logged in fp32, the difference is always taken to the base, a
 name alone, and buffers are missing. Dictionaries in other dtypes (bf16 differences, a bf16 base) are read as well.
 
 The state at step n is base + delta, added in fp32 (fp64 where one of the two is) and rounded to the dtype of the base:
-the inverse of what was written, and what the tools themselves do to rebuild a checkpoint. It has the bits of the run's
-weights but where the subtraction lost them already: a weight that became -0.0 comes back as 0.0, and one that shrank
-by more than 2**16 in one go (bf16 weights, fp32 files) comes back with fewer digits. Nothing in the files tells which.
+the inverse of what was written, as in the tools' own code to rebuild a checkpoint. It has the bits of the run's weights
+except where the subtraction has lost them: a weight that became -0.0 is read as 0.0, and a weight that shrank by more
+than 2**16 (bf16 weights, fp32 files) is read with fewer digits. The files do not show which weights these are.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ Against = Literal["base", "previous"]
 
 
 class PtDeltaLog:
-    """The states of a log of `.pt` files, read tensor by tensor; see the module's docstring for files and arithmetic.
+    """The states of a log of `.pt` files, read tensor by tensor. The module's docstring describes files and arithmetic.
 
     Files are mapped, and unpickled with `weights_only=True`. Before the first tensor of a file is used, the checksums
-    of all its records are compared, which torch.load leaves unread: that reads the file once more. A file that is
-    written to or replaced from then on is refused; one that is truncated ends the process. A parameter of the
-    base that a step's file lacks keeps its value, which is said in a warning. Files in the form of torch before 1.6
-    have no checksums and are refused.
+    of all its records are compared, which torch.load does not do; this reads the file once more. A file that is written
+    to or replaced afterwards is refused; truncating a file ends the process. If a step's file lacks a parameter of the
+    base, the parameter keeps its value, with a warning. Files in the format of torch before 1.6 have no checksums and
+    are refused.
 
     Args:
-        directory: holds the files.
-        base_state: the base's file, where it is not `base_state.pt` in the directory.
-        against: what the differences were taken to. Every known tool takes them to the base; `previous` is for files
-            that hold the change since the step before. The files do not tell.
-        dtype: give the floating-point tensors in this dtype instead of the one that the base is kept in. A value that
-            it does not hold exactly is an error.
+        directory: contains the files.
+        base_state: the base's file, if it is not `base_state.pt` in the directory.
+        against: the state that the differences were taken to. Every known tool uses the base; `previous` is for files
+            with the change since the previous step. The files do not record which it is.
+        dtype: return floating-point tensors in this dtype instead of the base's. A value that this dtype cannot hold
+            exactly is an error.
 
     Raises:
         DeltaLogError: there is no such log in the directory, or its base cannot be read.
@@ -107,7 +107,7 @@ class PtDeltaLog:
         """The strings and numbers of `run_metadata.json`, with `model` beside `model_name`; empty without the file.
 
         Raises:
-            DeltaLogError: the file is no JSON object.
+            DeltaLogError: the file is not a JSON object.
         """
         path = self.directory / METADATA_FILE
         try:
@@ -122,13 +122,13 @@ class PtDeltaLog:
         return ({"model": found["model_name"]} if "model_name" in found else {}) | found
 
     def file(self, step: int) -> Path:
-        """The file of a step. Raises DeltaLogError where the step is not logged."""
+        """Return the file of a step. Raises DeltaLogError if the step is not logged."""
         if step not in self._files:
             raise DeltaLogError(f"{self.directory}: step {step} is not logged")
         return self._files[step]
 
     def digest(self, step: int) -> str:
-        """`StateLayout.state_digest` of the state at a step, in the dtypes of `layout`; reads every tensor once."""
+        """Return `StateLayout.state_digest` of the state at a step, in the dtypes of `layout`; reads every tensor."""
         if step not in self._digests:
             tensors = (tensor for name in self.layout.names for _, tensor in self.tensor_states(name, [step]))
             self._digests[step] = self.layout.state_digest(
@@ -137,13 +137,13 @@ class PtDeltaLog:
         return self._digests[step]
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(step, the named tensor at that step), on the CPU, for ascending logged steps.
+        """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
 
-        A yielded tensor is the caller's own. With `against="previous"` the steps in between are read too.
+        Each yielded tensor is a copy for the caller. With `against="previous"` the steps in between are read too.
 
         Raises:
             DeltaLogError: a step is not logged, the name is not in the log, a file is damaged or does not fit the
-                base, or a value has no exact form in the dtype that was asked for.
+                base, or a value has no exact form in the requested dtype.
         """
         if name not in self._base:
             raise DeltaLogError(f"{self.directory}: no tensor {name} in the log")
@@ -167,17 +167,17 @@ class PtDeltaLog:
             yield step, tensor
 
     def load(self, step: int) -> dict[str, Tensor]:
-        """The state at a logged step, on the CPU; further names of tied tensors share the tensor of the first one."""
+        """Return the state at a logged step, on the CPU; further names of tied tensors share the first one's tensor."""
         state = {name: tensor for name in self.layout.names for _, tensor in self.tensor_states(name, [step])}
         return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
 
     @torch.no_grad()
     def apply_(self, model: nn.Module, step: int) -> None:
-        """Give a model's parameters the values at a logged step. Buffers that the log lacks stay as they are.
+        """Set a model's parameters to the values at a logged step. Buffers that are not in the log do not change.
 
         Raises:
-            DeltaLogError: as `tensor_states`; or names, shapes, dtypes or ties of the parameters are not those of the
-                log. What was read until then is in the model.
+            DeltaLogError: as `tensor_states`; or names, shapes, dtypes or ties of the parameters differ from the log.
+                Tensors that were read before the error have been written to the model.
         """
         found, targets = read_state(model)
         specs = {spec.name: spec for spec in self.layout.tensors}
@@ -206,9 +206,9 @@ class PtDeltaLog:
                     )
 
     def info(self, on_tensor: Callable[[], None] | None = None) -> list[StepInfo]:
-        """Every step: how many elements have other bits than at the step before it, and its file's size.
+        """Return, for every step, the number of elements whose bits differ from the previous step, and the file's size.
 
-        Nothing in the files counts the changes, so this reads all of them; `on_tensor` is called after each tensor.
+        The files do not store these numbers, so this reads all files; `on_tensor` is called after each tensor.
         """
         befores = (None, *self.steps[:-1]) if self.against == "previous" else (None, *(0 for _ in self.steps[1:]))
         parents = dict(zip(self.steps, befores, strict=True))
@@ -236,9 +236,9 @@ class PtDeltaLog:
         ]
 
     def verify(self, on_step: Callable[[int], None] | None = None) -> list[Problem]:
-        """Read every file with its checksums, and hold each against the base; an empty list says that all is well.
+        """Read every file, compare its checksums, and check it against the base; return the problems found.
 
-        The files hold no digest of a state: whether they are of one run, nothing tells.
+        The files have no digest of a state, so this cannot detect files of different runs.
         """
         problems = []
         for step, path in self._files.items():
@@ -256,7 +256,7 @@ class PtDeltaLog:
         return problems
 
     def exact_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype that holds every weight of a base kept in fp32 exactly, as a bf16 model's are; else None."""
+        """Return the 16-bit dtype that holds every weight of an fp32 base exactly, as for a bf16 model, or None."""
         self._require_sound(0)
         wide = [tensor for tensor in self._base.values() if tensor.dtype == torch.float32]
         dtypes = (torch.bfloat16, torch.float16) if wide else ()
@@ -297,7 +297,7 @@ class PtDeltaLog:
         return self._read[step]
 
     def _difference(self, name: str, step: int) -> Tensor | None:
-        """The checked difference of one tensor, of any of its names; None where the file has none."""
+        """Return the checked difference of one tensor, under any of its names, or None if the file has none."""
         delta = self._differences(step).get(name)
         if delta is None:
             return None
@@ -344,7 +344,7 @@ class PtDeltaLog:
                 f"{self._where(step)}: {name}: {count} of {tensor.numel()} values have no exact "
                 f"{str(dtype).removeprefix('torch.')} form; they are {dtype_name(tensor)}"
             )
-        # A copy also of what is mapped: what a caller writes to it must not come back with the next read.
+        # Mapped tensors are copied too, so that the caller's writes do not appear in the next read.
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _require_sound(self, step: int) -> None:
@@ -353,14 +353,14 @@ class PtDeltaLog:
             self._sound.add(step)
 
     def _require_unchanged(self, step: int) -> None:
-        """Called after mapped tensors were used: they are what had the checksums, if the file is as it was."""
+        """Raise if the file has changed since its checksums were compared. Call it after using mapped tensors."""
         where = self._where(step)
         if file_version(self._files[step], where) != self._versions[step]:
             raise DeltaLogError(f"{where}: the file was written to or replaced while it was read: open the log again")
 
 
 def _kind(tensor: Tensor) -> str:
-    """`other` of dtypes that torch cannot add."""
+    """Return the kind of a tensor's dtype; `other` for dtypes that torch cannot add."""
     if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return "float"
     integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -368,7 +368,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every value of a tensor has an exact form in a dtype; NaN has one in each."""
+    """Whether a dtype holds every value of a tensor exactly; NaN counts as exact in every dtype."""
     if dtype == tensor.dtype or not tensor.is_floating_point():
         return True
     back = tensor.to(dtype).to(tensor.dtype)

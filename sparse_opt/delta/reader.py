@@ -1,4 +1,4 @@
-"""Reading a delta log: any logged step, whole or tensor by tensor, and what its headers say."""
+"""DeltaReader: reads any step of a delta log, whole or tensor by tensor, and the information in its headers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .writer import StepInfo
 
 
 class StateDelta:
-    """W0 and the state of one step side by side; iterate it as often as needed.
+    """Iterable over the tensors of W0 and of one step; it can be iterated repeatedly.
 
-    Each round yields (name, tensor of the base state, tensor of the step), on the CPU, in the model's order. The state
-    of the step is held in memory; the base state is read from its file tensor by tensor.
+    Yields (name, tensor of the base state, tensor of the step), on the CPU, in the model's order. The state of the step
+    is held in memory; each iteration reads the base state from its file tensor by tensor.
     """
 
     def __init__(self, base: StepHeader, state: Mapping[str, Tensor], names: Collection[str]) -> None:
@@ -36,14 +36,14 @@ class StateDelta:
 
 
 class DeltaReader:
-    """What a delta log can be asked; see `DeltaLog`."""
+    """The reading methods of `DeltaLog`."""
 
     def __init__(self, directory: Path, backend: Backend | None) -> None:
         self.directory = directory
         self._log_files = LogFiles(directory, backend)
 
     def _drain(self) -> None:
-        """Wait for writes under way, so that what was appended is read."""
+        """Wait for pending writes, so that appended steps can be read."""
 
     @property
     def _files(self) -> LogFiles:
@@ -65,7 +65,7 @@ class DeltaReader:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What `create` was given."""
+        """The metadata passed to `create`."""
         return dict(self._log_files.base().log_metadata or {})
 
     @property
@@ -75,24 +75,24 @@ class DeltaReader:
 
     @property
     def settings(self) -> LogSettings:
-        """Level, against and keyframe_every, as `create` was given them."""
+        """Level, against and keyframe_every, as passed to `create`."""
         settings = self._log_files.base().settings
         assert settings is not None  # the base is a keyframe
         return settings
 
     @property
     def mask_digest(self) -> str:
-        """The digest of the log's mask; empty of a log without one."""
+        """The digest of the log's mask; empty if the log has none."""
         return self._log_files.base().mask_digest
 
     def digest(self, step: int) -> str:
-        """The xxh3_128 digest of the state at a step, as 32 hex digits: see `StateLayout.state_digest`."""
+        """Return the xxh3_128 digest of the state at a step, 32 hex digits: see `StateLayout.state_digest`."""
         return self._files.chain(step)[-1].result_digest
 
     def load(self, step: int) -> dict[str, Tensor]:
-        """The state at a logged step, on the CPU, ready for `model.load_state_dict`.
+        """Return the state at a logged step, on the CPU, ready for `model.load_state_dict`.
 
-        Further names of tied tensors are there too and share the tensor of the first name.
+        Further names of tied tensors are included and share the tensor of the first name.
 
         Raises:
             DeltaLogError: the step is not logged, or a file it is rebuilt from is damaged; names file and step.
@@ -102,9 +102,9 @@ class DeltaReader:
 
     @torch.no_grad()
     def apply_(self, model_or_state: nn.Module | Mapping[str, Tensor], step: int) -> None:
-        """Put the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
+        """Copy the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
 
-        The state is rebuilt and verified on the CPU before the model is touched.
+        The state is rebuilt and verified on the CPU before the model is changed.
 
         Raises:
             DeltaLogError: as `load`; or names, shapes, dtypes or ties of the model are not the logged ones.
@@ -119,9 +119,9 @@ class DeltaReader:
                 tensor.copy_(state[name])
 
     def iter_delta(self, step: int, names: Sequence[str] | None = None) -> StateDelta:
-        """(name, tensor of the base state, tensor at `step`) for every tensor, or for the named ones.
+        """Return an iterable of (name, base tensor, tensor at `step`) over all tensors, or the named ones.
 
-        Rebuilds the state of `step` once and reads the base tensor by tensor, in each round of iteration again.
+        Rebuilds the state of `step` once; each iteration reads the base tensor by tensor.
 
         Raises:
             DeltaLogError: as `load`; a name is not in the log.
@@ -132,10 +132,10 @@ class DeltaReader:
         return StateDelta(self._log_files.base(), self._files.state(step), chosen)
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(step, the named tensor at that step), on the CPU, for ascending logged steps.
+        """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
 
-        Holds one tensor and reads its records alone, of each patch between the steps once. A yielded tensor has the
-        digest that the log says, and is good until the next one is asked for.
+        Holds one tensor, and reads only its records, once from each patch between the steps. A yielded tensor is
+        verified by its digest, and is valid until the next one is requested.
 
         Raises:
             DeltaLogError: as `load`; the name is not in the log; the steps do not ascend.
@@ -146,7 +146,7 @@ class DeltaReader:
         yield from self._files.tensor_states(name, steps)
 
     def step_of(self, model_or_state: nn.Module | Mapping[str, Tensor]) -> int | None:
-        """The last logged step whose state has the same bits as the model's now, by digest; None if there is none.
+        """Return the last logged step whose state has the model's current bits, by digest; None if there is none.
 
         Raises:
             DeltaLogError: the model is not the logged one, or a header is damaged.
@@ -159,7 +159,7 @@ class DeltaReader:
         return next((header.file.step for header in headers if header.result_digest == digest), None)
 
     def info(self) -> list[StepInfo]:
-        """Kind, changes and bytes of every step, from the headers alone.
+        """Return kind, changes and bytes of every step, from the headers alone.
 
         Raises:
             DeltaLogError: a header is damaged.
@@ -167,7 +167,7 @@ class DeltaReader:
         return [StepInfo.of(read_header(file)) for file in self._listed().values()]
 
     def verify(self, on_step: Callable[[int], None] | None = None) -> list[Problem]:
-        """Walk the whole log, rebuild every step and compare every digest; an empty list says that all is well.
+        """Rebuild every step of the log and compare every digest; return the problems found.
 
         Holds one state in memory, and a second one after a problem. `on_step` is called after each step.
         """

@@ -1,4 +1,4 @@
-"""Which steps of a run are logged: "every:5", "1,2,10", "1-10", "10-100:10", "last", "until:500"."""
+"""Schedule: parses which steps of a run are logged: "every:5", "1,2,10", "1-10", "10-100:10", "last", "until:500"."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _COUNT = r"([1-9][0-9]{0,17})"
 class Schedule:
     """Steps of a run; step n is the state after the n-th optimizer step.
 
-    every: the steps that one of these divides. ranges: (first, last, stride), both ends included. last: the run's last
-    step, whatever its number. until: none after this one, the run's last step excepted.
+    every: log the steps that are multiples of one of these. ranges: (first, last, stride), both ends included. last:
+    log the run's last step. until: log no later step, except the run's last one.
     """
 
     every: tuple[int, ...] = ()
@@ -25,17 +25,17 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read items separated by commas, which are taken together.
+        """Parse items separated by commas; the schedule has the steps of all of them.
 
             7          that step
             1-10       both ends included
             10-100:10  every tenth of them: 10, 20, ... 100
             every:5    5, 10, 15, ...
             last       the run's last step
-            until:500  nothing that the other items name after step 500, but the last step
+            until:500  ignore steps of the other items after step 500, except the last step
 
         Raises:
-            ConfigError: an item of another form, a step below 1, or nothing that names a step.
+            ConfigError: an item has another form, a step is below 1, or no item names a step.
         """
         every, ranges, last, until = [], [], False, None
         where = f"step schedule '{_shortened(text)}'"
@@ -61,7 +61,7 @@ class Schedule:
         return cls(tuple(every), tuple(ranges), last, until)
 
     def due(self, step: int, n_steps: int | None = None) -> bool:
-        """True for a step to be logged; `n_steps` is the number of the run's last step, where that is known."""
+        """Whether to log a step; `n_steps` is the number of the run's last step, if known."""
         if self.last and step == n_steps:
             return True
         if step < 1 or (self.until is not None and step > self.until):
@@ -76,7 +76,7 @@ class Schedule:
         return self.last or any(k <= end for k in self.every) or any(first <= end for first, _, _ in self.ranges)
 
     def steps(self, n_steps: int) -> tuple[int, ...]:
-        """The steps of a run of n_steps, ascending; what is named beyond its end is left out."""
+        """Return the steps to log in a run of n_steps, ascending."""
         return tuple(step for step in range(1, n_steps + 1) if self.due(step, n_steps))
 
 

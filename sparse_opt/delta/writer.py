@@ -1,4 +1,4 @@
-"""Writing behind a training run: steps are handed over on the device, and copied, digested and written in a thread."""
+"""StepWriter: copies submitted steps from the device, and writes them to disk, in a background thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .files import KEYFRAME, StepHeader, write_step
 from .lock import WriterLock
 from .state import StateLayout
 
-# Steps handed over and not yet on disk: one that is being written and one that waits.
+# Submitted steps that are not yet on disk: one that is being written and one in the queue.
 IN_FLIGHT = 2
 
 
@@ -26,10 +26,10 @@ IN_FLIGHT = 2
 class StepInfo:
     """One logged step.
 
-    changed: of `numel` elements, those whose bits differ from what patches of this log are coded against, the step
-    logged before or the base; None of a keyframe that followed a failed step. bytes: of its file. level: empty of a
-    keyframe. masked: the patch is coded over the elements of the log's mask. parent_step: what a patch is coded
-    against, None of a keyframe.
+    changed: the number of `numel` elements whose bits differ from the state that patches of this log are coded against,
+    the previous step or the base; None for a keyframe after a failed step. bytes: size of the file. level: empty for a
+    keyframe. masked: the patch is coded over the elements of the log's mask. parent_step: the step that a patch is
+    coded against, None for a keyframe.
     """
 
     step: int
@@ -50,7 +50,7 @@ class StepInfo:
 
     @property
     def bytes_per_change(self) -> float | None:
-        """Of a patch with changes, bytes / changed; else None."""
+        """bytes / changed for a patch with changes, otherwise None."""
         return self.bytes / self.changed if self.changed and self.kind != KEYFRAME else None
 
     @classmethod
@@ -69,10 +69,10 @@ class StepInfo:
 
 
 class HostCopy:
-    """Tensors on their way to the host: of a GPU, to pinned memory on a stream beside the training's.
+    """An asynchronous copy of tensors to the host: from a GPU to pinned memory, on a side stream.
 
-    They are copied as they are when this is made, in the order of their device's current stream; until `result` they
-    are kept, and must not be written to. Tensors of the CPU are handed on as they are.
+    The copy is ordered after the work on the device's current stream at construction. The tensors must not be written
+    to until `result` has returned. CPU tensors are passed through.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -92,7 +92,7 @@ class HostCopy:
                 self._events.append(event)
 
     def result(self) -> dict[str, Tensor]:
-        """The copies, once they are there. May be called from another thread."""
+        """Wait for the copies and return them. May be called from another thread."""
         for event in self._events:
             event.synchronize()
         whole = {name: self._copies.get(name, tensor) for name, tensor in self._sources.items()}
@@ -107,10 +107,10 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(frozen=True)
 class StepJob:
-    """A step to be written. `header` lacks what the writer alone knows: previous and parent step, and the digests.
+    """A step to be written. The writer adds previous step, parent step and digests to `header`.
 
-    digests: of the tensors whose place in the layout is in `digested`; all others have those of the parent.
-    fresh: a keyframe that begins anew after a failed step.
+    digests: digests of the tensors whose layout positions are in `digested`; all others have those of the parent.
+    fresh: a keyframe that restarts the log after a failed step.
     """
 
     header: StepHeader
@@ -124,8 +124,10 @@ class StepJob:
 
 @dataclass(frozen=True)
 class WriterStatus:
-    """stopped: the last step that was tried could not be written. wants_fresh: and no keyframe that begins anew was
-    handed over since. error: why, where nobody was told yet.
+    """Status of the writer.
+
+    stopped: the last attempted step could not be written. wants_fresh: and no keyframe that restarts the log has been
+    submitted since. error: its cause, if it was not reported yet.
     """
 
     stopped: bool
@@ -134,7 +136,7 @@ class WriterStatus:
 
 
 class Append:
-    """A step handed to the log."""
+    """An appended step, which may still be being written."""
 
     def __init__(self, step: int, writer: StepWriter, future: Future[StepInfo]) -> None:
         self.step, self._writer, self._future = step, writer, future
@@ -144,11 +146,11 @@ class Append:
         return self._future.done()
 
     def wait(self) -> StepInfo:
-        """Wait until the step is on disk, and say how it was logged.
+        """Wait until the step is on disk, and return how it was logged.
 
         Raises:
-            DeltaLogError: it could not be written, or was dropped with an earlier step that could not; or it is not
-                on disk yet, and this is a process forked from the one that writes it.
+            DeltaLogError: the step could not be written, or was dropped because an earlier one could not; or it is not
+                on disk yet, and this process was forked from the writing one.
         """
         if not self._future.done():
             self._writer.require_here(f"step {self.step}")
@@ -176,7 +178,7 @@ class StepWriter:
         self._lock = threading.Lock()
         self._failed: int | None = None
         self._unreported: BaseException | None = None
-        # Steps that failed, not those dropped with them, and how many of them a keyframe that begins anew followed.
+        # Number of failed steps, without those dropped after them, and of those that a fresh keyframe has followed.
         self._failures = self._restarted = 0
         self._futures: list[Future[StepInfo]] = []
 
@@ -187,11 +189,11 @@ class StepWriter:
 
     @property
     def is_here(self) -> bool:
-        """False in a process that was forked after this was made: it does not have the thread that writes."""
+        """False in a process forked after construction, which does not have the writing thread."""
         return os.getpid() == self._process
 
     def require_here(self, where: str) -> None:
-        """Raise DeltaLogError, which begins with `where`, in a forked process."""
+        """Raise a DeltaLogError that begins with `where` in a forked process."""
         if not self.is_here:
             raise DeltaLogError(
                 f"{where}: the log was opened for writing in process {self._process}, this is process {os.getpid()}, "
@@ -199,7 +201,7 @@ class StepWriter:
             )
 
     def reserve(self) -> None:
-        """Wait until a further step may be handed over. `submit` or `cancel` follows."""
+        """Wait until another step can be submitted. Call `submit` or `cancel` afterwards."""
         self._slots.acquire()
 
     def cancel(self) -> None:
@@ -207,24 +209,24 @@ class StepWriter:
 
     def submit(self, job: StepJob) -> Append:
         if job.fresh:
-            self._restarted = self._failures  # until it has failed too, which counts again
+            self._restarted = self._failures  # if it fails too, that is a new failure
         future = self._executor.submit(self._run, job)
         self._futures = [f for f in self._futures if not f.done()] + [future]
         return Append(job.header.file.step, self, future)
 
     def refused(self, step: int, message: str) -> Append:
-        """A step that is not even tried."""
+        """Return an `Append` that has failed with `message`, without an attempt to write the step."""
         future: Future[StepInfo] = Future()
         future.set_exception(DeltaLogError(message))
         return Append(step, self, future)
 
     def drain(self) -> None:
-        """Wait until all that was handed over is on disk or has failed."""
+        """Wait until every submitted step is on disk or has failed."""
         for future in self._futures:
             future.exception()
 
     def reported(self) -> WriterStatus:
-        """How things stand; the error in it counts as told."""
+        """Return the status, and mark its error as reported."""
         with self._lock:
             stopped = self._failed is not None
             found = WriterStatus(stopped, stopped and self._failures > self._restarted, self._unreported)
@@ -232,13 +234,13 @@ class StepWriter:
         return found
 
     def close(self) -> None:
-        """Write what was handed over, and end the thread; in a forked process, do nothing."""
+        """Write the submitted steps, and end the thread; in a forked process, do nothing."""
         if self.is_here:
             self._executor.shutdown()
 
     def _run(self, job: StepJob) -> StepInfo:
         try:
-            # First, so that nothing is freed while it is copied.
+            # First, so that no tensor is freed while it is copied.
             payload, digests = job.payload.result(), job.digests.result()
             if self._failed is not None and not job.fresh:
                 raise DeltaLogError(
