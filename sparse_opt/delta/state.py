@@ -1,4 +1,4 @@
-"""The state that a delta log keeps: which tensors a model has, ties stored once, and the digest of all their bits."""
+"""Reads the state that a delta log stores: a model's tensors, with tied ones once, their layout and digest."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class TensorSpec:
 class StateLayout:
     """The tensors of a state in the model's order.
 
-    `aliases` maps each further name of a tied tensor to the first one; `buffers` are the tensors that are no
-    parameters, where a module said so.
+    `aliases` maps each further name of a tied tensor to the first one; `buffers` are the tensors of a module that are
+    not parameters.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -78,12 +78,12 @@ class StateLayout:
         return sum(spec.nbytes for spec in self.tensors)
 
     def state_digest(self, tensor_digests: Sequence[str]) -> str:
-        """xxh3_128 over names, dtypes, shapes and the digest of each tensor's bytes, given in the layout's order."""
+        """Return xxh3_128 over names, dtypes, shapes and the tensors' digests, given in the layout's order."""
         pairs = zip(self.tensors, tensor_digests, strict=True)
         return combined_digest((spec.name, spec.dtype, spec.shape, digest) for spec, digest in pairs)
 
     def mismatches(self, other: StateLayout) -> list[str]:
-        """How `other` differs from this layout, one line a tensor; order and buffers take no part."""
+        """Return how `other` differs from this layout, one line per tensor; order and buffers are ignored."""
         mine, theirs = ({spec.name: spec for spec in layout.tensors} for layout in (self, other))
         lines = [f"{name} is missing" for name in mine if name not in theirs]
         lines += [f"{name} is not in the log" for name in theirs if name not in mine]
@@ -110,13 +110,13 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, text: str) -> StateLayout:
-        """Raises ValueError, KeyError or TypeError on text that `to_json` did not write."""
+        """Parse text written by `to_json`. Raises ValueError, KeyError or TypeError on any other text."""
         content = json.loads(text)
         tensors = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in content["tensors"])
         for spec in tensors:
             if getattr(torch, spec.dtype, None) not in DTYPES.values():
                 raise ValueError(f"{spec.name} has the dtype {spec.dtype!r}")
-            # So few dimensions, each below 2**63, that their product stays a small number.
+            # Limits the number of dimensions, each below 2**63, so that their product stays a small number.
             sizes = len(spec.shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 2**63 for n in spec.shape)
             if not sizes or spec.numel >= 2**63:
                 raise ValueError(f"{spec.name} has a shape that no tensor has")
@@ -130,11 +130,10 @@ class StateLayout:
 
 
 class StateReader:
-    """Reads the states that are logged one after the other, which all have the layout of the log.
+    """Reads the successive states of a log, which all have the log's layout.
 
-    Each read calls the module's `state_dict()` again. What it returns can change without a trace in the module's
-    parameters: methods and hooks of the instance, submodules exchanged under their names, other tensors at the same
-    address.
+    Each read calls the module's `state_dict()` again, because its result can change without a change of the module's
+    parameters: by methods and hooks of the instance, replaced submodules, or other tensors at the same address.
     """
 
     def __init__(self, layout: StateLayout) -> None:
@@ -142,10 +141,10 @@ class StateReader:
         self._expected = {spec.name: (spec.torch_dtype, torch.Size(spec.shape)) for spec in layout.tensors}
 
     def read(self, model_or_state: nn.Module | Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """The layout's tensors, as `read_state` returns them.
+        """Return the layout's tensors, as `read_state` does.
 
         Raises:
-            DeltaLogError: as `read_state`; or the tensors are not the layout's. Begins with `where`.
+            DeltaLogError: as `read_state`; or the tensors do not fit the layout. The message begins with `where`.
         """
         try:
             tensors, aliases = _read_tensors(model_or_state)
@@ -158,13 +157,13 @@ class StateReader:
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:
-    """The layout of a module's `state_dict()`, or of a state dict, and its tensors under their first names.
+    """Return the layout of a module's `state_dict()`, or of a state dict, and its tensors under their first names.
 
     The tensors share storage with the model and are not copied.
 
     Raises:
-        DeltaLogError: an entry is no plain strided tensor in memory, has a dtype or a name that safetensors files
-            cannot hold; or the model is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
+        DeltaLogError: an entry is not a plain strided tensor in memory, or has a dtype or a name that safetensors files
+            do not support; or the model is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
     """
     tensors, aliases = _read_tensors(model_or_state)
     buffers: frozenset[str] = frozenset()
@@ -180,7 +179,7 @@ def _layout(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: 
 
 
 def _read_tensors(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a state under their first names, and further name -> first name of tied ones."""
+    """Return the tensors of a state under their first names, and further name -> first name of tied ones."""
     if isinstance(model_or_state, nn.Module):
         _require_whole(model_or_state)
         state = dict(model_or_state.state_dict())
@@ -196,7 +195,7 @@ def _read_tensors(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[dic
 
 def _require_whole(module: nn.Module) -> None:
     for part in module.modules():
-        # By name: neither package need be there. `state_dict()` of the first would wait for all ranks.
+        # Compared by name, without importing either package. FSDP's `state_dict()` would wait for all ranks.
         if type(part).__name__ == "FullyShardedDataParallel":
             raise DeltaLogError(
                 "the model is sharded by FullyShardedDataParallel: log a full state dict, gathered first"
@@ -219,7 +218,7 @@ def _require_name(name: object) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Whether a string can be written as UTF-8: one with a lone surrogate cannot."""
+    """Whether a string can be encoded as UTF-8, that is, has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -262,7 +261,7 @@ def _require_plain_type(name: str, tensor: Tensor) -> None:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes of its storage up to the last one of the tensor."""
+    """Return the bytes of the tensor's storage up to the end of its last element."""
     if tensor.numel() == 0:
         return 0
     if tensor.is_contiguous():
@@ -275,7 +274,7 @@ def _reach(tensor: Tensor) -> int:
 class StateLog(Protocol):
     """The states of a run at its logged steps, read tensor by tensor.
 
-    Every reader raises DeltaLogError, naming file and step, on a step that is not logged and on damage.
+    All methods raise a DeltaLogError that names file and step if a step is not logged or a file is damaged.
     """
 
     directory: Path
@@ -290,20 +289,20 @@ class StateLog(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What was kept with the log, `model` among it where it is known."""
+        """The metadata stored with the log, including `model` if it is known."""
 
     def digest(self, step: int) -> str:
-        """A digest of the state at a step, as 32 hex digits."""
+        """Return a digest of the state at a step, 32 hex digits."""
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(step, the named tensor at that step), on the CPU, for ascending logged steps.
+        """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
 
-        Holds one tensor, whatever the number of steps: a yielded tensor is good until the next one is asked for.
+        Holds one tensor for any number of steps: a yielded tensor is valid until the next one is requested.
         """
 
 
 def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:
-    """Name -> the floating-point parameters of a log, tied ones once, in the model's order; buffers are none."""
+    """Return name -> spec of a log's floating-point parameters, without buffers, tied ones once, in model order."""
     layout = log.layout
     return {
         spec.name: spec

@@ -1,6 +1,6 @@
-"""The codec in numpy: the definition of every level, and slow.
+"""Reference implementation of the patch codec in numpy: defines every level; slow.
 
-All functions take flat arrays of unsigned words, one for each tensor.
+All functions take flat arrays of unsigned words, one per tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .words import (
     WordKind,
 )
 
-# A tensor of more words than this is sampled: each sixteenth block of so many words.
+# Tensors with more words than this are sampled: every sixteenth block of this many words.
 SAMPLED_NUMEL = 2**20
 SAMPLE_BLOCK = 4096
 SAMPLE_STRIDE = 16
@@ -37,7 +37,7 @@ _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 class DamagedTile(ValueError):
-    """A record that no writer makes, of the tile with this number."""
+    """The record of the tile with this number is invalid."""
 
     def __init__(self, tile: int, why: str) -> None:
         super().__init__(why)
@@ -45,7 +45,7 @@ class DamagedTile(ValueError):
 
 
 def differences(old: Array, new: Array, kind: WordKind) -> tuple[Array, Array]:
-    """(sign, magnitude) of each change: bool, and words."""
+    """Return (sign, magnitude) of each change: bool, and words."""
     d = _ordered(new, kind) - _ordered(old, kind)
     negative = d.view(_SIGNED[kind.size]) < 0
     return negative, np.where(negative, np.zeros_like(d) - d, d)
@@ -58,14 +58,14 @@ def moved(old: Array, negative: Array, magnitude: Array, kind: WordKind) -> Arra
 
 
 def classes(old: Array, kind: WordKind) -> Array:
-    """The class of each old word, int64."""
+    """Return the class of each old word, int64."""
     if kind.class_shift >= kind.bits:
         return np.zeros(len(old), np.int64)
     return (old >> old.dtype.type(kind.class_shift)).astype(np.int64) % CLASSES
 
 
 def symbols_of(negative: Array, magnitude: Array) -> tuple[Array, Array, Array]:
-    """(symbol, number of extra bits, extra bits as uint64) of each change."""
+    """Return (symbol, number of extra bits, extra bits as uint64) of each change."""
     v = magnitude.astype(np.uint64) - np.uint64(1)
     length = _floor_log2(v)
     half = (v >> np.maximum(length - 1, 0).astype(np.uint64)) & np.uint64(1)
@@ -76,7 +76,7 @@ def symbols_of(negative: Array, magnitude: Array) -> tuple[Array, Array, Array]:
 
 
 def magnitude_of(bucket: int, low: int) -> int:
-    """The magnitude with these extra bits."""
+    """Return the magnitude of a bucket with these extra bits."""
     if bucket < 4:
         return bucket + 1
     length, half = 2 + (bucket - 4) // 2, bucket % 2
@@ -149,7 +149,7 @@ def apply_fast_tile(old: Array, head: int, record: Array) -> Array:
 
 
 def fast_bytes(head: int, t: int, size: int) -> int:
-    """Length of a record. Raises ValueError on a head that no writer makes."""
+    """Return the length of a record. Raises ValueError on an invalid head."""
     n, mode = head % (1 << MODE_SHIFT), head >> MODE_SHIFT
     if n > t or mode > RAW or (n == 0 and head != 0):
         raise ValueError(f"its head {head:#x} is none of a tile of {t} words")
@@ -238,7 +238,7 @@ def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, widt
 
 
 def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, row: int) -> bytes | None:
-    """The record as u16 numbers, or None where nothing changed."""
+    """Return the record as u16 numbers, or None if nothing changed."""
     if (old == new).all():
         return None
     t = len(old)
@@ -347,7 +347,7 @@ def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, 
 def encode_tiles(
     old: Sequence[Array], new: Sequence[Array], level: str, kind: WordKind, width: int, tables: Tables | None
 ) -> tuple[Array, Array, bytes]:
-    """(heads uint16, sizes, records) of all tiles; sizes in the level's unit, uint16 or for `tight` uint32."""
+    """Encode all tiles: (heads uint16, sizes, records); sizes in the level's unit, uint16, or uint32 for `tight`."""
     tile, heads, sizes, records = TILE[level], [], [], []
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
         for begin in range(0, len(a), tile):
@@ -380,7 +380,7 @@ def apply_tiles(
     width: int,
     tables: Tables | None,
 ) -> None:
-    """Decode in place. `records` uint8, with lengths already known to fit. Raises DamagedTile."""
+    """Decode in place. `records` is uint8; its lengths must have been checked. Raises DamagedTile."""
     tile, unit = TILE[level], 2 if level == "tight" else 4
     number = at = 0
     for i, words in enumerate(dense):
@@ -437,7 +437,7 @@ def _ordered_back(ordered: Array, kind: WordKind) -> Array:
 
 
 def _floor_log2(v: Array) -> Array:
-    """int64, 0 for 0. By halves, since a float64 would round the largest up."""
+    """Return floor(log2(v)) as int64, 0 for 0. In integers, since float64 would round the largest values up."""
     length = np.zeros(len(v), np.int64)
     for step in (32, 16, 8, 4, 2, 1):
         more = v >> np.uint64(step) > 0
@@ -447,7 +447,7 @@ def _floor_log2(v: Array) -> Array:
 
 
 def _fields(values: Array, width: int) -> Array:
-    """The bits of `values`, `width` each, lowest first."""
+    """Return the bits of `values`, `width` each, lowest first."""
     shifts = np.arange(width, dtype=np.uint64)
     return ((values.astype(np.uint64)[:, None] >> shifts) & np.uint64(1)).astype(np.uint8).reshape(-1)
 

@@ -1,7 +1,7 @@
-"""The frequencies that `tight` codes by, and the width of `packed`: estimated from a sample, kept in the patch.
+"""Estimates the frequency tables of level `tight` and the width of `packed` from a sample; a patch stores them.
 
-The sample is whole numbers, and what follows from it is computed on the host: the same tensors give the same tables
-on every device.
+The sample consists of integer counts, and the tables are computed on the host, so that the same tensors give the same
+tables on every device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from .words import CLASSES, MAX_VALUE_TABLES, ROW_SCALE_BITS, VALUE_SCALE_BITS, WordKind
 
-# A tensor of so many words has a row of its own: its row takes less than a hundredth of its record.
+# Tensors with at least this many words get their own row, which takes less than a hundredth of their record.
 OWN_ROW_NUMEL = 2**20
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -22,10 +22,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Sample:
-    """What a sample of the words shows.
+    """Counts of a sample of the words.
 
-    seen, changed: int64 [tensors, 256], words of each class, and those of them that changed.
-    symbols: int64 [256, S], changes of each class and symbol, in all tensors.
+    seen, changed: int64 [tensors, 256], number of words of each class, and of those that changed.
+    symbols: int64 [256, S], number of changes of each class and symbol, in all tensors.
     """
 
     seen: Array
@@ -37,8 +37,8 @@ class Sample:
 class Tables:
     """Frequencies of the level `tight`.
 
-    row_of: uint16 [tensors]; rows: uint16 [R, 256], of a change in 65536, with the classes that a row does not have
-    filled in; class_table: uint8 [256]; values: uint16 [V, S], each row with the sum 16384.
+    row_of: uint16 [tensors]; rows: uint16 [R, 256], frequency of a change out of 65536, with values filled in for
+    classes that are not in the row; class_table: uint8 [256]; values: uint16 [V, S], each row with the sum 16384.
     """
 
     row_of: Array
@@ -48,7 +48,7 @@ class Tables:
     present: Array  # bool [R, 256]
 
     def to_bytes(self) -> bytes:
-        """As docs/formats.md says."""
+        """Serialize as specified in docs/formats.md."""
         parts = [
             np.array([len(self.rows), len(self.values)], "<u2"),
             self.row_of.astype("<u2"),
@@ -61,7 +61,7 @@ class Tables:
 
     @classmethod
     def from_bytes(cls, data: bytes, tensors: int, kind: WordKind) -> Tables:
-        """Raises ValueError, in words for a message, on what `to_bytes` cannot have written for so many tensors."""
+        """Parse the result of `to_bytes`. Raises ValueError on bytes that are invalid for this number of tensors."""
         at = 0
 
         def take(dtype: str, count: int) -> Array:
@@ -97,7 +97,7 @@ class Tables:
 
 
 def make_tables(sample: Sample, numels: Sequence[int], kind: WordKind) -> Tables:
-    """Row 0 and value table 0 are of all tensors and classes together."""
+    """Build the tables. Row 0 and value table 0 are those of all tensors and classes together."""
     large = [i for i, numel in enumerate(numels) if numel >= OWN_ROW_NUMEL][: 2**16 - 1]
     row_of = np.zeros(len(numels), np.uint16)
     row_of[large] = np.arange(1, len(large) + 1)
@@ -112,7 +112,7 @@ def make_tables(sample: Sample, numels: Sequence[int], kind: WordKind) -> Tables
     words_per_sampled = sum(numels) / max(1, int(sample.seen.sum()))
     pooled = _normalised(sample.symbols.sum(0))
     own = {c: _normalised(sample.symbols[c]) for c in np.flatnonzero(sample.symbols.sum(1)).tolist()}
-    # What a class saves by a table of its own, in bits, less what the table takes.
+    # Bits that a class saves by having its own table, minus the bits of the table.
     saved = {
         c: words_per_sampled * float(sample.symbols[c] @ np.log2(table / pooled)) - 16 * kind.symbols
         for c, table in own.items()
@@ -126,14 +126,14 @@ def make_tables(sample: Sample, numels: Sequence[int], kind: WordKind) -> Tables
 
 
 def best_width(symbols: Array, bits: int) -> int:
-    """The b of `packed` that takes the fewest bits for these counts of symbols; 4, or fewer, where nothing changed."""
+    """Return the width b of `packed` with the fewest bits for these symbol counts; at most 4 if nothing changed."""
     buckets = symbols.sum(0).reshape(-1, 2).sum(1)
     big = int(buckets[1:].sum())
     if big == 0:
         return min(4, bits - 1)
 
     def cost(width: int) -> int:
-        # What a field of so many bits cannot hold has v = a - 1 >= 2^width: whole buckets, from this one on.
+        # Values v = a - 1 >= 2^width do not fit a field of this width; they fill whole buckets, from this one on.
         escaped = {0: 1, 1: 2}.get(width, 4 + 2 * (width - 2))
         return big * width + int(buckets[escaped:].sum()) * bits
 
@@ -141,7 +141,7 @@ def best_width(symbols: Array, bits: int) -> int:
 
 
 def _normalised(counts: Array) -> Array:
-    """uint16 frequencies with the sum 16384, none of them 0."""
+    """Return uint16 frequencies with the sum 16384, none of them 0."""
     total, symbols, one = int(counts.sum()), len(counts), 1 << VALUE_SCALE_BITS
     if total == 0:
         counts, total = np.ones(symbols, np.int64), symbols

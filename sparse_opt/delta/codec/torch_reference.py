@@ -1,4 +1,4 @@
-"""`reference` under the names and signatures of the native ops, for tensors on any device."""
+"""Adapts `reference` to the names and signatures of the native ops, for tensors on any device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .words import CLASSES, LEVELS, WordKind
 def patch_sample(
     old: Sequence[Tensor], new: Sequence[Tensor], is_float: bool, class_shift: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Words seen of each class int64 [tensors, 256], changed ones likewise, symbols int64 [256, S]; on the CPU."""
+    """Return the counts of `tables.Sample`, on the CPU: seen, changed int64 [tensors, 256], symbols int64 [256, S]."""
     found = reference.sample(_words(old), _words(new), WordKind(new[0].element_size(), is_float, class_shift))
     return torch.from_numpy(found.seen), torch.from_numpy(found.changed), torch.from_numpy(found.symbols)
 
 
 def count_changes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
-    """int64 [tensors] on the CPU, the changed words of each tensor."""
+    """Return the number of changed words of each tensor: int64 [tensors] on the CPU."""
     counts = [int((a != b).sum()) for a, b in zip(_words(old), _words(new), strict=True)]
     return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
@@ -42,7 +42,7 @@ def patch_encode(
     values: Tensor | None,
     advance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """heads uint16 [tiles], none at `tight`; sizes uint16 or uint32 [tiles]; records uint8; counts int64 on the CPU."""
+    """Encode: heads uint16 [tiles], empty at `tight`; sizes uint16 or uint32 [tiles]; records uint8; counts int64."""
     kind = WordKind(new[0].element_size(), is_float, class_shift)
     a, b = _words(old), _words(new)
     tables = _tables(row_of, rows, class_table, values)
@@ -77,7 +77,7 @@ def patch_apply_(
     class_table: Tensor | None,
     values: Tensor | None,
 ) -> Tensor:
-    """Decode in place; int64 [1], the first damaged tile, or the number of tiles."""
+    """Decode in place; return int64 [1], the first damaged tile, or the number of tiles if none is."""
     kind = WordKind(dense[0].element_size(), is_float, class_shift)
     words = [array.copy() for array in _words(dense)]
     bad = len(sizes)

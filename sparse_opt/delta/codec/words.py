@@ -1,4 +1,4 @@
-"""What the codec knows of a dtype and of a level: the words of docs/formats.md, and how tensors are cut into tiles."""
+"""Parameters of the codec's dtypes and levels: the words of docs/formats.md, and the division of tensors into tiles."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _CLASS_SHIFTS = {
 
 @dataclass(frozen=True)
 class WordKind:
-    """How the words of a dtype are read: bytes, whether they order as floating-point numbers, where the class stands.
+    """How the words of a dtype are interpreted: size in bytes, floating-point order or not, and position of the class.
 
-    class_shift is 8 * size where the dtype has one class only.
+    class_shift is 8 * size if the dtype has only one class.
     """
 
     size: int
@@ -51,29 +51,29 @@ class WordKind:
 
     @property
     def symbols(self) -> int:
-        """Symbols of the code of a change: two signs of each bucket of magnitudes."""
+        """Number of symbols of a change: two signs for each bucket of magnitudes."""
         return 2 * (4 + 2 * (self.bits - 3))
 
 
 def word_kind(dtype: torch.dtype) -> WordKind:
-    """The kind of a dtype of 1, 2, 4 or 8 bytes."""
+    """Return the kind of a dtype of 1, 2, 4 or 8 bytes."""
     size = dtype.itemsize
     is_float = dtype in _CLASS_SHIFTS
     return WordKind(size, is_float, _CLASS_SHIFTS[dtype] if is_float else 8 * size)
 
 
 def tile_counts(numels: Sequence[int], level: str) -> list[int]:
-    """The number of tiles of each tensor."""
+    """Return the number of tiles of each tensor."""
     return [-(-numel // TILE[level]) for numel in numels]
 
 
 def first_tiles(numels: Sequence[int], level: str) -> list[int]:
-    """[tensors + 1]: where each tensor's tiles begin, and where the last one's end."""
+    """Return the number of each tensor's first tile, and the total number of tiles: [tensors + 1]."""
     return [0, *accumulate(tile_counts(numels, level))]
 
 
 def tile_lengths(numels: Sequence[int], level: str) -> torch.Tensor:
-    """[tiles] int64, the words of each tile."""
+    """Return the number of words of each tile: [tiles] int64."""
     tile, counts = TILE[level], torch.tensor(tile_counts(numels, level), dtype=torch.int64, device="cpu")
     lengths = torch.full((int(counts.sum()),), tile, dtype=torch.int64, device="cpu")
     ends = counts.cumsum(0)[counts > 0] - 1
