@@ -9,8 +9,8 @@
         costs: sums over a row are taken in another order; nothing else changes
         needs: [other]        # optional: settings of this profile without which this one has no effect
 
-A profile's values stand below everything else: a config file, a flag or a `key=value` word wins over them. The files
-beside this module are `conservative`, `balanced` and `aggressive`; a path names one of your own.
+Config files, flags and `key=value` words override the values of a profile. The built-in profiles are `conservative`,
+`balanced` and `aggressive`, in the folder of this module; other profiles are given by path.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Profile:
         return {setting.key: setting.value for setting in self.settings if stage in setting.stages}
 
     def with_needs(self, key: str) -> tuple[Setting, ...]:
-        """The setting of this name and all that it needs, in the file's order."""
+        """The setting of this name and all settings that it needs, in the order of the file."""
         by_key = {setting.key: setting for setting in self.settings}
         wanted, waiting = set(), [key]
         while waiting:
@@ -70,10 +70,10 @@ class Profile:
 
 
 def load_profile(name: str) -> Profile:
-    """The profile of a name in NAMES, or of a YAML file.
+    """Load the profile of a name in NAMES, or of a YAML file.
 
     Raises:
-        ConfigError: no such profile, or a file that is not one; the message names the file and the key.
+        ConfigError: there is no such profile, or the file is not a valid one; the message names the file and the key.
     """
     path = _FOLDER / f"{name}.yaml" if name in NAMES else Path(name).expanduser()
     if name not in NAMES and path.suffix not in (".yaml", ".yml"):

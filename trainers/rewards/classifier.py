@@ -1,4 +1,4 @@
-"""Rewards from a sequence classifier: the logit of one of its labels, as TRL's sentiment example takes them."""
+"""Rewards from a sequence classifier: the logit of one of its labels, as in TRL's sentiment example."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from sparse_opt.errors import ConfigError, DataError
 from ..policy.models import DTYPES
 from ..policy.pretrained import load_pretrained, load_tokenizer_from
 
-# Some tokenizers state no limit by stating one that no text reaches.
+# Tokenizers without a length limit report a huge one.
 _NO_LIMIT = 10**9
 
 
 class RewardModel:
-    """Texts -> the logit of a label, by a frozen classifier with a tokenizer of its own.
+    """Computes the logit of a label for texts, with a frozen classifier and its own tokenizer.
 
-    A text longer than the classifier reads loses its start, so that the completion stays.
+    A text longer than the classifier's limit is truncated at its start, so that the completion is kept.
 
     Args:
         name: hub name or local folder of a sequence classifier.
         label: its label whose logit is the reward, by name (in any case) or by number.
-        device: where it runs.
-        dtype: of its weights.
-        rows_per_pass: texts in one forward pass.
+        device: the device that it runs on.
+        dtype: dtype of its weights.
+        rows_per_pass: texts per forward pass.
 
     Raises:
-        DataError: no such model, or one whose weights do not cover a classifier (a causal model has no such head).
+        DataError: the model does not exist, or lacks weights of a classifier (a causal model has no such head).
         ConfigError: the model has no such label.
     """
 
@@ -52,7 +52,7 @@ class RewardModel:
         self.tokenizer.truncation_side = "left"
 
     def _set_padding(self, name: str) -> None:
-        """Classifiers on causal models read the last token that is no padding, and know it by the model's pad id."""
+        """Set the pad id, by which classifiers on causal models find the last token that is not padding."""
         if self.tokenizer.pad_token is None:
             if self.tokenizer.eos_token is None:
                 raise DataError(f"reward model {name}: its tokenizer has neither a padding token nor an EOS")
@@ -61,7 +61,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """[len(texts)] fp32 on the device: a reward for each."""
+        """One reward for each text: [len(texts)] fp32 on the device."""
         starts = range(0, len(texts), self.rows_per_pass)
         logits = [self._logits(texts[start : start + self.rows_per_pass]) for start in starts]
         return torch.cat(logits)[:, self.label].float()
@@ -79,10 +79,10 @@ class RewardModel:
 
 
 def label_index(config: Any, label: str, name: str) -> int:
-    """The number of a classifier's label, by that number or by its name.
+    """The index of a classifier's label, given by index or name.
 
     Raises:
-        ConfigError: naming the labels there are.
+        ConfigError: there is no such label; the message lists the labels.
     """
     names = {int(index): str(text) for index, text in config.id2label.items()}
     if label.isdecimal() and int(label) in names:

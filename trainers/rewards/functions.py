@@ -1,23 +1,23 @@
 """Reward functions by name or as `module:function`, several with weights.
 
-They have TRL's signature, and TRL's work unchanged:
+They have TRL's signature, so that TRL's functions work unchanged:
 
     def reward(prompts, completions, completion_ids, answer, **kwargs) -> list[float | None]
 
-is called with these names: `prompts` and `completions` are lists of strings, or, where the prompts are messages, of
-message lists, each completion one message of the assistant; `completion_ids` are their token ids; every other column of
-the dataset comes as a list under its own name. None means that the function does not apply to the row.
+is called with keyword arguments: `prompts` and `completions` are lists of strings or, if the prompts are messages, of
+message lists, where each completion is one message of the assistant; `completion_ids` are their token ids; every other
+column of the dataset is passed as a list under its own name. None means that the function does not apply to the row.
 
-| name | 1.0, where it is not 0.0 |
+| name | 1.0 if (else 0.0) |
 |---|---|
 | exact_match | the answer is the column `answer`, character by character |
-| math | the answer equals the column `answer`, or else `solution`, by math-verify (see `math_rewards`) |
-| think_format | it begins with the only `<think>` and has a `</think>`; TRL's `think_format_reward` |
-| boxed_format | its answer has a `\\boxed{...}` that holds something and is closed |
+| math | the answer equals the column `answer`, or else `solution`, according to math-verify (see `math`) |
+| think_format | the completion starts with its only `<think>` and has a `</think>`; TRL's `think_format_reward` |
+| boxed_format | the answer has a closed, non-empty `\\boxed{...}` |
 
-The answer is what follows the last `</think>`, and of that the content of the last `\\boxed{...}` if there is one.
+The answer is the text after the last `</think>`, or the content of the last `\\boxed{...}` in it, if there is one.
 
-Left out of what TRL passes: trainer_state, log_extra and log_metric; functions that are coroutines.
+Not supported: TRL's arguments trainer_state, log_extra and log_metric; functions that are coroutines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _THINK, _END_OF_THINK = "<think>", "</think>"
 
 
 def exact_match(completions: Sequence[Text], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """1.0 where the completion's answer is the row's, spaces around both aside; None where the row has none."""
+    """1.0 if the completion's answer equals the row's, ignoring surrounding spaces; None if the row has no answer."""
     return [
         None if wanted is None else float(answer_text(completion_text(completion)) == str(wanted).strip())
         for completion, wanted in zip(completions, answer, strict=True)
@@ -56,13 +56,13 @@ def exact_match(completions: Sequence[Text], answer: Sequence[Any], **kwargs: An
 
 
 def think_format(completions: Sequence[Text], **kwargs: Any) -> list[float | None]:
-    """1.0 where the completion begins with its only `<think>` and closes it."""
+    """1.0 if the completion begins with its only `<think>` and closes it."""
     texts = map(completion_text, completions)
     return [float(text.startswith(_THINK) and text.count(_THINK) == 1 and _END_OF_THINK in text) for text in texts]
 
 
 def boxed_format(completions: Sequence[Text], **kwargs: Any) -> list[float | None]:
-    """1.0 where what follows the thinking has a closed `\\boxed{...}` that holds something."""
+    """1.0 if the text after the thinking has a closed, non-empty `\\boxed{...}`."""
     return [float(bool(last_boxed(_after_thinking(completion_text(completion))))) for completion in completions]
 
 
@@ -72,14 +72,14 @@ def completion_text(completion: Text) -> str:
 
 
 def answer_text(text: str) -> str | None:
-    """The answer in a completion (see the module), without spaces around it; None where there is none."""
+    """The answer in a completion (see the module), without surrounding spaces; None if there is none."""
     rest = _after_thinking(text)
     boxed = last_boxed(rest)
     return (rest.strip() if boxed is None else boxed) or None
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` whose braces are closed, without spaces around it; None without one."""
+    """The content of the last closed `\\boxed{...}`, without surrounding spaces; None if there is none."""
     start = text.rfind(r"\boxed{")
     while start >= 0:
         first = start + len(r"\boxed{")
@@ -93,7 +93,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _after_thinking(text: str) -> str:
-    """What follows the last `</think>`; all of a text that does not think, nothing of one that does not end to."""
+    """The text after the last `</think>`; the whole text without `<think>`, nothing if `<think>` is not closed."""
     _, closed, rest = text.rpartition(_END_OF_THINK)
     return "" if not closed and _THINK in text else rest
 
@@ -110,11 +110,11 @@ _BY_NAME: dict[str, RewardFunction] = {
 class Scores:
     """Rewards of R completions, fp32 on the CPU."""
 
-    total: Tensor  # [R]: the weighted sum over the functions that apply; NaN where none does
-    by_function: dict[str, Tensor]  # [R] each, before weighting; NaN where the function does not apply
+    total: Tensor  # [R]: the weighted sum over the functions that apply; NaN if none does
+    by_function: dict[str, Tensor]  # [R] each, before weighting; NaN if the function does not apply
 
     def means(self) -> dict[str, float]:
-        """Each function's mean over the rows that it applies to; without functions that apply to none."""
+        """Each function's mean over the rows that it applies to; functions that apply to no row are omitted."""
         means = {name: values.nanmean().item() for name, values in self.by_function.items()}
         return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
@@ -145,18 +145,18 @@ class Rewards:
     ) -> Scores:
         """The rewards of R completions.
 
-        A row to which no function applies has no reward, NaN, rather than 0: as in TRL, it is to have no advantage and
-        no part in its group's mean.
+        A row to which no function applies has the reward NaN instead of 0: as in TRL, it has no advantage and is
+        excluded from the mean of its group.
 
         Args:
-            prompts: R; `PromptExample.prompt` of each completion's.
+            prompts: R prompts; `PromptExample.prompt` for each completion.
             completions: R texts, without EOS.
             completion_ids: R lists of token ids.
-            columns: each of R values; `PromptExample.columns` of the prompts, by name.
+            columns: R values by column name; `PromptExample.columns` of the prompts.
 
         Raises:
-            DataError: a function lacks an argument, raises an error, returns another number of rewards than R, or
-                returns what is no finite number and not None; it names the function, and the row.
+            DataError: a function lacks an argument, raises an error, does not return R rewards, or returns a value that
+                is neither a finite number nor None; the message names the function and the row.
         """
         said: list[Text] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -174,20 +174,21 @@ class Rewards:
         return Scores(total.masked_fill(rewards.isnan().all(dim=1), math.nan), by_function)
 
     def answered(self, completions: Sequence[str]) -> list[bool]:
-        """Whether there is an answer in each completion: one that math-verify can read, if `math` is a reward."""
+        """Whether each completion has an answer; if `math` is a reward, one that math-verify can parse."""
         if math_rewards.math_reward in self.functions.values():
             return math_rewards.answered(completions)
         return [answer_text(text) is not None for text in completions]
 
 
 def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -> Rewards:
-    """The functions of these names (see the module), with their weights; all 1 where there are none.
+    """Load the functions of these names (see the module) with their weights, by default 1.
 
-    A module is looked for where Python looks, and then in the current folder.
+    A module is searched on Python's path, then in the current folder.
 
     Raises:
-        ConfigError: no name, a name twice, an unknown one, a module that fails to import or lacks the function, a
-            coroutine, another number of weights than of names, a weight that is not finite, or a missing package.
+        ConfigError: there is no name, a name is repeated or unknown, a module cannot be imported or lacks the function,
+            a function is a coroutine, the numbers of weights and names differ, a weight is not finite, or a package is
+            missing.
     """
     if not names:
         raise ConfigError(f"option 'reward_functions' is empty: wanted {', '.join(_BY_NAME)}, or module:function")
@@ -218,7 +219,7 @@ def _load(name: str) -> RewardFunction:
     function = getattr(_import(module_name, name), function_name, None)
     if not callable(function):
         raise ConfigError(f"reward function '{name}': {module_name} has no function {function_name}")
-    # An instance is a coroutine function where its class's __call__ is one.
+    # An instance is a coroutine function if its class's __call__ is one.
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(f"reward function '{name}' is a coroutine (async def): wanted a plain function")
     loaded: RewardFunction = function
@@ -226,8 +227,8 @@ def _load(name: str) -> RewardFunction:
 
 
 def _import(module_name: str, name: str) -> Any:
-    # A console script does not look in the current folder, where a user's own rewards stand. Last, so that nothing in
-    # it stands in front of an installed package.
+    # A console script does not search the current folder, which holds users' own rewards. It is appended to the path,
+    # so that its files do not hide installed packages.
     folder = str(Path.cwd())
     sys.path.append(folder)
     try:
@@ -263,7 +264,7 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) 
 
 
 def _described(error: BaseException) -> str:
-    """An error of a user's code in one line, with the place that it comes from."""
+    """An error of a user's code in one line, with its location."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {one_line(error)}{where}"

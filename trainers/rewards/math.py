@@ -1,10 +1,10 @@
-"""The reward `math`: does the completion's answer equal the row's, as mathematics? By math-verify, the extra `math`.
+"""The reward `math`: compare the completion's answer with the row's as mathematics, by math-verify (extra `math`).
 
-It is read as TRL 1.16's `accuracy_reward` reads it: from a `\\boxed{...}`, else from LaTeX that is announced ("the
-answer is $42$"); a bare number is no answer. The right one is the column `answer` if there is one, else `solution`,
-which may be a whole worked text.
+Answers are parsed as in TRL 1.16's `accuracy_reward`: from a `\\boxed{...}`, else from LaTeX after an announcement
+("the answer is $42$"); a bare number does not count as an answer. The expected answer is the column `answer` if there
+is one, else `solution`, which may be a complete worked text.
 
-math-verify bounds its time by an alarm signal, which only the main thread can set.
+math-verify limits its time with an alarm signal, which only the main thread can set.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def math_reward(
     solution: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1.0 where the answer is right, 0.0 where it is not or cannot be read; None where the right one cannot be read.
+    """1.0 if the answer is correct, 0.0 if it is wrong or cannot be parsed; None if the expected one cannot be parsed.
 
     Args:
         completions: texts, or one message each.
-        answer: the right answers alone, taken as LaTeX formulas whether `$` is around them or not. Plain `2\\sqrt{3}`
-            would be read as 2.
-        solution: texts that have the right answer in them, where there is no `answer`.
+        answer: the expected answers, parsed as LaTeX formulas with or without `$`. Without this, `2\\sqrt{3}` would be
+            parsed as 2.
+        solution: texts that contain the expected answer, used if there is no `answer`.
 
     Raises:
         DataError: neither answer nor solution.
@@ -50,7 +50,7 @@ def math_reward(
     from math_verify import parse, verify
 
     _require_main_thread()
-    # The completions of a prompt share their right answer.
+    # The completions of a prompt share their expected answer.
     golds = {text: parse(text, parsing_timeout=_PARSE_SECONDS) for text in set(wanted) if text is not None}
     rewards: list[float | None] = []
     for completion, text in zip(completions, wanted, strict=True):
@@ -67,7 +67,7 @@ def answered(completions: Sequence[Text]) -> list[bool]:
 
 
 def require_math_verify() -> None:
-    """Raise ConfigError where math-verify cannot be imported."""
+    """Raise ConfigError if math-verify cannot be imported."""
     try:
         import math_verify  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The student of a teacher: what it makes of explanations and solutions, and where it lives."""
+"""The student of RLT: its model, its tokenizer, and its log-probabilities of explanations and solutions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..policy.reference import Reference, on_device
 
 @dataclass(frozen=True)
 class StudentLogprobs:
-    """Under the student: [R, S] of the solutions' tokens, [R, E] of the explanations', with their masks."""
+    """Log-probabilities under the student with masks: [R, S] of solution tokens, [R, E] of explanation tokens."""
 
     solution: Tensor
     solution_mask: Tensor
@@ -40,7 +40,7 @@ def student_logprobs(
     rows_per_pass: int,
     device: torch.device,
 ) -> StudentLogprobs:
-    """Log-probabilities of the student's sequences at a temperature, `rows_per_pass` of them in a forward pass."""
+    """Log-probabilities of the student's sequences at a temperature, `rows_per_pass` sequences per forward pass."""
     width = max(len(sequence.ids) for sequence in sequences)
     logprobs = torch.zeros(len(sequences), width, dtype=torch.float32, device=device)  # a column a position
     for start in range(0, len(sequences), rows_per_pass):
@@ -58,11 +58,11 @@ def student_logprobs(
 
 
 def spans(values: Tensor, first: int, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A span of each row, moved to the left: its values and its mask, both [R, N], N the longest and at least 1.
+    """Left-align one span of each row: values and mask, both [R, N], where N is the longest length and at least 1.
 
     Args:
-        values: [R, P], of positions `first` to first + P - 1.
-        starts, lengths: of the rows' spans, in positions.
+        values: [R, P], for positions `first` to first + P - 1.
+        starts, lengths: start and length of each row's span, in positions.
     """
     start, length = (
         torch.tensor(numbers, dtype=torch.int64, device=values.device)[:, None] for numbers in (starts, lengths)
@@ -74,7 +74,7 @@ def spans(values: Tensor, first: int, starts: Sequence[int], lengths: Sequence[i
 
 
 def load_student(name: str, dtype: str, device: torch.device, *, offload: bool) -> Reference:
-    """A model by hub name or folder, frozen; with `offload` it is on the CPU but while it is used.
+    """Load a frozen model by hub name or folder; with `offload` it is on the CPU while it is not in use.
 
     Args:
         dtype: a key of `models.DTYPES`.
@@ -91,10 +91,10 @@ def load_student(name: str, dtype: str, device: torch.device, *, offload: bool) 
 
 
 def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
-    """The student's tokenizer, whose chat template may be another than the policy's.
+    """The student's tokenizer, whose chat template may differ from the policy's.
 
     Raises:
-        ConfigError: its vocabulary is another, so that it could not read the teacher's tokens.
+        ConfigError: its vocabulary differs, so that the student cannot read the teacher's tokens.
         DataError: it cannot be loaded.
     """
     own = load_tokenizer_from(name)
@@ -110,7 +110,7 @@ def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
 
 
 def require_student_room(name: str, examples: Sequence[TeacherExample], max_completion_length: int) -> None:
-    """Raise ConfigError where the student's positions do not reach to the end of its longest sequence."""
+    """Raise ConfigError if the student's longest sequence has more tokens than its model has positions."""
     config = load_config_from(name).get_text_config()
     reach = getattr(config, "max_position_embeddings", None)
     longest = max(len(example.student_sequence([]).ids) for example in examples)

@@ -1,12 +1,12 @@
-"""Completions sampled from the policy while it trains, by one of three engines behind one interface.
+"""Rollouts: completions sampled from the policy during training, by one of three engines with one interface.
 
 | engine | |
 |---|---|
-| `generate` | transformers' `model.generate`: runs everywhere, every prompt padded to the longest |
-| `continuous_batching` | transformers' `model.generate_batch`: a row that ends gives its place to the next one |
-| `vllm` | vLLM in the same process (extra `vllm`), which gets the policy's weights before each rollout |
+| `generate` | transformers' `model.generate`: runs everywhere; every prompt is padded to the longest |
+| `continuous_batching` | transformers' `model.generate_batch`: the next row replaces a finished one |
+| `vllm` | vLLM in the same process (extra `vllm`), updated with the policy's weights before each rollout |
 
-Whatever the engine, log-probabilities are the policy's own, recomputed by `rollout` as training computes them.
+With every engine, `rollout` recomputes the log-probabilities with the policy, as in training.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ def make_engine(
     max_length: int | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
 ) -> Engine:
-    """The engine of this name, for a policy and its tokenizer.
+    """Make the engine of this name for a policy and its tokenizer.
 
     Args:
-        model: a transformers causal language model, or peft's wrapper of one.
-        tokenizer: of its EOS, and of the padding that engine generate puts before prompts.
-        max_rows: completions sampled at once, which bounds the memory of keys and values; None for all of a call's.
-        max_length: of engine vllm: tokens of the longest prompt with its completion; None for what the model's
-            positions reach.
-        vllm_gpu_memory_utilization: of engine vllm: the share of the GPU's memory that it may take.
+        model: a transformers causal language model, or a PEFT wrapper of one.
+        tokenizer: provides EOS, and the padding that engine generate puts before prompts.
+        max_rows: completions sampled at once, which limits the memory of keys and values; None samples all of a call.
+        max_length: for engine vllm: tokens of the longest prompt with its completion; None for the model's limit.
+        vllm_gpu_memory_utilization: for engine vllm: the share of the GPU's memory that it may use.
 
     Raises:
-        ConfigError: an unknown name, a model and tokenizer without an EOS token, or an engine that cannot run here.
+        ConfigError: the name is unknown, neither model nor tokenizer has an EOS token, or the engine cannot run here.
     """
     eos_ids = stop_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
@@ -76,7 +75,7 @@ def make_engine(
 
 
 def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any) -> Engine:
-    """The engine that a loop's options ask for, with room for its longest prompt and completion; see `make_engine`."""
+    """The engine of a loop's options, with capacity for its longest prompt and completion; see `make_engine`."""
     return make_engine(
         config.rollout_engine,
         model,

@@ -1,4 +1,4 @@
-"""What every engine is asked for and returns, and the rollout that training works on."""
+"""The interface of the engines (`Sampling`, `Engine`), and the `Rollout` that training uses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..policy.logprobs import token_logprobs
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. Nothing else shapes them: a model's own generation settings are not used.
+    """Sampling parameters of completions. A model's own generation settings are not used.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of range.
     """
 
-    max_new_tokens: int  # EOS among them
-    temperature: float = 1.0  # the logits are divided by it; 0 takes the most likely token
-    top_p: float = 1.0  # of the distribution's mass, its most likely part; 1 is all of it
-    top_k: int = 0  # so many of the most likely tokens; 0 is all of them
-    min_new_tokens: int = 0  # no EOS before
+    max_new_tokens: int  # including EOS
+    temperature: float = 1.0  # the logits are divided by it; 0 selects the most likely token
+    top_p: float = 1.0  # probability mass of the most likely tokens to sample from; 1 samples from all
+    top_k: int = 0  # number of most likely tokens to sample from; 0 samples from all
+    min_new_tokens: int = 0  # minimum number of tokens before EOS
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -45,43 +45,43 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without a draw."""
+        """Whether the most likely token is selected without sampling."""
         return self.temperature == 0
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by for log-probabilities: the temperature, and 1 where nothing is drawn."""
+        """The temperature of log-probabilities: that of sampling, or 1 for greedy decoding."""
         return 1.0 if self.greedy else self.temperature
 
 
 class Engine(Protocol):
-    """Samples completions from the policy as it is at that moment, and leaves the policy as it was.
+    """Samples completions from the current policy without changing it.
 
-    Draws come from torch's global random state, or from a seed drawn from it: seeding torch fixes them.
+    Random numbers come from torch's global random state, or from a seed drawn from it, so seeding torch fixes them.
     """
 
-    eos_ids: tuple[int, ...]  # a completion ends with the first of any of them
+    eos_ids: tuple[int, ...]  # the first of any of these ends a completion
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
-        """`n` completions of each prompt, a prompt's next to each other: len(prompts) * n lists of token ids.
+        """`n` completions of each prompt, grouped by prompt: len(prompts) * n lists of token ids.
 
-        A completion ends with its first EOS, which it keeps, or at `max_new_tokens`.
+        A completion ends with its first EOS, which is included, or at `max_new_tokens`.
         """
 
     def close(self) -> None:
-        """Give back what the engine holds; it cannot be used afterwards."""
+        """Release the engine's resources; it cannot be used afterwards."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled completions, a prompt's next to each other: R rows of prompt and completion, padded on the right to T.
+    """Sampled completions, grouped by prompt: R rows of prompt and completion, right-padded to T.
 
     The columns of [R, P] tensors are positions `batch.first_trained` to T - 1, as in `token_logprobs`.
     """
 
     batch: TokenBatch  # [R, T] prompts and completions; completion_mask holds the sampled tokens, EOS among them
     logprobs: Tensor  # [R, P] fp32, of the sampled tokens under the policy that sampled them; 0 elsewhere
-    ended: Tensor  # [R] bool: the completion ends with an EOS, and was not cut
+    ended: Tensor  # [R] bool: the completion ends with EOS and was not truncated
     sequences: list[TokenSequence]  # the R rows' token ids, without padding
 
     @property
@@ -98,20 +98,20 @@ class Rollout:
         return len(self.sequences)
 
     def select(self, rows: slice | Sequence[int]) -> Rollout:
-        """These rows, trimmed to their own longest, and with columns from their own first sampled token on."""
+        """These rows, trimmed to the longest of them, with columns from their first sampled token on."""
         index = range(len(self))[rows] if isinstance(rows, slice) else rows
         batch = _selected(self.batch, self.sequences, index, rows)
         sequences = [self.sequences[row] for row in index]
         return Rollout(batch, self.cut(self.logprobs, rows), self.ended[rows], sequences)
 
     def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
-        """The part of a [R, P] tensor that belongs to `select(rows)`: advantages by token, values, references."""
+        """The part of a [R, P] tensor (advantages, values, reference log-probabilities) for `select(rows)`."""
         index = range(len(self))[rows] if isinstance(rows, slice) else rows
         first, length = _extent(self.sequences, index)
         return values[rows][:, first - self.batch.first_trained : length - self.batch.first_trained]
 
     def minibatches(self, size: int) -> Iterator[tuple[slice, Rollout]]:
-        """Consecutive parts of `size` rows, the last one of what is left: (rows, `select(rows)`)."""
+        """Yield (rows, `select(rows)`) for consecutive parts of `size` rows; the last may be smaller."""
         for start in range(0, len(self), size):
             rows = slice(start, min(start + size, len(self)))
             yield rows, self.select(rows)
@@ -150,20 +150,20 @@ def rollout(
 ) -> Rollout:
     """Sample `n_generations` completions of each prompt, and compute their log-probabilities under the model.
 
-    Log-probabilities come from forward passes of their own, as training runs them, at the sampling temperature: what an
-    engine computes along the way comes from other kernels, a cache, or another dtype, and differs from it. They are
-    those of the whole distribution, also where `top_p` or `top_k` cut the one that was sampled from; so does training.
+    Log-probabilities are computed in separate forward passes, as in training, at the sampling temperature, because
+    those of an engine come from other kernels, a cache or another dtype and differ. They refer to the whole
+    distribution even if `top_p` or `top_k` restrict the sampled one, again as in training.
 
     Args:
         engine: samples from the weights that `model` has.
         model: the policy, a transformers causal language model or peft's wrapper of one.
         prompts, n_generations, sampling, pad_id: see `sample`.
-        rows_per_pass: completions in one forward pass, consecutive and trimmed to their longest; None takes all. Where
-            training takes the same rows in one pass, its first log-probabilities are these to the bit.
+        rows_per_pass: consecutive completions per forward pass, trimmed to their longest; None takes all. If training
+            uses the same rows in one pass, its first log-probabilities are bit-identical to these.
 
     Raises:
-        ConfigError: no prompts, an empty one, or one too long for the model; rows_per_pass below 1.
-        SparseOptError: the engine failed, or returned other completions than were asked for.
+        ConfigError: there are no prompts, a prompt is empty or too long for the model, or rows_per_pass is below 1.
+        SparseOptError: the engine failed, or returned completions that do not match the request.
     """
     if rows_per_pass is not None and rows_per_pass < 1:
         raise ConfigError(f"rows_per_pass is {rows_per_pass}, wanted at least 1")
@@ -195,13 +195,13 @@ def sample(
 
     Args:
         prompts: token ids; none empty.
-        n_generations: completions of each.
-        pad_id: stands after the end of rows; may be an EOS.
-        device: of the tensors.
+        n_generations: completions per prompt.
+        pad_id: token id of the padding; may be that of EOS.
+        device: device of the tensors.
 
     Raises:
-        ConfigError: no prompts, an empty one, or one too long for the model.
-        SparseOptError: the engine failed, or returned other completions than were asked for.
+        ConfigError: there are no prompts, or a prompt is empty or too long for the model.
+        SparseOptError: the engine failed, or returned completions that do not match the request.
     """
     if not prompts or not all(map(len, prompts)):
         raise ConfigError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: wanted none empty")
@@ -232,11 +232,11 @@ def _check(completions: Sequence[Sequence[int]], n: int, longest: int) -> None:
 def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a completion: the tokenizer's EOS first, then those of the model's generation settings.
 
-    Chat models end a turn with another token than a document, and name both in generation_config.json.
+    Chat models end a turn with another token than a document, and list both in generation_config.json.
 
     Raises:
         ConfigError: there is none.
-        DataError: the generation settings name what is no token id.
+        DataError: the generation settings contain an invalid token id.
     """
     found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -256,7 +256,7 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def cut_at_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """The ids up to the first EOS, which is kept."""
+    """The ids up to and including the first EOS."""
     for end, token in enumerate(ids):
         if token in eos_ids:
             return list(ids[: end + 1])
@@ -264,7 +264,7 @@ def cut_at_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def require_room(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Raise ConfigError where the longest prompt and its completion are longer than the model's positions reach."""
+    """Raise ConfigError if the longest prompt with its completion exceeds the model's positions."""
     reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompts))
     if reach is not None and longest + sampling.max_new_tokens > reach:

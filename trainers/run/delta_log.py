@@ -1,4 +1,4 @@
-"""A run's delta log: begun with its start weights, written on its schedule, gone on with after a kill."""
+"""`RunDeltaLog`: the delta log of a run, created with the initial weights, written on a schedule, and resumed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ..options import TrainingOptions
 
 
 class RunDeltaLog:
-    """Takes the folder when it is made, and logs from `begin` on.
+    """Locks the folder when it is constructed, and logs after `begin`.
 
-    Of a model with adapters it logs the adapters, which are all that changes.
+    For a model with adapters, only the adapters are logged, because nothing else changes.
 
     Raises:
-        DeltaLogError: the folder holds a log and the run is not resumed; it cannot be written; another writer has it.
+        DeltaLogError: the folder holds a log and the run is not resumed, it cannot be written, or another writer holds
+            it.
     """
 
     def __init__(self, directory: Path, config: TrainingOptions, *, resuming: bool):
@@ -49,7 +50,7 @@ class RunDeltaLog:
         self._undo.close()
 
     def discard(self) -> None:
-        """Remove a log that this run has begun, of which it has logged the start weights alone."""
+        """Remove a log created by this run that holds only the initial weights."""
         if self._log is None or self._lock is None:
             return  # `claim` removes what is not a log
         self._log.close()
@@ -61,13 +62,13 @@ class RunDeltaLog:
             (self.directory / MASK_NAME).unlink(missing_ok=True)
             lock.path.unlink()
             for folder in self._made:
-                with suppress(OSError):  # it holds something else
+                with suppress(OSError):  # the folder holds other files
                     folder.rmdir()
         finally:
             lock.release()
 
     def begin(self, model: Any, optimizer: Any, algorithm: str) -> None:
-        """Log the start weights as step 0; a log that is gone on with must begin with the same."""
+        """Log the initial weights as step 0; step 0 of a resumed log must equal them."""
         self._state: nn.Module | Mapping[str, Tensor] = model
         if hasattr(model, "peft_config"):
             self._state = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -86,7 +87,7 @@ class RunDeltaLog:
             raise DeltaLogError(f"{self.directory}: does not begin with the weights that this run starts from")
 
     def go_on_after(self, step: int) -> None:
-        """Take out what was logged after this step, which the model is at now: it is done again.
+        """Remove the steps logged after this step, which is the model's current one, because they are repeated.
 
         Raises:
             DeltaLogError: the log has other weights for this step.
@@ -101,7 +102,7 @@ class RunDeltaLog:
                 raise DeltaLogError(f"{self.directory}: step {step} is not what the checkpoint of that step holds")
 
     def log(self, step: int) -> None:
-        """Log the weights, if it is the step's turn."""
+        """Log the weights if the step is due."""
         assert self._log is not None
         if self._steps.due(step, self._config.n_steps):
             self._log.append(step, self._state)

@@ -1,6 +1,6 @@
-"""Who may write to the folder of a run: one process at a time, by a lock on `run.lock` in it.
+"""`RunLock`: only one process at a time may write to a run's folder, by a file lock on `run.lock` in it.
 
-A killed run leaves the file, and nothing locked.
+A killed run leaves the file, but no lock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """A folder taken for writing while `with` lasts; it is made where it is missing.
+    """Locks a folder for writing inside `with`, and creates it if it is missing.
 
-    At the end the lock file is removed, and with it the folder if taking it made it and nothing else is in it. On a
-    file system without locks, as some of clusters are, the folder is only made, with a UserWarning.
+    On exit the lock file is removed, and also the folder if the lock created it and it is empty. On a file system
+    without locks, as on some clusters, the folder is created with a UserWarning and not locked.
 
     Raises:
-        ConfigError: another run has the folder, or it cannot be written.
+        ConfigError: another run holds the lock, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path):
@@ -59,7 +59,7 @@ class RunLock:
 
 
 def require_unlocked(folder: Path) -> None:
-    """Raise ConfigError where another run is writing to a folder; the lock file of a killed run is removed."""
+    """Raise ConfigError if another run is writing to the folder; remove the lock file of a killed run."""
     if (folder / LOCK_FILE).exists():
         with RunLock(folder):
             pass

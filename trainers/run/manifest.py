@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, so that a damaged one is found before it is read: `manifest.json` in its folder.
+"""The manifest of a checkpoint, `manifest.json`: sizes and digests of its files, to detect damage before loading.
 
     {
      "format": "sparse-opt checkpoint",
@@ -7,8 +7,8 @@
      "xxh3_128": "..."        digest of the other keys, as compact JSON with sorted keys
     }
 
-`files` has every other file of the folder, by its path relative to it. The manifest is written after them. Hidden files
-are not part of a checkpoint: nothing reads them, and file systems and desktops leave some.
+`files` lists every other file by its path relative to the folder. The manifest is written last. Hidden files are not
+part of a checkpoint: they are never read, and file systems and desktops create some.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _CHUNK = 1 << 22
 
 
 class NoManifestError(DataError):
-    """A checkpoint has no manifest, so that nothing can be said about its files."""
+    """A checkpoint has no manifest, so its files cannot be verified."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a folder whose files are complete, after putting them on disk. Raises OSError."""
+    """Flush the files of a complete checkpoint folder to disk, then write its manifest. Raises OSError."""
     files = _files(folder)
     for path in files.values():
         fsync(path)
@@ -65,7 +65,7 @@ def require_intact(folder: Path) -> None:
         if name not in found:
             raise DataError(f"checkpoint {folder}: damaged: {name} is missing")
     for name in found:
-        # transformers chooses by name what it reads, so that a file more can change what is loaded.
+        # transformers selects files by name, so an additional file can change what is loaded.
         if name not in expected:
             raise DataError(f"checkpoint {folder}: {name} is not in its {MANIFEST_FILE}; remove the file")
     try:

@@ -1,10 +1,10 @@
-"""The margins of a DPO run, pair by pair, on disk.
+"""`MarginsLog`: write the margin of each pair of a DPO run to disk.
 
     logs/margins/margins_log.jsonl              a row a step: step, epoch, n, mean, std, min, max, share_positive
     logs/margins/epoch_000/step_00001.npy       the step's margins, fp32 [n], in the order of the data
 
-A margin is beta * h: by how much the implicit reward of the chosen completion is above that of the rejected one. Epochs
-count from 0 (how often the data had been gone through when the step began), steps from 1; std is the population's.
+A margin is beta * h, the implicit reward of the chosen completion minus that of the rejected one. Epochs count from 0
+(complete passes over the data before the step), steps from 1; std is the population standard deviation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEP_FILE = re.compile(r"step_(\d+)\.npy")
 
 
 class MarginsLog:
-    """Writes the margins of a run's steps. A resumed run writes again what followed its checkpoint."""
+    """Writes the margins of a run's steps. A resumed run rewrites those of the steps after its checkpoint."""
 
     def __init__(self, run: TrainingRun):
         self._run = run
@@ -43,7 +43,7 @@ class MarginsLog:
                 file.unlink()
 
     def write(self, step: int, margins: torch.Tensor) -> None:
-        """Write a step's margins [n]: the file first, then the row, so that a row's file is there."""
+        """Write a step's margins [n]: the file before the row, so that the file of every row exists."""
         values = margins.detach().float().cpu().numpy()
         epoch = self._run.epoch_of(step)
         file = step_file(self.folder, epoch, step)
@@ -66,5 +66,5 @@ class MarginsLog:
 
 
 def step_file(folder: Path, epoch: int, step: int) -> Path:
-    """Where a step's margins are."""
+    """The path of a step's margins."""
     return folder / f"epoch_{epoch:03d}" / f"step_{step:05d}.npy"

@@ -1,4 +1,4 @@
-"""What a run leaves behind: options, rows of JSON as it goes, and models in Hugging Face format, none half-written."""
+"""The output files of a run: options, JSON rows written during training, and models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OPTIONS_FILE = "options.yaml"
 SUMMARY_FILE = "summary.json"
 CHECKPOINT_FOLDER = "final"
 ADAPTER_FOLDER = "adapter"
-# What may be in a run's folder before the first row of metrics.
+# Files that may be in a run's folder before the first row of metrics.
 _EARLY_OUTPUTS = (
     OPTIONS_FILE, METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE, "update_statistics.jsonl", "reward_parts.jsonl", "logs",
     "tensorboard", "wandb", "wandb_run_id",
 )  # fmt: skip
 
-# What a resumed run may be given otherwise: it changes nothing that the run computes.
+# Options that may differ in a resumed run, because they do not affect what the run computes.
 _FREE_TO_CHANGE = {
     "resume", "resume_step", "output_dir", "mount_dir", "save_steps", "save_total_limit", "sample_steps", "report_to",
     "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size", "eval_steps", "device",
@@ -46,12 +46,12 @@ _FREE_TO_CHANGE = {
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Refuse a folder that a run could not create or that holds something (other than the lock file of a run or log).
+    """Refuse a folder that cannot be created or is not empty (except for the lock file of a run or log).
 
-    The disk is left as it was.
+    Nothing is changed on disk.
 
     Raises:
-        ConfigError: naming `option`, the folder and the cause.
+        ConfigError: the folder is refused; the message names `option`, the folder and the cause.
     """
     try:
         if path.is_dir():
@@ -67,7 +67,7 @@ def check_new_folder(path: Path, option: str) -> None:
     if not parent.is_dir():
         raise ConfigError(f"option '{option}': {path} cannot be made: {parent} is not a folder")
     try:
-        # Only trying tells: a file system may refuse what the permission bits allow.
+        # Only an attempt is conclusive: a file system may refuse what the permission bits allow.
         os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=parent))
     except OSError as error:
         raise ConfigError(f"option '{option}': {path} cannot be made in {parent}: {error.strerror}") from error
@@ -79,15 +79,16 @@ def _not_empty(path: Path, option: str) -> ConfigError:
 
 
 def is_begun(output_dir: Path) -> bool:
-    """Whether a run has begun to write here."""
+    """Whether a run has started to write to this folder."""
     return (output_dir / OPTIONS_FILE).is_file()
 
 
 def check_resumable(output_dir: Path, config: Any) -> None:
-    """Refuse to go on with a run that has finished, or that was begun with options that compute something else.
+    """Refuse to resume a run that has finished, or was started with options that change its results.
 
     Raises:
-        ConfigError: naming the first such option and both values, or an unreadable options file.
+        ConfigError: the run is refused; the message names the first differing option and both values, or an options
+            file that cannot be read.
     """
     if (output_dir / SUMMARY_FILE).is_file():
         raise ConfigError(f"option 'resume': the run in {output_dir} has finished, see its {SUMMARY_FILE}")
@@ -95,9 +96,9 @@ def check_resumable(output_dir: Path, config: Any) -> None:
 
 
 def require_same_options(output_dir: Path, config: Any, free_to_change: Collection[str]) -> None:
-    """Raise ConfigError where a run was begun with another value of an option that is not free to change.
+    """Raise ConfigError if a run was started with another value of an option that must not change.
 
-    The message names the first such option and both values. An options file that cannot be read is refused too.
+    The message names the first such option and both values. An options file that cannot be read is also refused.
     """
     file = output_dir / OPTIONS_FILE
     try:
@@ -108,7 +109,7 @@ def require_same_options(output_dir: Path, config: Any, free_to_change: Collecti
         what = "is empty" if not begun_with else f"holds a {type(begun_with).__name__}"
         raise ConfigError(f"option 'resume': {file} {what}, expected the options of a run")
     now = yaml.safe_load(to_yaml(config))
-    # An option that came after the run was begun had its default then.
+    # An option added after the run was started had its default value then.
     later = {field.name for field in fields(config) if getattr(config, field.name) == field.default} - begun_with.keys()
     for name in sorted((now.keys() | begun_with.keys()) - later, key=str):
         before, after = begun_with.get(name), now.get(name)
@@ -120,9 +121,9 @@ def require_same_options(output_dir: Path, config: Any, free_to_change: Collecti
 
 
 class RowFile:
-    """JSON lines, flushed one by one as they are written; the file is made with the first.
+    """A file of JSON lines, flushed line by line; it is created with the first row.
 
-    `rows` are those of the run so far.
+    `rows` are the rows of the run so far.
     """
 
     def __init__(self, path: Path):
@@ -132,7 +133,7 @@ class RowFile:
 
     @classmethod
     def resumed(cls, path: Path, last_step: int) -> RowFile:
-        """Go on with a file after its rows of step `last_step`; what follows them, or is torn, is dropped."""
+        """Continue a file after its rows of step `last_step`; later rows and an incomplete last line are removed."""
         file = cls(path)
         if path.exists():
             file.rows = read_rows(path, last_step)
@@ -156,14 +157,14 @@ class RowFile:
             ) from error
         with writing(self.path):
             if self._file is None:
-                # Unbuffered: a line that could not be written is not tried again when the file is closed.
+                # Unbuffered, so that closing the file does not retry a failed write.
                 self._file = self.path.open("ab", buffering=0)
             while line:
                 line = line[self._file.write(line) :]
         self.rows.append(row)
 
     def sync(self) -> None:
-        """Put what was written on disk: a checkpoint must not outlive the rows of its steps."""
+        """Flush written rows to disk, so that a checkpoint never exists without the rows of its steps."""
         if self._file is not None:
             with writing(self.path):
                 os.fsync(self._file.fileno())
@@ -175,13 +176,13 @@ class RowFile:
 
 
 def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """The rows of a file up to `last_step`; a last line that a killed run has left unfinished is none.
+    """The rows of a file up to `last_step`, without an incomplete last line of a killed run.
 
     Raises:
-        DataError: another line is not a JSON object with a step; names the file and the line.
+        DataError: another line is not a JSON object with a step; the message names the file and the line.
     """
     rows = []
-    # The piece after the last newline is empty, or an unfinished line.
+    # The part after the last newline is empty or an incomplete line.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             row = json.loads(line)
@@ -195,7 +196,7 @@ def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 def require_metrics(output_dir: Path, last_step: int) -> None:
-    """Raise DataError where the metrics of a run are not one row for each step up to `last_step`, in order."""
+    """Raise DataError unless the metrics of a run have one row for each step up to `last_step`, in order."""
     path = output_dir / METRICS_FILE
     rows = read_rows(path, last_step) if path.exists() else []
     for row in rows:
@@ -211,14 +212,14 @@ def require_metrics(output_dir: Path, last_step: int) -> None:
 
 
 def begin_outputs(output_dir: Path, config: Any) -> None:
-    """Write the options of a run into its folder, which the caller has locked: the sign that it has begun."""
+    """Write the options of a run to its folder, which the caller has locked; this marks the run as started."""
     path = output_dir / OPTIONS_FILE
     with writing(path), written_aside(path) as aside:
         aside.write_text(to_yaml(config), encoding="utf-8")
 
 
 def discard_outputs(output_dir: Path) -> None:
-    """Remove what a run may have written before its first step was logged; the folder stays."""
+    """Remove the files that a run may have written before its first logged step; the folder is kept."""
     for name in _EARLY_OUTPUTS:
         path = output_dir / name
         if path.is_dir():
@@ -229,7 +230,7 @@ def discard_outputs(output_dir: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, an error of a write, such as a full disk, becomes a SparseOptError that names `path`."""
+    """A context that turns a write error, such as a full disk, into a SparseOptError that names `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -237,7 +238,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:
-    """The run's summary beside its metrics: the sign that it has finished."""
+    """Write the run's summary next to its metrics; this marks the run as finished."""
     path = output_dir / SUMMARY_FILE
     with writing(path), written_aside(path) as aside:
         aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -246,13 +247,13 @@ def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:
 def save_checkpoint(
     model: nn.Module, tokenizer: Any, folder: Path, beside: Callable[[Path], object] | None = None
 ) -> None:
-    """Write model and tokenizer in Hugging Face format; `folder` appears when all of it is on disk, or not at all.
+    """Write model and tokenizer in Hugging Face format to `folder`, atomically.
 
     Args:
-        beside: writes what else belongs into the folder it is given.
+        beside: writes further files into the folder passed to it.
 
     Raises:
-        SparseOptError: it cannot be written.
+        SparseOptError: the checkpoint cannot be written.
     """
     with writing(folder), new_folder(folder) as aside:
         save_into(model, tokenizer, aside)
@@ -261,6 +262,6 @@ def save_checkpoint(
 
 
 def save_into(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write model (of a PEFT model, its adapters) and tokenizer into a folder that is there."""
+    """Write the model (for a PEFT model, its adapters) and the tokenizer into an existing folder."""
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)

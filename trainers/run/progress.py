@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal; in a file or a pipe, a plain line now and then."""
+"""Progress of a run: a bar on a terminal, and occasional plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class Progress:
-    """Shows each finished step on stderr; `with` takes the bar down at the end."""
+    """Shows each finished step on stderr; leaving `with` closes the bar."""
 
     def __init__(self, title: str, n_steps: int, n_done: int = 0):
         self._title, self._n_steps = title, n_steps
@@ -29,10 +29,10 @@ class Progress:
         self._bar.close()
 
     def advance(self, step: int, figures: Mapping[str, str]) -> None:
-        """Step `step` is done, with these figures to show."""
+        """Mark `step` as done and show these metrics."""
         self._bar.set_postfix(figures, refresh=False)
         self._bar.update()
-        # tqdm turns itself off where stderr is no terminal.
+        # tqdm disables itself if stderr is not a terminal.
         if self._bar.disable and time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES:
             self._said_at = time.monotonic()
             listed = ", ".join(f"{name} {value}" for name, value in figures.items())
@@ -40,10 +40,10 @@ class Progress:
 
 
 def hide_progress_bars(*, always: bool = False) -> None:
-    """Turn off the progress bars of transformers and datasets, which they draw into files and pipes too.
+    """Disable the progress bars of transformers and datasets, which would also be written to files and pipes.
 
     Args:
-        always: on a terminal as well.
+        always: disable them on a terminal as well.
     """
     import datasets
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""Completions that the policy writes while it trains, for a person to read beside the data's."""
+"""Sample completions of the policy during training, to compare with those of the data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..data.encoding import TokenSequence
 from ..rollouts import Sampling, make_engine
 from .training_run import TrainingRun
 
-# Enough to read, and little to wait for.
+# Few prompts, so that sampling takes little time.
 N_SAMPLES = 4
 LONGEST = 128  # tokens; less where the data's own completions are less than half as long
 
 
 def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
-    """The policy's most likely completions of the first few prompts: rows with prompt, completion and the data's own.
+    """Greedy completions of the first few prompts: rows with the prompt, the completion and that of the data.
 
-    A sequence without a prompt, and a prompt that leaves no room in the model's positions, is passed over.
+    Sequences without a prompt, and prompts that use up the model's positions, are skipped.
 
     Raises:
-        ConfigError: neither tokenizer nor model names an EOS token.
+        ConfigError: neither the tokenizer nor the model has an EOS token.
     """
     reach = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
     fitting = [

@@ -1,4 +1,4 @@
-"""How a step's time divides, without making the host wait for the GPU."""
+"""`StepTimer`: the time of each section of a step, measured without synchronizing with the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count the time of the `with` block under `name`."""
+        """Add the time of the `with` block to section `name`."""
         if self._device.type != "cuda":
             started = time.perf_counter()
             yield
@@ -37,7 +37,7 @@ class StepTimer:
         self._events.append((name, start, end))
 
     def read(self) -> dict[str, float]:
-        """Seconds per section since the last read. On CUDA, the work must have been waited for."""
+        """Seconds per section since the last read. On CUDA, the work must have finished."""
         for name, start, end in self._events:
             self._add(name, start.elapsed_time(end) / 1e3)
         seconds, self._seconds, self._events = self._seconds, {}, []

@@ -1,4 +1,4 @@
-"""A run's metrics at Weights & Biases and TensorBoard, where they are asked for."""
+"""Trackers that report a run's metrics to Weights & Biases and TensorBoard (option `report_to`)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ID_FILE = "wandb_run_id"
 
 
 class Tracker(Protocol):
-    """One place that metrics go to."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """The metrics of a step."""
+        """Report the metrics of a step."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send pending metrics and close."""
 
 
 def require_trackers(config: TrainingOptions) -> None:
-    """Raise ConfigError where one that `report_to` asks for cannot be imported."""
+    """Raise ConfigError if a tracker in `report_to` cannot be imported."""
     for name in config.report_to:
         try:
             importlib.import_module({"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[name])
@@ -42,10 +42,10 @@ def require_trackers(config: TrainingOptions) -> None:
 
 
 def make_trackers(config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int) -> list[Tracker]:
-    """One for each entry of `report_to`; `first_step` is the first that this process logs.
+    """Make a tracker for each entry of `report_to`; `first_step` is the first step that this process logs.
 
     Raises:
-        ConfigError: one that is asked for refuses to begin.
+        ConfigError: a tracker cannot be started.
     """
     makers: dict[str, type[WandbTracker] | type[TensorBoardTracker]]
     makers = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
@@ -58,7 +58,7 @@ def project_name(config: TrainingOptions, algorithm: str) -> str:
 
 
 class TensorBoardTracker:
-    """Event files under `output_dir/tensorboard`. A resumed run hides what an earlier one wrote from its step on."""
+    """Writes event files to `output_dir/tensorboard`. A resumed run hides earlier events from its first step on."""
 
     def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -67,7 +67,7 @@ class TensorBoardTracker:
         self._writer.add_text("options", f"```yaml\n{to_yaml(config)}```", first_step)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Numbers as scalars; what is None is left out."""
+        """Write numbers as scalars; None is skipped."""
         for name, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
@@ -78,7 +78,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run at wandb, the same one when the training is resumed. WANDB_MODE and its other variables work as usual."""
+    """Reports to a wandb run, which a resumed training continues. WANDB_MODE and other variables work as usual."""
 
     def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
         import wandb
@@ -100,7 +100,7 @@ class WandbTracker:
             raise ConfigError(f"option 'report_to': wandb: {' '.join(str(error).split())}") from error
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Numbers under their names; what is None is left out."""
+        """Report numbers under their names; None is skipped."""
         self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
 
     def close(self) -> None:
