@@ -1,4 +1,4 @@
-"""Fixtures that more than one folder uses."""
+"""Fixtures used by several test folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# What makes a tensor of the default dtype from numbers that do not say theirs; of the others only floats take it.
+# Functions whose result has the default dtype unless one is given; other functions use it only for Python floats.
 _FLOAT_FACTORIES = {
     getattr(torch, name) for name in ("empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn")
 } | {torch.zeros, torch.normal}
@@ -52,19 +52,19 @@ _LIBRARY = (
 
 
 class UsualDefaultsOutsideOfTheLibrary(TorchFunctionMode):
-    """What tests and other packages make is float32 on the CPU, as they expect; the library's own code gets no help.
+    """Gives tests and other packages float32 on the CPU as usual, and only the library's own code the other defaults.
 
-    The code that makes a tensor is that of the innermost frame outside of torch. What others set as the default dtype,
-    as transformers does while it loads a model, stays.
+    The code that makes a tensor is that of the innermost frame outside torch. A default dtype set by other packages, as
+    by transformers while it loads a model, is kept.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.dtype = dtype  # the default that the tests do not expect
+        self.dtype = dtype  # the default dtype under test
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A compiler can't look at frames; it compiles the library's code for the most part.
+        # torch.compile cannot inspect frames; it mostly compiles the library's code.
         if func not in _device_constructors() or torch.compiler.is_compiling() or self._is_called_by_the_library():
             return func(*args, **kwargs)
         if kwargs.get("device") is None:
@@ -88,7 +88,7 @@ class UsualDefaultsOutsideOfTheLibrary(TorchFunctionMode):
 
 @pytest.fixture(autouse=True)
 def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The defaults of `--default-dtype` and `--default-device`, in the library's code."""
+    """Set the defaults of `--default-dtype` and `--default-device` in the library's code."""
     name, device = request.config.getoption("default_dtype"), request.config.getoption("default_device")
     if name is None and device is None:
         yield
@@ -108,8 +108,9 @@ def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def one_patch_of_triton_in_a_kernel() -> Iterator[None]:
-    """Triton's interpreter patches `triton.language` for a kernel and again in each call of a function of the kernel's,
-    which takes longer than most of these functions. One patch serves until the kernel is through, and is then undone.
+    """Patch `triton.language` once per kernel in Triton's interpreter, and undo it when the kernel has finished.
+
+    The interpreter also patches it in each call of a function in the kernel, which takes longer than most functions.
     """
     from triton.runtime import interpreter
 
@@ -118,13 +119,13 @@ def one_patch_of_triton_in_a_kernel() -> Iterator[None]:
 
     @functools.cache
     def patched_by(fn: Callable[..., Any]) -> frozenset[str]:
-        """The modules of Triton that `_patch_lang` patches for a function: those that its own module names."""
+        """The Triton modules that `_patch_lang` patches for a function: those named in the function's module."""
         found = [getattr(value, "__name__", None) for value in fn.__globals__.values()]
         return frozenset({"triton.language", "triton.language.core"}.intersection(found))
 
     def patch_once(fn: Callable[..., Any]) -> Any:
         if (modules := patched_by(fn)) in done:
-            return None  # calls of functions undo nothing
+            return None  # nested function calls undo nothing
         done.add(modules)
         return patch(fn)
 
@@ -140,7 +141,7 @@ def one_patch_of_triton_in_a_kernel() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device a test has to pass on; the one that is not there is skipped with its reason."""
+    """Every device that a test must pass on; an unavailable device is skipped with the reason."""
     return torch.device(request.param)
 
 
@@ -148,7 +149,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def tiny_llama() -> Callable[..., torch.nn.Module]:
     """`tiny_llama(seed=0, dtype=torch.float32, **config)`: a Llama of two layers with random weights, on the CPU.
 
-    About 20 thousand parameters, in the shapes that matter: grouped key-value heads, a gated MLP whose width is no
+    About 20 thousand parameters, with the relevant shapes: grouped key-value heads, a gated MLP whose width is not a
     multiple of a tile, norms (1-D), embeddings tied or not (`tie_word_embeddings=`). Nothing is downloaded.
     """
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")

@@ -1,4 +1,4 @@
-"""`sparse-opt bench NAME ...`: run a benchmark of `sparse_opt.bench`. Each checks its result before it times it."""
+"""`sparse-opt bench NAME ...`: run a benchmark of `sparse_opt.bench`. Each checks its results before timing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .parser import CommandParser
 
-# Name -> module of sparse_opt.bench, and what its main(argv) measures.
+# Name -> (module of sparse_opt.bench, what its main(argv) measures).
 BENCHMARKS = {
     "baseline": (
         "training.baseline.main",
@@ -48,7 +48,7 @@ _EPILOG = """examples:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Hand the words after the benchmark's name to it, and its exit code back."""
+    """Run the named benchmark with the remaining words and return its exit code."""
     width = max(map(len, BENCHMARKS))
     names = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in BENCHMARKS.items())
     parser = CommandParser(

@@ -1,4 +1,4 @@
-"""`sparse-opt doctor`: what is installed, which backends can run here, and why the others cannot."""
+"""`sparse-opt doctor`: report the installed packages, the available backends, and why the others are unavailable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import BackendUnavailable
 from .output import format_bytes, print_json, table
 from .parser import CommandParser, add_json_flag
 
-# Environment variables that change what runs.
+# Environment variables that affect which code runs.
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
 
@@ -32,10 +32,11 @@ examples:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the report. Finding that a backend cannot run is a result, not a failure: the exit code is 0.
+    """Print the report. The exit code is 0 even if backends are unavailable, because the report itself succeeded.
 
     Raises:
-        BackendUnavailable: after the report, if SPARSE_OPT_BACKEND is the name of no backend: no op would run.
+        BackendUnavailable: after the report, if SPARSE_OPT_BACKEND is not the name of a backend, so that no op could
+            run.
     """
     args = _parser().parse_words(argv)
     report = examine()
@@ -60,7 +61,7 @@ def _parser() -> CommandParser:
 
 
 def examine() -> dict[str, Any]:
-    """The report as plain data. Keys that need torch are absent where torch is."""
+    """The report as plain data. Keys that need torch are absent if torch is not installed."""
     report: dict[str, Any] = {
         "sparse_opt": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
@@ -124,11 +125,11 @@ def _availability(backends: Any, torch: Any, backend: str, device: str) -> dict[
 
 
 def _auto(backends: Any, device: str) -> dict[str, Any]:
-    """What `auto` takes on a device for each op, and what comes before it in the order and cannot run."""
+    """The backend that `auto` selects on a device for each op, and the unavailable ones of higher priority."""
     found = {}
     for op, order in backends.AUTO_ORDER[device.partition(":")[0]].items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this report says what the warning would
+            warnings.simplefilter("ignore")  # the report contains what the warning says
             taken = backends.choose(op, device, "auto")
         passed_over = {name: backends.why_unavailable(name, device) for name in order[: order.index(taken)]}
         found[op] = {"backend": taken, "order": order, "passed_over": passed_over}
@@ -136,7 +137,7 @@ def _auto(backends: Any, device: str) -> dict[str, Any]:
 
 
 def _in_force(backends: Any, device: str) -> dict[str, Any]:
-    """What each op gets here and now where no argument `backend` is given, SPARSE_OPT_BACKEND included."""
+    """The backend of each op called without the argument `backend`, with SPARSE_OPT_BACKEND taken into account."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -172,7 +173,7 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _alike(report: dict[str, Any]) -> list[list[str]]:
-    """The devices, those together of which the report says the same."""
+    """The devices, grouped by equal entries in the report."""
     groups: dict[str, list[str]] = {}
     for device in report["backends"]:
         of_device = [report[part].get(device) for part in ("backends", "auto", "in_force")]
@@ -181,7 +182,7 @@ def _alike(report: dict[str, Any]) -> list[list[str]]:
 
 
 def _choice(report: dict[str, Any], devices: Sequence[str]) -> list[str]:
-    """What runs on devices that are alike, and why."""
+    """Lines on the backends that run on a group of devices, and why."""
     device, on = devices[0], f"on {', '.join(devices)} tensors"
     auto, named = report["auto"][device], report["environment"]["SPARSE_OPT_BACKEND"]
     rows = [(op, entry["backend"], ", ".join(entry["order"])) for op, entry in auto.items()]

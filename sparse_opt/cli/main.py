@@ -1,9 +1,9 @@
-"""`sparse-opt COMMAND ...`: finds the command, runs it, and turns what went wrong into one line and an exit code.
+"""`sparse-opt COMMAND ...`: run a command and turn errors into one line and an exit code.
 
 Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted.
 
-A command is a module beside this one with `run(argv) -> int`. It is imported when it is called, and imports torch
-inside `run`, so that `--help` answers at once.
+A command is a module or package in this folder with `run(argv) -> int`. It is imported only when it is called, and
+imports torch inside `run`, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": "what is installed, which backends can run here, and why the others cannot",
 }
 
-# Packages that a user may lack, and how to get them.
+# Optional packages, and how to install them.
 _INSTALL = {
     "torch": "pip install torch",
     "triton": "pip install triton",
@@ -81,7 +81,7 @@ def _exit_code(words: list[str]) -> int:
     except ConfigError as error:
         return _fail(f"error: {error}", 2)
     except BrokenPipeError:
-        # The reader (`| head`) left: nothing to report, and nothing more may be written when Python exits.
+        # The reader (such as `| head`) closed the pipe: report nothing, and let Python write nothing more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (SparseOptError, OSError) as error:

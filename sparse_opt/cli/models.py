@@ -1,4 +1,4 @@
-"""Models by hub name or local folder: their shapes alone, or all of them with the tokenizer."""
+"""Load models by hub name or local folder: parameter shapes only, or the whole model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def parameter_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of a causal language model's floating-point parameters, tied ones once; reads no weights.
+    """Name -> shape of a causal language model's floating-point parameters, tied ones once. Weights are not read.
 
     Raises:
-        DataError: no such model, or not a causal language model.
+        DataError: the model does not exist or is not a causal language model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,8 @@ def load_model(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """A causal language model on the CPU, in `dtype`, and its tokenizer.
 
     Raises:
-        DataError: no such model, not a causal language model, damaged or missing weights, or no tokenizer.
+        DataError: the model does not exist, is not a causal language model, has damaged or missing weights, or has no
+            tokenizer.
     """
     from transformers import AutoModelForCausalLM
 

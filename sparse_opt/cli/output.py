@@ -1,4 +1,4 @@
-"""What commands print: aligned tables, sizes, JSON."""
+"""Output of commands: aligned tables, sizes, JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def print_json(data: Any) -> None:
-    """`data` as indented JSON that any parser reads: NaN and infinities, which JSON lacks, become null."""
+    """Print `data` as indented, valid JSON: NaN and infinities, which JSON does not have, become null."""
     print(json.dumps(_plain(data), indent=2, allow_nan=False))
 
 
@@ -24,7 +24,7 @@ def _plain(data: Any) -> Any:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Text columns: the first `words` of them flush left, the others, figures, flush right."""
+    """Aligned columns: the first `words` columns flush left, the others (numbers) flush right."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     lines.insert(1, ["-" * width for width in widths])
@@ -37,7 +37,7 @@ def _justified(cells: Sequence[str], widths: Sequence[int], words: int) -> list[
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory has run out: a GPU's, or the host's as Python, numpy or torch's CPU allocator say it."""
+    """Whether the error means out of memory, on a GPU or on the host (Python, numpy or torch's CPU allocator)."""
     import torch
 
     gpu_or_python = isinstance(error, torch.OutOfMemoryError | MemoryError)

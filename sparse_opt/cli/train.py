@@ -10,7 +10,7 @@ from ..errors import ConfigError, SparseOptError
 from .output import format_bytes, is_out_of_memory, print_json
 from .parser import CommandParser, add_json_flag
 
-# Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>; of rft, the name of its stages' table.
+# Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>; for rft, of its table of stages.
 ALGORITHMS = {
     "sft": "SFTConfig",
     "dpo": "DPOConfig",
@@ -19,7 +19,7 @@ ALGORITHMS = {
     "rft": "STAGES",
     "rlt": "RLTConfig",
 }
-# What to lower when memory runs out, beside mode sparse and --gradient_checkpointing.
+# Options to lower if memory runs out, in addition to mode sparse and --gradient_checkpointing.
 _MEMORY_OPTIONS = {
     "sft": "--batch_size or --max_length",
     "dpo": "--batch_size or --max_length",
@@ -52,7 +52,7 @@ rft has three stages: 'sparse-opt train rft datagen|train|test'.
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train, then print what came of it: a summary, or with --json all of it."""
+    """Train, then print a summary, or with --json all results."""
     parser = CommandParser(
         prog="sparse-opt train",
         usage="sparse-opt train ALGORITHM [--json] [--config FILE] [--key value ...] [key=value ...]",
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     )
     add_json_flag(parser)
     words = [word for word in argv if word != "--json"]
-    # Only the first word is this parser's: the others are the algorithm's options.
+    # This parser reads only the first word; the others are options of the algorithm.
     args = parser.parse_words(words[:1])
     summary = train(args.algorithm, words[1:])
     if len(words) < len(argv):
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
-    """The summary of one run, whose options are `words`."""
+    """Run an algorithm with the options in `words` and return its summary."""
     from sparse_opt.trainers.run.progress import hide_progress_bars
 
     from ..config import parse_config
@@ -112,7 +112,7 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _stages_parser(prog: str, stages: Mapping[str, tuple[type, Any]]) -> CommandParser:
-    """For its help: what each stage does, in its options' first line."""
+    """A parser for the help text, with the first docstring line of each stage's options."""
     parser = CommandParser(
         prog=prog,
         usage=f"{prog} STAGE [--json] [--config FILE] [--key value ...] [key=value ...]",

@@ -1,4 +1,4 @@
-"""Logs of small states that a test writes down itself."""
+"""Fixtures for delta logs of small states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_log(tmp_path: Path) -> Callable[..., DeltaLog]:
 
 @pytest.fixture
 def random_states() -> Callable[..., list[dict[str, torch.Tensor]]]:
-    """`random_states(dtype, steps=3)`: a Llama-like state, and what becomes of it by changes of 1e-8 to 1e-2."""
+    """`random_states(dtype, steps=3)`: a Llama-like state, followed by states with changes of 1e-8 to 1e-2."""
 
     def make(dtype: torch.dtype, steps: int = 3) -> list[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(3)

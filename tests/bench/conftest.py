@@ -1,4 +1,4 @@
-"""What tests of the benchmarks share."""
+"""Fixtures of the benchmark tests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """``run_here(module, unless=)``: what a benchmark starts as `python -m module` runs in this process instead.
+    """``run_here(module, unless=)``: run the `python -m module` commands of a benchmark in this process.
 
-    Starting Python and importing transformers takes longer than the work. Other commands are started as ever, and so
-    are those for which ``unless(command)`` holds.
+    Starting Python and importing transformers takes longer than the work. Other commands, and those for which
+    ``unless(command)`` is true, are started as usual.
     """
     start_process = subprocess.run
 

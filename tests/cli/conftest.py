@@ -1,4 +1,4 @@
-"""Running the command line inside the test's process, and a tiny run's files for it to work on."""
+"""Fixtures that run the command line in the test's process, and files of a tiny run as its inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparse_opt.cli.quickstart import data as quickstart_data
 
 @pytest.fixture(autouse=True)
 def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep what `datasets` caches out of the user's home."""
+    """Keep the cache of `datasets` out of the user's home."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
@@ -30,12 +30,12 @@ class Outcome:
     err: str
 
     def done(self) -> str:
-        """stdout, after checking that the command was content."""
+        """stdout, after a check that the command succeeded."""
         assert self.code == 0, self.err
         return self.out
 
     def failed_in_one_line(self, code: int) -> str:
-        """The error line, after checking that there is nothing else: no output, no usage text, no traceback."""
+        """The error line, after a check that there is nothing else: no output, no usage text, no traceback."""
         assert self.code == code, (self.code, self.out, self.err)
         assert self.out == ""
         lines = self.err.splitlines()

@@ -1,4 +1,4 @@
-"""States to log, and the comparison by bits that every test of the log rests on."""
+"""Fixtures for delta log tests: states to log, and their bitwise comparison."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = [
 
 
 class States:
-    """States made from a seed: any bits, so NaN payloads, both zeros, infinities and denormals are among them."""
+    """States with random bits from a seed, including NaN payloads, both zeros, infinities and denormals."""
 
     def __init__(self, seed: int = 0) -> None:
         self.source = random.Random(seed)
@@ -56,7 +56,7 @@ class States:
         }
 
     def change(self, state: Mapping[str, Tensor], share: float = 0.2) -> State:
-        """A copy of which about `share` of the elements have new bits."""
+        """A copy in which about `share` of the elements have new bits."""
         changed = {}
         for name, tensor in state.items():
             fresh = self.bits(tuple(tensor.shape), tensor.dtype)
@@ -101,7 +101,7 @@ def with_header() -> Callable[..., None]:
 
 
 class Logged:
-    """A closed log on disk, and what each of its steps must give."""
+    """A closed log on disk, and the expected state of each step."""
 
     def __init__(self, directory: Path, states: Mapping[int, State]) -> None:
         self.directory, self.states = directory, dict(states)

@@ -1,4 +1,4 @@
-"""A tiny model with its tokenizer on disk, rows for each trainer, and their trainers beside ours."""
+"""Fixtures: a tiny model with its tokenizer on disk, rows for each trainer, and dense and sparse trainers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WORDS = ["<pad>", "<eos>", "plus", "is", "not", *map(str, range(40))]
 
 @pytest.fixture(autouse=True)
 def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep what `datasets` caches out of the user's home."""
+    """Keep the cache of `datasets` out of the user's home."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The models are so small that threads only wait for each other."""
+    """Use one thread, because the models are so small that more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,8 +49,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def folder(tmp_path, tiny_llama, tokenizer) -> Path:
-    """A saved model: GRPO and DPO load their reference from where the policy came from."""
-    # Sharper than a new model, so that log-probabilities differ between tokens.
+    """A saved model, because GRPO and DPO load their reference from the policy's folder."""
+    # Larger weights than a new model's, so that log-probabilities differ between tokens.
     model = tiny_llama(vocab_size=len(WORDS), initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -76,12 +76,12 @@ def rows_of(kind: str, n: int = 9) -> Dataset:
 
 
 def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that any model can raise: the share of even tokens."""
+    """A reward that any model can increase: the share of even tokens."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
 class Watch(TrainerCallback):
-    """Keeps a copy of the weights after the steps asked for."""
+    """Keeps copies of the weights after the given steps."""
 
     def __init__(self, steps: range) -> None:
         self.steps, self.weights = steps, {}
@@ -93,7 +93,7 @@ class Watch(TrainerCallback):
 
 @dataclass
 class Lab:
-    """`lab("DPO", mask=m, max_steps=3)` is a trainer of that kind, ours where there is a mask, theirs where none is."""
+    """`lab("DPO", mask=m, max_steps=3)` makes a trainer of that kind: sparse with a mask, else the original one."""
 
     folder: Path
     tokenizer: Any
@@ -114,7 +114,7 @@ class Lab:
         return LlamaForCausalLM.from_pretrained(self.folder, dtype=dtype, **config).to(self.device)
 
     def random_mask(self, density: float = 0.1, without: tuple[str, ...] = ()) -> MaskSet:
-        """A mask; parameters whose name holds one of `without` have no active element."""
+        """A random mask; parameters whose names contain one of `without` have no active element."""
         mask = MaskSet.random(self.model(), density=density, seed=7)
         names = [name for name in mask.names if not any(part in name for part in without)]
         return MaskSet({n: mask.indices[n] for n in names}, {n: mask.shapes[n] for n in names})
@@ -157,7 +157,7 @@ class Lab:
         given: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Any:
-        """`given` goes to the trainer's constructor, `changes` to its arguments."""
+        """`given` is passed to the trainer's constructor, `changes` to its training arguments."""
         options = {
             "model": self.model() if model is None else model,
             "args": self.args(kind, **changes),
@@ -176,7 +176,7 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path, folder, tokenizer, device, monkeypatch) -> Iterator[Lab]:
-    if device.type == "cuda":  # a run that is compared bit by bit has to be one that can be repeated
+    if device.type == "cuda":  # bitwise comparisons require deterministic runs
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     yield Lab(folder, tokenizer, tmp_path, device)

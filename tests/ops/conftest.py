@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def fast_backends():
-    """(device, backend) pairs that can run here; which they are depends on the build and on TRITON_INTERPRET."""
+    """The available (device, backend) pairs, which depend on the build and on TRITON_INTERPRET."""
     from sparse_opt import backends
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -1,4 +1,4 @@
-"""What the tests of tiles in models share; their models are in tiled_models.py, which is found from here."""
+"""Shared by the tests of tiles in models, whose models are in tiled_models.py; puts that file on the import path."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def clean_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources without anything built, so that a build here neither finds an older one nor leaves one behind."""
+    """A copy of the sources without build outputs, so that a build starts clean and leaves the checkout unchanged."""
     copy = tmp_path_factory.mktemp("checkout")
     for folder in SOURCES:
         ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
@@ -35,7 +35,7 @@ def clean_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def python() -> Python:
-    """Run this interpreter with the given arguments; the environment variables named are set, or unset where None."""
+    """Run this interpreter with the given arguments and environment variables; None unsets a variable."""
 
     def run(*arguments: str | Path, cwd: Path, **variables: str | None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **variables}

@@ -1,4 +1,4 @@
-"""A tiny Llama with its tokenizer on disk, and preference files in the formats people have."""
+"""Fixtures: a tiny Llama with its tokenizer on disk, and preference files in common formats."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 
 @pytest.fixture(autouse=True)
 def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep what `datasets` caches out of the user's home."""
+    """Keep the cache of `datasets` out of the user's home."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 def make_pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Rows in TRL's preference format: a question with its answer, and with a wrong one."""
+    """Rows in TRL's preference format: a question with the right and a wrong answer."""
     generator = random.Random(seed)
     rows = []
     for _ in range(n):
@@ -81,8 +81,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
-            initializer_range=0.1,  # sharper than the default, so that log-probabilities differ between tokens
-            attention_dropout=0.1,  # has to be switched off by the loops
+            initializer_range=0.1,  # larger than the default, so that log-probabilities differ between tokens
+            attention_dropout=0.1,  # the loops must switch it off
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -125,7 +125,7 @@ def mask_file(tmp_path_factory, model_folder) -> Path:
 
 @pytest.fixture
 def dpo_options(tmp_path, model_folder, pairs_file) -> Callable[..., object]:
-    """`dpo_options(n_steps=3)`: a DPOConfig of a small run, with the changes given."""
+    """`dpo_options(n_steps=3)`: a DPOConfig of a small run with the given options."""
     from sparse_opt.trainers.dpo import DPOConfig
 
     def make(**changes: object) -> DPOConfig:

@@ -73,7 +73,7 @@ examples:
   sparse-opt analyze report --delta_log_dir delta_logs_M --method gram --device cuda --output reports/
   sparse-opt analyze report --base_model base/ --model_name tuned/ --skip ranks --output report.html
 """
-# Those of the analyses, which cannot be imported without torch.
+# Copies of the values in the analyses, which cannot be imported without torch.
 TOLERANCES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 TAUS = (0.0, 1e-7, 1e-6, 1e-5, 1e-4)
 TAU = 1e-6
@@ -82,7 +82,7 @@ LOWRANK_K = 64
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, print a table or JSON, and write what was asked for."""
+    """Measure, print a table or JSON, and write the requested files."""
     args = _parser().parse_words(argv)
     actions = importlib.import_module(".actions", __package__)
     getattr(actions, args.action)(args)

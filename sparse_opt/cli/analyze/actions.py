@@ -188,7 +188,7 @@ def _require_k(args: Namespace) -> None:
 
 
 def _require_plots(args: Namespace) -> None:
-    """Before the work, which may be long."""
+    """Raise, before a long analysis, if --output is a file or plots cannot be drawn."""
     if args.output is not None:
         if args.output.exists() and not args.output.is_dir():
             raise ConfigError(f"option 'output' is {args.output}: a file, wanted a folder")
@@ -204,7 +204,7 @@ def _give(
     records: Table,
     pictures: Mapping[str, Callable[[], Figure]],
 ) -> None:
-    """Write the files that were asked for, and print the tables or the JSON."""
+    """Write the requested files, and print the tables or the JSON."""
     written: list[Path] = []
     if args.output is not None:
         written = [args.output / f"{name}.csv", args.output / f"{name}.json"]

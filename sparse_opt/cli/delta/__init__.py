@@ -1,4 +1,4 @@
-"""`sparse-opt delta ACTION`: the steps of a delta log, their health, and what is made of them."""
+"""`sparse-opt delta ACTION`: list, verify, reconstruct, export, squash and convert delta logs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from ..parser import CommandParser, add_json_flag
 from .rebuild import reconstruct as reconstruct
 
-# Those of delta.codec and of state dicts, which cannot be imported without torch.
+# Copies of the names in delta.codec and of state dict dtypes, which cannot be imported without torch.
 LEVELS = ("fast", "packed", "tight")
 DTYPES = ("stored", "bfloat16", "float16", "float32")
 
-# Action -> the module beside this one whose function of that name does it.
+# Action -> the module of this package that implements it.
 _ACTIONS = {
     "list": "show",
     "info": "show",

@@ -1,4 +1,4 @@
-"""`sparse-opt delta reconstruct|export`: a step of a log as a checkpoint, or as files that others read."""
+"""`sparse-opt delta reconstruct|export`: write a step of a log as a checkpoint, or in formats of other tools."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def open_as_told(args: Namespace) -> Log:
-    """The log of a call, read as its arguments for folders of `.pt` files say.
+    """Open the log of a call, with its arguments for folders of `.pt` files.
 
     Raises:
-        ConfigError: such an argument, and a log of the other kind.
+        ConfigError: such an argument is given for a log of the other kind.
         DeltaLogError: there is no log.
     """
     import torch
@@ -45,7 +45,7 @@ def open_as_told(args: Namespace) -> Log:
 
 
 def say_exact_dtype(log: Log, args: Namespace, stream: TextIO) -> None:
-    """One line where a base kept in fp32 holds nothing that 16 bits would not, and nothing was said of the dtype."""
+    """Print a hint if no dtype was given and all weights of an fp32 base are exact in a 16-bit dtype."""
     from ...delta.pt_log import PtDeltaLog
 
     if isinstance(log, PtDeltaLog) and args.dtype is None:
@@ -58,7 +58,7 @@ def say_exact_dtype(log: Log, args: Namespace, stream: TextIO) -> None:
 
 
 def run_reconstruct(args: Namespace) -> None:
-    """A step as a checkpoint."""
+    """Write a step as a checkpoint."""
     log = open_as_told(args)
     digest = _reconstruct(log, args.step, args.model_name, args.output_dir)
     if args.json:
@@ -69,13 +69,13 @@ def run_reconstruct(args: Namespace) -> None:
 
 
 def reconstruct(delta_log_dir: Path, step: int, model_name: str, output_dir: Path) -> str:
-    """Write the model at a logged step, with its tokenizer, as a checkpoint; returns the state's digest.
+    """Write the model at a logged step, with its tokenizer, as a checkpoint; return the state's digest.
 
-    The folder appears when all of it is written, or not at all.
+    The folder is written atomically.
 
     Raises:
-        ConfigError: the folder holds something, or cannot be made.
-        DeltaLogError: the step is not logged, the log is damaged, or it is another model's.
+        ConfigError: the folder is not empty or cannot be created.
+        DeltaLogError: the step is not logged, the log is damaged, or it belongs to another model.
         DataError: the model cannot be loaded.
     """
     from ...delta.open import open_log
@@ -99,7 +99,7 @@ def _reconstruct(log: Log, step: int, model_name: str, output_dir: Path) -> str:
 
 
 def _main_dtype(layout: StateLayout) -> torch.dtype:
-    """The dtype of most elements: what the model was trained in."""
+    """The dtype of most elements, in which the model was trained."""
     import torch
 
     numels: dict[str, int] = {}
@@ -110,7 +110,7 @@ def _main_dtype(layout: StateLayout) -> torch.dtype:
 
 
 def run_export(args: Namespace) -> None:
-    """A step in one of the formats of `delta.export`."""
+    """Write a step in one of the formats of `delta.export`."""
     from tqdm import tqdm
 
     from sparse_opt.trainers.run.outputs import check_new_folder
@@ -158,7 +158,7 @@ def run_export(args: Namespace) -> None:
 
 
 def _step_before(log: Log, step: int) -> int:
-    log.digest(step)  # says so where the step is not logged
+    log.digest(step)  # raises if the step is not logged
     earlier = [logged for logged in log.steps if logged < step]
     if not earlier:
         raise ConfigError(f"option 'step' is {step}: it is the base, with no step before it")

@@ -1,4 +1,4 @@
-"""`sparse-opt delta list|info`: what is in a log."""
+"""`sparse-opt delta list|info`: show the content of a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_list(args: Namespace) -> None:
-    """Every step, and their sums."""
+    """Print every step and the totals."""
     log = open_as_told(args)
     infos = _step_infos(log)
     totals = _totals(infos)
@@ -37,7 +37,7 @@ def run_list(args: Namespace) -> None:
 
 
 def run_info(args: Namespace) -> None:
-    """The log as a whole, or one step of it."""
+    """Print information on the whole log, or on one step."""
     if args.largest < 0:
         raise ConfigError(f"option 'largest' is {args.largest}: wanted 0 or more")
     log = open_as_told(args)
@@ -156,7 +156,7 @@ def _log_kind(log: DeltaLog | PtDeltaLog) -> str:
 
 
 def _origin(log: DeltaLog | PtDeltaLog) -> dict[str, Any]:
-    """What only one kind of log has to say of itself."""
+    """The information that only this kind of log has."""
     from ...delta.log import DeltaLog
 
     if isinstance(log, DeltaLog):

@@ -1,4 +1,4 @@
-"""`sparse-opt delta verify|squash|convert`: a log's health, and logs made shorter or anew."""
+"""`sparse-opt delta verify|squash|convert`: check a log, delete steps of it, or convert it to a new log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rebuild import open_as_told, say_exact_dtype
 
 
 def run_verify(args: Namespace) -> None:
-    """Walk the whole log; DeltaLogError, after all is printed, if a file is broken."""
+    """Check the whole log; after printing the results, raise DeltaLogError if a file is damaged."""
     from tqdm import tqdm
 
     log = open_as_told(args)
@@ -33,7 +33,7 @@ def run_verify(args: Namespace) -> None:
 
 
 def run_squash(args: Namespace) -> None:
-    """Delete the steps strictly between two."""
+    """Delete the steps strictly between two steps."""
     from tqdm import tqdm
 
     from ...delta.log import DeltaLog

@@ -1,4 +1,4 @@
-"""`sparse-opt mask convert|invert|union|intersect`: masks from masks."""
+"""`sparse-opt mask convert|invert|union|intersect`: make masks from other masks."""
 
 from __future__ import annotations
 

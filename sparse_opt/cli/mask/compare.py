@@ -1,4 +1,4 @@
-"""`sparse-opt mask compare`: how far masks agree, beside what chance gives."""
+"""`sparse-opt mask compare`: measure the overlap of masks and compare it with chance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ examples:
   sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --layers_png agreement_by_layer.png
   sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
 """
-# In JSON and CSV, where first and second are the masks' names.
+# Keys in JSON and CSV; first and second are the names of the masks.
 _ACTIVE = {"first": "active_first", "second": "active_second", "both": "active_both"}
 _FIGURES = (
     "numel",
@@ -63,7 +63,7 @@ def add_parser(actions: Any) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Compare, write what was asked for, and print tables or JSON."""
+    """Compare the masks, write the requested files, and print tables or JSON."""
     from ...analysis.mask_overlap import compare
     from ...masks.mask_set import MaskSet
 
@@ -103,7 +103,7 @@ def run(args: Namespace) -> None:
 
 
 def _labels(files: Sequence[Path]) -> list[str]:
-    """The names of the files without suffix; where two agree, all paths in full."""
+    """The file names without suffix, or the full paths if two names are equal."""
     if len(files) < 2:
         raise ConfigError(f"found one mask file, {files[0]}: wanted two and more")
     for i, file in enumerate(files):
@@ -133,7 +133,7 @@ def _pair_json(pair: Comparison) -> dict[str, Any]:
 
 
 def _records(comparisons: Sequence[Comparison]) -> Table:
-    """Every figure of every pair, for a CSV file."""
+    """All statistics of every pair, for a CSV file."""
     from ...analysis.tables_and_json import Column, Table
 
     headings = ("first", "second", "level", "name", *(_ACTIVE.get(figure, figure) for figure in _FIGURES))
@@ -172,5 +172,5 @@ def _table(of: str, overlaps: Mapping[str, Overlap]) -> str:
 def _cells(overlap: Overlap) -> list[str]:
     figures = ("jaccard", "jaccard_chance", "of_first", "of_first_chance", "of_second", "of_second_chance")
     values = [getattr(overlap, figure) for figure in figures]
-    # NaN, which alone is unequal to itself: a mask has no active element here.
+    # NaN, the only value that is unequal to itself: a mask has no active element in this part.
     return ["-" if value != value else f"{value:.4f}" for value in values]

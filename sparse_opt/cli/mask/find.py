@@ -1,4 +1,4 @@
-"""`sparse-opt mask find`: find a mask in a delta log, or from a model that was not trained."""
+"""`sparse-opt mask find`: find a mask from a delta log or from an untrained model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...delta.state import StateLog
     from ...mask_finding.select import FoundMask
 
-# Those of mask_scores and mask_calibration, which cannot be imported without torch.
+# Copies of the names in mask_finding, which cannot be imported without torch.
 LOG_METHODS = ("magnitude", "momentum", "fisher", "oracle")
 CALIBRATION_METHODS = ("snip", "fisher_gradient", "wanda")
 MODEL_METHODS = ("random", "weight_magnitude", *CALIBRATION_METHODS)
@@ -61,7 +61,7 @@ examples:
   sparse-opt mask find --method snip --model_name M --dataset pairs.jsonl --n_samples 64 --output masks/
   sparse-opt mask find --method weight_magnitude --model_name M --sparsity_percent 97.5 --output masks/
 """
-# Options that only some methods take -> those methods, and the value where none is given.
+# Options that only some methods take -> those methods, and the default value.
 _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
     "target_step": (LOG_METHODS, None),
     "momentum_window": (("momentum",), None),
@@ -109,7 +109,7 @@ def add_parser(actions: Any) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Find the mask, write it, and say what was written."""
+    """Find the mask, write it, and print a summary."""
     sparsity = _sparsity(args)
     _settle_options(args)
     from sparse_opt.trainers.policy.models import resolve_device
@@ -143,12 +143,12 @@ def _sparsity(args: Namespace) -> float:
     percent = percent if args.top_percent is None else args.top_percent
     if not 0.0 < percent < 100.0:
         raise ConfigError(f"option '{name}' is {percent}: wanted more than 0 and less than 100")
-    # Without the rounding 100 - 2.4 is 97.6 and a bit.
+    # Rounded, because 100 - 2.4 is not exactly 97.6 in floating point.
     return percent if args.top_percent is None else round(100.0 - percent, 10)
 
 
 def _settle_options(args: Namespace) -> None:
-    """Raise ConfigError for options that do not fit the method, and fill in the defaults of those that do."""
+    """Raise ConfigError for options that are not valid with the method, and set the defaults of the others."""
     method = args.method
     for name, (methods, default) in _BELONGING.items():
         if getattr(args, name) is None:
@@ -179,7 +179,7 @@ _Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
 
 
 def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.device) -> _Plan:
-    """How files name the method and the step, and the finding itself; what can be refused at once, is."""
+    """The method and step as used in file names, and the search itself; invalid calls are refused at once."""
     from ...mask_finding.find import find_from_log
     from ...mask_finding.log_scores import plan_scores
     from ..models import parameter_shapes
@@ -236,7 +236,7 @@ def _in_model(args: Namespace, log: StateLog | None, sparsity: float, device: to
 
 
 def _require_log_of(log: StateLog, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
-    """Raise MaskError unless the log has all of a model's tensors, in their shapes."""
+    """Raise MaskError unless the log has all tensors of the model, with equal shapes."""
     logged = {spec.name: spec.shape for spec in log.layout.tensors}
     for name, shape in shapes.items():
         if name not in logged:

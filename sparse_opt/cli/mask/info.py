@@ -1,4 +1,4 @@
-"""`sparse-opt mask info`: what a mask file holds, and where in the model its active elements lie."""
+"""`sparse-opt mask info`: show the content of a mask file and the distribution of its active elements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(actions: Any) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Print the profile as text or JSON, and draw it if asked to."""
+    """Print the profile as text or JSON, and draw it if requested."""
     from ...masks.mask_set import MaskSet
     from ...masks.parameters import PART_LABELS, layer_label
 

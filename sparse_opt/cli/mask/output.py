@@ -1,4 +1,4 @@
-"""Where the mask commands put masks, and how they describe them."""
+"""Output of the mask commands: mask files and their descriptions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..parser import add_json_flag
 if TYPE_CHECKING:
     from ...masks.mask_set import MaskSet, MaskStats
 
-# Those of masks.patterns, which cannot be imported without torch.
+# Copies of the names in masks.patterns, which cannot be imported without torch.
 PATTERNS = ("element", "run16", "run32", "tile64", "tile128")
 _PT_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def add_output(parser: ArgumentParser) -> None:
-    """`--output`, a file or a folder (`output_file`), and `--json`."""
+    """Add `--output`, a file or a folder (`output_file`), and `--json`."""
     parser.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file, or folder")
     add_json_flag(parser)
 
 
 def add_output_file(parser: ArgumentParser) -> None:
-    """`--output`, a file (`require_mask_file`), and `--json`."""
+    """Add `--output`, a file (`require_mask_file`), and `--json`."""
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="mask file to write, .safetensors or .pt"
     )
@@ -34,7 +34,7 @@ def add_output_file(parser: ArgumentParser) -> None:
 
 
 def output_file(output: Path, name: str) -> Path:
-    """The file that --output means: itself, or one of this name in it."""
+    """The file for --output: the path itself, or the file `name` if the path is a folder."""
     if output.suffix == ".safetensors" and not output.is_dir():
         return output
     if output.is_file():
@@ -47,14 +47,14 @@ def output_file(output: Path, name: str) -> Path:
 
 
 def require_mask_file(output: Path) -> None:
-    """Raises ConfigError unless --output names a file that a mask can be written to."""
+    """Raise ConfigError unless --output is a file that a mask can be written to."""
     if output.suffix not in (".safetensors", *_PT_SUFFIXES) or output.is_dir():
         found = "a folder" if output.is_dir() else output.suffix or "no suffix"
         raise ConfigError(f"option 'output': {output}: wanted a file that ends in .safetensors or .pt, found {found}")
 
 
 def save_mask(mask: MaskSet, path: Path, *, as_json: bool, plain: bool = False) -> None:
-    """Write the mask, in the form that the suffix says, and say what was written."""
+    """Write the mask in the format of the suffix, and print a summary."""
     if path.suffix in _PT_SUFFIXES:
         mask.save_bool(path, plain=plain)
     else:
@@ -66,7 +66,7 @@ def save_mask(mask: MaskSet, path: Path, *, as_json: bool, plain: bool = False) 
 
 
 def summary(mask: MaskSet) -> dict[str, Any]:
-    """What JSON says of a mask."""
+    """The description of a mask for JSON."""
     return {
         "nnz": mask.nnz,
         "numel": mask.numel,
@@ -78,7 +78,7 @@ def summary(mask: MaskSet) -> dict[str, Any]:
 
 
 def headline(mask: MaskSet) -> str:
-    """What text says of a mask."""
+    """The description of a mask in one line of text."""
     return (
         f"{mask.nnz:,} of {mask.numel:,} elements active in {len(mask)} tensors: "
         f"density {format_percent(mask.density)}, sparsity {format_percent(mask.sparsity)}, pattern {mask.pattern}"
@@ -86,11 +86,11 @@ def headline(mask: MaskSet) -> str:
 
 
 def figures_json(figures: MaskStats) -> dict[str, Any]:
-    """What JSON says of a part of a mask."""
+    """The statistics of a part of a mask for JSON."""
     return {"nnz": figures.nnz, "numel": figures.numel, "density": figures.density}
 
 
 def density_table(of: str, figures: Mapping[str, MaskStats]) -> str:
-    """One line for each part of a mask; `of` heads the column of their names."""
+    """A table with one line per part of a mask; `of` is the header of the column of names."""
     rows = [(name, f"{f.nnz:,}", f"{f.numel:,}", format_percent(f.density)) for name, f in figures.items()]
     return table((of, "active", "elements", "density"), rows)

@@ -1,4 +1,4 @@
-"""The methods of `sparse-opt mask find` that need a model and no training."""
+"""The methods of `sparse-opt mask find` that use a model without a training run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def find(
     require: Callable[[Mapping[str, tuple[int, ...]]], None],
     arguments: dict[str, Any],
 ) -> FoundMask:
-    """The mask of an untrained model.
+    """Find a mask for an untrained model.
 
     Args:
         args: the options of `mask find`.
-        require: called with the chosen tensors before there is work: raises where they do not suit the caller.
-        arguments: of `mask_finding.select.find_mask`.
+        require: called with the chosen tensors before the search; raises if the caller cannot use them.
+        arguments: arguments of `mask_finding.select.find_mask`.
     """
     hide_progress_bars()
     metadata = {
@@ -71,7 +71,7 @@ def _random(
 
 
 def chosen_names(args: Namespace, parameters: Mapping[str, object]) -> list[str]:
-    """The parameters that --include, --exclude and --mlp_only leave; raises ConfigError where there are none."""
+    """The parameters selected by --include, --exclude and --mlp_only; raises ConfigError if there are none."""
     names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
     if not names:
         raise ConfigError(f"no tensor of {args.model_name} is chosen by include, exclude and mlp_only")
@@ -86,7 +86,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _scores(args: Namespace, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[ModelScores, dict[str, str]]:
-    """The scores, and how they were made."""
+    """The scores, and a description of how they were computed."""
     if args.method == "weight_magnitude":
         return weight_scores(parameters), {}
     from sparse_opt.trainers.data.encoding import load_examples

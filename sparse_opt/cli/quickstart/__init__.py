@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RESULTS_FILE = "quickstart.json"
 DELTA_LOG = "delta_logs_quickstart"
-# What a run leaves in its folder. A rerun removes these and nothing else.
+# The files of a run in its folder. A rerun removes only these.
 CONTENTS = ("data", "cache", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "rebuilt")
 SPARSITY_PERCENT = 90.0
 
@@ -45,9 +45,9 @@ examples:
 def run(argv: Sequence[str]) -> int:
     """Run the experiment, check it, and print its table or JSON."""
     args = _parser().parse_words(argv)
-    from ...config import SEEDS  # after the help, which loads as little as it can
+    from ...config import SEEDS  # not before the help, which loads as little as possible
 
-    # Twelve questions hold two out; there are 4005 pairs of numbers to ask about.
+    # Two of twelve questions are held out; there are 4005 pairs of numbers.
     for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
         if not least <= getattr(args, name) <= most:
             raise ConfigError(f"option '{name}' is {getattr(args, name)}: wanted {least} to {most}")
@@ -84,10 +84,10 @@ def _parser() -> CommandParser:
 
 
 def experiment(args: Namespace) -> dict[str, Any]:
-    """All stages in order; the figures, which are also in the folder's quickstart.json.
+    """Run all stages in order and return the results, which are also written to quickstart.json in the folder.
 
     Raises:
-        ConfigError: the folder holds something else, or cannot be made, or another quickstart is writing to it.
+        ConfigError: the folder holds other files or cannot be created, or another quickstart is writing to it.
         SparseOptError: a check failed: the first loss of a DPO run is not ln 2, the sparse run changed a weight outside
             its mask, or the rebuilt model differs from the dense one.
     """
@@ -97,7 +97,7 @@ def experiment(args: Namespace) -> dict[str, Any]:
     from ... import backends
 
     device = resolve_device(args.device)
-    backends.functions(device)  # raises for a backend that cannot run, before anything is written
+    backends.functions(device)  # raises if a backend cannot run, before anything is written
     _is_earlier(args.output_dir)
     with RunLock(args.output_dir):
         return _experiment(args, device)
@@ -117,7 +117,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
     folder: Path = args.output_dir
     _prepare(folder)
     hide_progress_bars(always=True)
-    # Nothing of a demonstration in the user's home.
+    # Write nothing to the user's home directory.
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
 
     _say("1/6 model, tokenizer and questions")
@@ -207,10 +207,10 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def _is_earlier(folder: Path) -> bool:
-    """Whether the folder is of an earlier quickstart; raises ConfigError if it is not, and not new or empty."""
+    """Whether the folder holds an earlier quickstart; raises ConfigError if it holds anything else."""
     from sparse_opt.trainers.run.outputs import check_new_folder
 
-    # os.path.isfile: False too where the folder may not be looked into, which check_new_folder then says.
+    # os.path.isfile is also False if the folder cannot be read; check_new_folder then reports this.
     earlier = os.path.isfile(folder / RESULTS_FILE)
     if not earlier:
         check_new_folder(folder, "output_dir")
@@ -218,13 +218,13 @@ def _is_earlier(folder: Path) -> bool:
 
 
 def _prepare(folder: Path) -> None:
-    """Empty the folder of what an earlier quickstart left; refuse any other that is not empty."""
+    """Remove the files of an earlier quickstart; refuse any other folder that is not empty."""
     if _is_earlier(folder):
         _say(f"{folder} holds an earlier quickstart: removing it and starting again")
         for name in CONTENTS:
             if (folder / name).exists():
                 shutil.rmtree(folder / name)
-    # From here on the folder is known for a quickstart's own, also when the run is cut short.
+    # Marks the folder as a quickstart's own, even if the run is interrupted.
     _write_results(folder, {"finished": False})
 
 
@@ -236,7 +236,7 @@ def _write_results(folder: Path, results: dict[str, Any]) -> None:
 
 
 def _make_inputs(folder: Path, n_questions: int, seed: int) -> int:
-    """Write data/ and model/; the number of held-out questions."""
+    """Write data/ and model/; return the number of held-out questions."""
     from sparse_opt.trainers.run.outputs import save_checkpoint
 
     from . import data as data
@@ -255,7 +255,7 @@ def _make_inputs(folder: Path, n_questions: int, seed: int) -> int:
 
 
 def _figures(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
-    """A run's figures for the table."""
+    """The statistics of a run for the table."""
     nbytes = summary["optimizer_bytes"]
     return {
         "loss_first": summary["first"]["loss"],
@@ -264,13 +264,13 @@ def _figures(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
         "optimizer_time_s": summary["median"]["optimizer_time_s"],
         "optimizer_state_bytes": nbytes["state"] + nbytes["master"] + nbytes["indices"],
         "gradient_bytes": nbytes["grad"],
-        # The dense run keeps a second model of fp32 weights, the sparse one the start values of its active elements.
+        # The dense run keeps a second model of fp32 weights, the sparse one the initial values of its active elements.
         "reference_bytes": 4 * n_weights if summary["mode"] == "dense" else nbytes["base"],
     }
 
 
 def _say(line: str) -> None:
-    # stdout is for the results.
+    # stderr, because stdout is for the results.
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the quickstart checks and measures of the checkpoints that its runs leave."""
+"""Checks and measurements of the quickstart on the checkpoints of its runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...tensors import as_bits
 if TYPE_CHECKING:
     from ...masks.mask_set import MaskSet
 
-# While the policy is the reference, the log-probabilities of a completion differ by no more than the rounding of two
-# ways to compute them: under 1e-4 for a few tokens in fp32. The loss moves by at most beta / 2 = 0.05 times that.
+# While the policy equals the reference, the log-probabilities of a completion differ only by the rounding of two ways
+# to compute them: by less than 1e-4 for a few tokens in fp32. The loss changes by at most beta / 2 = 0.05 times that.
 LN2_TOLERANCE = 5e-6
 
 
 def first_loss_is_ln2(summary: dict[str, Any]) -> None:
-    """The loss of a DPO run's first step, before anything was learnt: -log sigmoid(0). Raises SparseOptError."""
+    """Raise SparseOptError unless the first loss of a DPO run, before any update, is -log sigmoid(0)."""
     loss = summary["first"]["loss"]
     if not abs(loss - math.log(2)) <= LN2_TOLERANCE:
         raise SparseOptError(
@@ -31,15 +31,15 @@ def first_loss_is_ln2(summary: dict[str, Any]) -> None:
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
-    """A checkpoint's tensors, as they are on disk."""
+    """The tensors of a checkpoint, as stored on disk."""
     return load_file(checkpoint / "model.safetensors")
 
 
 def same_bits(rebuilt: Path, saved: Path) -> int:
-    """The number of elements compared, of two checkpoints that must be the same bit for bit.
+    """Check that two checkpoints are bit-identical, and return the number of compared elements.
 
     Raises:
-        SparseOptError: a tensor is in one of them alone, or differs; names it.
+        SparseOptError: a tensor differs or is missing in one of them; the message names it.
     """
     first, second = weights_of(rebuilt), weights_of(saved)
     if first.keys() != second.keys():
@@ -57,13 +57,13 @@ def same_bits(rebuilt: Path, saved: Path) -> int:
 
 
 def n_changed(start: Path, end: Path) -> int:
-    """Elements whose bits differ between two checkpoints of one model."""
+    """The number of elements whose bits differ between two checkpoints of a model."""
     first, second = weights_of(start), weights_of(end)
     return sum(int((as_bits(first[name]) != as_bits(tensor)).sum()) for name, tensor in second.items())
 
 
 def changed_inside_only(mask: MaskSet, start: Path, end: Path) -> None:
-    """Raise SparseOptError, naming the tensor, if an element outside the mask has other bits than at the start."""
+    """Raise SparseOptError, which names the tensor, if an element outside the mask has changed."""
     first, second = weights_of(start), weights_of(end)
     for name, tensor in second.items():
         outside = as_bits(first[name]) != as_bits(tensor)
@@ -74,7 +74,7 @@ def changed_inside_only(mask: MaskSet, start: Path, end: Path) -> None:
 
 
 def preference_accuracy(checkpoint: Path, pairs: Path, device: torch.device) -> float:
-    """The share of preference pairs whose chosen completion the model finds more probable than the rejected one."""
+    """The share of preference pairs whose chosen completion has a higher probability than the rejected one."""
     from sparse_opt.trainers.data.encoding import collate, load_examples
     from sparse_opt.trainers.policy.logprobs import completion_logprobs
 

@@ -1,7 +1,7 @@
-"""What the quickstart trains: a tiny language model, its tokenizer, and questions with a right and a wrong answer.
+"""Inputs of the quickstart: a tiny language model, its tokenizer, and questions with a right and a wrong answer.
 
 The task is "Which is larger, 37 or 82?". The demonstrations for SFT answer with either number at random, so that SFT
-teaches the form of an answer and nothing about which one is right; the preference pairs teach that.
+teaches only the form of an answer; the preference pairs teach which answer is right.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Question:
 
 
 def make_questions(n: int, generator: random.Random) -> list[Question]:
-    """`n` questions, no two of them about the same two numbers: a part of them is a held-out set for the rest.
+    """`n` questions, no two about the same pair of numbers, so that a part of them can be held out.
 
     Raises:
-        ValueError: more than the 4005 there are were asked for.
+        ValueError: n is larger than 4005, the number of pairs.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(a + 1, 100)]
     questions = []
@@ -67,7 +67,7 @@ def preferences(questions: Iterable[Question]) -> list[dict[str, str]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     with written_aside(path) as aside:
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -78,7 +78,7 @@ def make_tokenizer(questions: Iterable[Question]) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    # Numbers share their digits' embeddings, so that what is learnt of 37 holds for 38.
+    # Numbers share the embeddings of their digits, so that training on 37 generalises to 38.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

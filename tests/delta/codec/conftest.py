@@ -1,4 +1,4 @@
-"""Words to code, and where the native codec can run."""
+"""Fixtures for codec tests: words to encode, and devices with a native codec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def place(device: torch.device) -> torch.device:
-    """Each device, skipped with the reason where it has no native codec."""
+    """Each device; one without a native codec is skipped with the reason."""
     if cause := backends.why_unavailable(device.type, device.type):
         pytest.skip(f"needs the native backend of {device.type}: {cause}")
     return device

@@ -1,4 +1,4 @@
-"""Logs of `.pt` files, written as the tools that are known for them write theirs."""
+"""Fixtures for logs of `.pt` files, in the format of the tools that write them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assert_same_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
 
 
 def walk(n_steps: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[State]:
-    """A start and `n_steps` states after it, of which each moves a third of the weights by a few percent."""
+    """An initial state and `n_steps` later ones; each changes a third of the weights by a few percent."""
     generator = torch.Generator().manual_seed(seed)
     states = [{name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}]
     for _ in range(n_steps):
@@ -51,7 +51,7 @@ def write_as_tools_do(folder: Path, states: Sequence[State], steps: Sequence[int
 
 @dataclass(frozen=True)
 class Run:
-    """A folder of .pt files, and the bf16 weights that the run had at each of its steps."""
+    """A folder of .pt files, and the run's bf16 weights at each step."""
 
     folder: Path
     states: dict[int, State]
