@@ -1,9 +1,9 @@
-"""Typed options for a command, described once, by a dataclass.
+"""Parses command-line options and YAML files into typed dataclasses.
 
 Values come from YAML files (`--config run.yaml`), flags (`--learning_rate 5e-5`) and `key=value` overrides. YAML is
-read first, wherever `--config` stands; flags and overrides follow in the order in which they were written, and the last
-one wins. Every value is converted to its field's annotation, so that a typo in a key or a value stops the run before it
-starts.
+read first, at any position of `--config`; flags and overrides are applied in the order of the command line, and the
+last one wins. Every value is converted to its field's annotation, so that a typo in a key or a value is an error before
+the run starts.
 
     @dataclass(kw_only=True)
     class Options:
@@ -41,7 +41,7 @@ _FALSE = {"false", "no", "off", "0"}
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", *, aliases: Sequence[str] = ()) -> Any:
-    """A dataclass field with its help text, required where it has no default; `aliases` are other names for it."""
+    """Return a dataclass field with its help text, required if it has no default; `aliases` are other names of it."""
     metadata = {"help": help, "aliases": tuple(aliases)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -53,8 +53,8 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
 
     Args:
         config_class: a dataclass whose annotations are int, float, bool, str, Path, Literal, a list of one of these, or
-            one of them or None. What its `__post_init__` raises passes through. Where it has a classmethod
-            `presets(values)`, the (key, value, where from) that this returns stand in for what was not given.
+            one of them or None. Errors of its `__post_init__` propagate. If it has a classmethod `presets(values)`, the
+            (key, value, source) that this returns are used for options that were not given.
         argv: the words after the command's name.
         prog: the command's name, for `--help` (which prints and exits with 0).
 
@@ -85,10 +85,10 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
 
 
 def require_number_ranges(config: Any) -> None:
-    """Raise ConfigError where a number of a dataclass is not finite, or not one to compute with.
+    """Raise ConfigError if a number of a dataclass is not finite or out of range.
 
-    Floats fit fp32; counts are below 2**31, which leaves room for their products; a `seed` is one that torch takes; a
-    temperature, if not 0, is not so low that logits divided by it overflow.
+    Floats must fit fp32; counts must be below 2**31, so that their products do not overflow; a `seed` must be valid for
+    torch; a temperature other than 0 must not be so low that logits divided by it overflow.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -105,13 +105,13 @@ def require_number_ranges(config: Any) -> None:
 
 
 def require_count(what: str, number: int) -> None:
-    """Raise ConfigError where a number is too large to count with."""
+    """Raise ConfigError if a count is too large."""
     if abs(number) > _LARGEST_COUNT:
         raise ConfigError(f"{what} is {number}: wanted at most {_LARGEST_COUNT}")
 
 
 def to_yaml(config: Any) -> str:
-    """The dataclass as YAML that `--config` reads back to an equal value."""
+    """Return the dataclass as YAML, which `--config` reads back to an equal value."""
     plain = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return yaml.safe_dump({k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}, sort_keys=False)
 
@@ -144,7 +144,7 @@ class _Fields:
 def _read_words(fields: _Fields, argv: Sequence[str]) -> tuple[list[Path], list[tuple[str, Any, str]]]:
     """Split the command line into YAML files and (key, raw value, where it came from), in order.
 
-    argparse would lose the order between flags and `key=value` words, and the order is what decides who wins.
+    argparse would lose the order between flags and `key=value` words, which decides which value is used.
     """
     files: list[Path] = []
     settings: list[tuple[str, Any, str]] = []
@@ -188,18 +188,18 @@ def _read_yaml(file: Path) -> list[tuple[str, Any, str]]:
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """What a YAML file holds. Raises ConfigError, which names `what` and the file, where it is not readable YAML."""
+    """Return the content of a YAML file. Raises a ConfigError that names `what` and the file if it is invalid YAML."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} {file}: {error.strerror or error}") from error
-    # PyYAML lets through what int() and date() say of a value, and nests a call for each level of the file.
+    # PyYAML does not catch the errors of int() and date() on a value, and recurses once per level of the file.
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{what} {file} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
-    """The annotation without `None`, and whether `None` was allowed."""
+    """Return the annotation without `None`, and whether `None` was allowed."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         inner = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
         if len(inner) != 1:
@@ -220,14 +220,14 @@ def _convert(raw: Any, annotation: Any, name: str, source: str) -> Any:
 
 
 def _shown(raw: Any) -> str:
-    """A value for a message: short also where it is long, or a YAML file's aliases make it exponentially long."""
+    """Return a value as short text for a message, also if a YAML file's aliases make it exponentially long."""
     shortener = reprlib.Repr()
     shortener.maxstring, shortener.maxother, shortener.maxlevel = 200, 200, 2
     return shortener.repr(raw)
 
 
 def _cast(raw: Any, wanted: Any) -> Any:
-    """`raw` (a command-line word or a YAML value) as `wanted`; an empty ValueError means "of another type"."""
+    """Convert `raw` (a command-line word or a YAML value) to `wanted`; an empty ValueError means "of another type"."""
     origin = typing.get_origin(wanted)
     if origin is Literal:
         return _cast_choice(raw, typing.get_args(wanted))

@@ -1,7 +1,7 @@
-"""The GPUs that the CUDA kernels are compiled for, and the GPUs that the result runs on.
+"""Selects the GPU architectures to compile the CUDA kernels for, and checks which GPUs a build can run on.
 
 Lists have the form of TORCH_CUDA_ARCH_LIST: "8.0;9.0a;12.0+PTX". setup.py runs this file by its path, before anything
-is installed: it imports nothing but the standard library.
+is installed, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Arch(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What to build for."""
+    """The architectures to build for."""
 
-    archs: str  # empty where nothing of the request is left
-    notes: tuple[str, ...]  # where it is not what was requested: one line for each difference
+    archs: str  # empty if no requested architecture can be built
+    notes: tuple[str, ...]  # one line for each difference from the request
 
 
 def parse(arch_list: str) -> list[Arch]:
-    """The entries of a list, its separators and names as torch reads them.
+    """Parse a list, with the separators and names that torch accepts.
 
     Raises:
-        ValueError: an entry is no architecture.
+        ValueError: an entry is not an architecture.
     """
     found = []
     for word in re.split(r"[; ]+", arch_list.strip("; ")) if arch_list.strip("; ") else ():
@@ -74,10 +74,10 @@ def parse(arch_list: str) -> list[Arch]:
 
 
 def select(requested: str, known: Collection[str]) -> Selection:
-    """The architectures to build for: those requested that the kernels and nvcc have, or the usual ones.
+    """Select the architectures to build for: the requested ones, or the usual ones, that kernels and nvcc support.
 
     9.0 becomes 9.0a: the same GPUs, with their matrix instructions (wgmma). Its PTX stays that of 9.0, because PTX of
-    9.0a runs on no later GPU.
+    9.0a does not run on later GPUs.
 
     Args:
         requested: the value of TORCH_CUDA_ARCH_LIST; empty for the usual GPUs, the newest as PTX too.

@@ -1,18 +1,18 @@
-"""Errors that a caller can act on. Each message is one line: what, found, wanted."""
+"""The exceptions of the package. Each message is one line that names the object, its value and the expected value."""
 
 from __future__ import annotations
 
 
 class SparseOptError(Exception):
-    """Base of the errors this package raises for bad data or failed work."""
+    """Base class of the errors that this package raises for invalid data or failed operations."""
 
 
 class BackendUnavailable(SparseOptError, RuntimeError):
-    """An explicitly chosen backend cannot run here; the message carries the cause."""
+    """An explicitly chosen backend cannot run here; the message gives the cause."""
 
 
 class MaskError(SparseOptError, ValueError):
-    """A mask is malformed, or does not belong to the model it is used with."""
+    """A mask is malformed, or does not fit the model it is used with."""
 
 
 class DeltaLogError(SparseOptError, ValueError):
@@ -20,8 +20,8 @@ class DeltaLogError(SparseOptError, ValueError):
 
 
 class DataError(SparseOptError, ValueError):
-    """A dataset, checkpoint or mask source lacks what the work needs; names the file and the key."""
+    """A dataset, checkpoint or mask source lacks required data; names the file and the key."""
 
 
 class ConfigError(SparseOptError, ValueError):
-    """A configuration key or value is wrong. The command line exits with 2 on it, and with 1 on the others."""
+    """A configuration key or value is invalid. The command line exits with 2 on this error, with 1 on the others."""

@@ -1,4 +1,4 @@
-"""A lock on a file that says which process may write to the file's folder."""
+"""FileLock: an exclusive lock on a file, held by the one process that may write to the file's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class FileLock:
-    """An exclusive lock on a file, until `release()` or the end of the process: a killed one leaves nothing locked."""
+    """An exclusive lock on a file, until `release()` or the end of the process, also of a killed one."""
 
     def __init__(self, path: Path, descriptor: int, made: list[Path]) -> None:
         self.path = path
@@ -19,11 +19,11 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path, *, make: bool = False) -> FileLock:
-        """Lock a file, which is made where it is missing; `make` makes its folder too.
+        """Lock a file, which is created if it is missing; `make` creates its folder too.
 
         Raises:
-            BlockingIOError: another process has it locked, or another lock of this one.
-            OSError: the file cannot be made or locked.
+            BlockingIOError: it is already locked, by another process or by this one.
+            OSError: the file cannot be created or locked.
         """
         folders = (path.parent, *path.parent.parents)
         made = [folder for folder in folders if not folder.exists()] if make else []
@@ -33,7 +33,7 @@ class FileLock:
                     path.parent.mkdir(parents=True, exist_ok=True)
                 new = not path.exists()
                 descriptor = _locked(path)
-                # Between opening and locking, the process that had it may have removed it: this is a lock on nothing.
+                # The previous holder may have removed the file between opening and locking; then the lock is useless.
                 if _is_file(descriptor, path):
                     return cls(path, descriptor, [*([path] if new else []), *made])
                 os.close(descriptor)
@@ -48,9 +48,9 @@ class FileLock:
         return self._descriptor is not None
 
     def loss(self) -> str | None:
-        """How the lock was lost although it was not released: `deleted` or `replaced`; None while it is held.
+        """Return how the lock was lost without a release, `deleted` or `replaced`; None while it is held.
 
-        Another process can then lock a new file of that name. Raises OSError where the file cannot be looked at.
+        Once lost, another process can lock a new file of that name. Raises OSError if the file cannot be examined.
         """
         if self._descriptor is None:
             return None
@@ -59,20 +59,20 @@ class FileLock:
         return "replaced" if self.path.exists() else "deleted"
 
     def release(self) -> None:
-        """Release the lock; the file stays. Does nothing a second time."""
+        """Release the lock; the file stays. Further calls do nothing."""
         if self._descriptor is not None:
-            # A process forked since, as data loaders are, has the lock too: closed here, it would hold it on. And it
-            # must not release it.
+            # A process forked since, such as a data loader, shares the lock: closing the file here would not release
+            # it, and the forked process itself must not release it.
             if os.getpid() == self._process:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 
     def undo(self, *, remove_file: bool = False) -> None:
-        """Release the lock and remove what taking it made, where nothing else has come to it.
+        """Release the lock, and remove the file and folders that `take` created, unless others have added files.
 
         Args:
-            remove_file: remove the file also where it was there before.
+            remove_file: remove the file even if it existed before.
         """
         with contextlib.suppress(OSError):  # it cannot be looked at, and so not be removed
             if self.held and self.loss() is None and os.getpid() == self._process:
@@ -85,7 +85,7 @@ class FileLock:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor of the file, which is locked."""
+    """Open and lock the file; return its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +96,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether the file of this name is the one that is open."""
+    """Whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

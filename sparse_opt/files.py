@@ -1,4 +1,4 @@
-"""Files that appear under their final name whole or not at all, also when the machine dies in between."""
+"""Atomic writes of files and folders: they appear under their final name complete or not at all, also after a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-# What link(2) fails with on a file system that has no hard links.
+# Errors of link(2) on a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -22,13 +22,13 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 def written_aside(
     path: Path, *, replace: bool = True, before_publishing: Callable[[], object] | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is fsynced and renamed to `path`, on any error it is removed.
+    """Yield a temporary path next to `path`; on success it is fsynced and renamed to `path`, on any error removed.
 
-    A process killed inside leaves at most hidden `.tmp` files, which no reader of this package looks at.
+    A process killed inside leaves at most hidden `.tmp` files, which readers of this package ignore.
 
     Args:
-        replace: overwrite a file that is at `path` by then. If False, that file stays as it is.
-        before_publishing: called once the temporary file is on disk; an error that it raises is passed on.
+        replace: overwrite an existing file. If False, that file does not change.
+        before_publishing: called when the temporary file is on disk; its errors propagate.
 
     Raises:
         FileExistsError: `replace` is False, and `path` exists or another process is publishing it.
@@ -44,11 +44,11 @@ def written_aside(
             os.replace(aside, path)
         else:
             _publish_new(aside, path)
-        # The name is durable only once the directory is.
+        # The new name is durable only after an fsync of the directory.
         try:
             fsync(path.parent)
         except OSError:
-            if not replace:  # it is this call's own file, and nobody was told of it
+            if not replace:  # this call created the file, and has not returned yet
                 path.unlink()
             raise
     finally:
@@ -56,7 +56,7 @@ def written_aside(
 
 
 def _publish_new(aside: Path, path: Path) -> None:
-    """Give a file the name `path`, unless that exists. Atomic: rename(2) alone would overwrite."""
+    """Rename a file to `path` unless that exists, atomically; rename(2) alone would overwrite."""
     try:
         os.link(aside, path)
     except OSError as error:
@@ -66,7 +66,7 @@ def _publish_new(aside: Path, path: Path) -> None:
 
 
 def _rename_new(aside: Path, path: Path) -> None:
-    """As `_publish_new` without hard links: one process at a time, by a file that only one can create."""
+    """`_publish_new` without hard links: serialized by a file that only one process can create."""
     claim = path.with_name(f".{path.name}.claim.tmp")
     os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
@@ -85,7 +85,7 @@ def write_safetensors(
     replace: bool = True,
     before_publishing: Callable[[], object] | None = None,
 ) -> None:
-    """Write contiguous CPU tensors as one safetensors file, atomically; arguments and errors as of `written_aside`.
+    """Write contiguous CPU tensors as one safetensors file, atomically; arguments and errors as in `written_aside`.
 
     Raises:
         SafetensorError: the tensors cannot be written in this format.
@@ -95,7 +95,7 @@ def write_safetensors(
 
 
 def fsync(path: Path) -> None:
-    """Put a file or a folder on disk."""
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,9 +104,9 @@ def fsync(path: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The reason of a failed read or write, short and without line breaks, for a message that names the file.
+    """Return the cause of a failed read or write in one short line, for a message that names the file.
 
-    Paths are left out of it: while a file is written they are temporary ones.
+    Paths are left out, because they may be temporary ones.
     """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r' at path "[^"]*"', "", " ".join(reason.split())) or type(error).__name__
@@ -115,12 +115,12 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`; on success it is fsynced and renamed, on any error it is removed.
+    """Yield a temporary folder next to `folder`; on success it is fsynced and renamed, on any error removed.
 
-    Makes missing parent folders. The final name may be taken by an empty folder alone.
+    Creates missing parent folders. `folder` may already exist if it is empty.
 
     Raises:
-        OSError: the folder cannot be made, or `folder` holds something.
+        OSError: the folder cannot be created, or `folder` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(errno.EEXIST, "exists and is not an empty folder", str(folder))

@@ -1,10 +1,10 @@
-"""How much an NVIDIA GPU fetches from memory into its L2 cache at a time.
+"""Reads and sets the L2 fetch granularity of an NVIDIA GPU: the bytes it fetches from memory into L2 at a time.
 
-An H200 starts with 64 bytes. Under a mask of single elements most of that is what nobody asked for; with 32, steps at
-2.5 % take 6 to 18 % less time (docs/performance.md).
+The default on an H200 is 64 bytes. With a mask of single elements most of these are not used; with 32, steps at 2.5 %
+take 6 to 18 % less time (docs/performance.md).
 
-The setting is of the whole process on that device, other libraries' kernels included, and nothing here changes it
-unasked. It is CUDA's `cudaLimitMaxL2FetchGranularity`
+The setting applies to the whole process on that device, including other libraries' kernels; this package never changes
+it by itself. It is CUDA's `cudaLimitMaxL2FetchGranularity`
 (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html).
 """
 
@@ -21,10 +21,10 @@ GRANULARITIES = (32, 64, 128)  # bytes
 
 
 def l2_fetch_granularity(device: torch.device | str | int = "cuda") -> int:
-    """The bytes that `device` fetches at a time.
+    """Return the bytes that `device` fetches at a time.
 
     Raises:
-        ValueError: the device is not a CUDA one.
+        ValueError: the device is not a CUDA device.
         BackendUnavailable: the extension or its CUDA part was not built, or there is no such GPU.
         RuntimeError: the device has no such setting.
     """
@@ -33,21 +33,21 @@ def l2_fetch_granularity(device: torch.device | str | int = "cuda") -> int:
 
 
 def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "cuda") -> int:
-    """Have `device` fetch this many bytes at a time, in this process, from now on. Waits for nothing.
+    """Set the bytes that `device` fetches at a time, for this process. Does not synchronize.
 
-    32 is for masks of single elements and of run16; under longer runs and tiles it changes nothing.
+    Use 32 for masks of single elements and of run16; with longer runs and tiles it makes no difference.
 
     Args:
         n_bytes: 32, 64 or 128.
-        device: "cuda" is the current one: with several ranks, call it after `torch.cuda.set_device`.
+        device: "cuda" is the current device: with several ranks, call it after `torch.cuda.set_device`.
 
     Returns:
-        What it was before.
+        The previous value.
 
     Raises:
-        ValueError: another number of bytes, or the device is not a CUDA one.
+        ValueError: another number of bytes, or the device is not a CUDA device.
         BackendUnavailable: as in `l2_fetch_granularity`.
-        RuntimeError: the device has no such setting, or keeps to another; it is as it was then.
+        RuntimeError: the device has no such setting or did not accept the value; the setting has not changed.
     """
     if n_bytes not in GRANULARITIES:
         raise ValueError(f"n_bytes is {n_bytes}, wanted {', '.join(map(str, GRANULARITIES))}")
@@ -63,13 +63,13 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
 
 
 def why_unreachable() -> str:
-    """Empty where a GPU's granularity can be read and set, else the cause in one line."""
+    """Return "" if a GPU's granularity can be read and set, otherwise the cause in one line."""
     cause = why_not_built("cuda")
     return cause or ("" if torch.cuda.is_available() else "torch finds no CUDA device")
 
 
 def _reached(device: torch.device | str | int) -> tuple[Any, int]:
-    """The extension, and which GPU is meant."""
+    """Return the extension and the index of the GPU."""
     if isinstance(device, int):
         device = f"cuda:{device}"
     device = torch.device(device)

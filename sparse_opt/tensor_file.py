@@ -1,8 +1,8 @@
-"""Safetensors files, read into memory of their own.
+"""Reads safetensors files into newly allocated memory, without mapping them.
 
-`safetensors.safe_open` maps a file into memory: its tensors change when the file is rewritten, begin at any address
-that the file's header says, and reading them kills the process when the file was truncated. Here each byte is read
-once, into new and aligned memory: what a caller has checked is what it uses.
+`safetensors.safe_open` maps a file into memory: its tensors change when the file is rewritten, may be unaligned, and
+reading them kills the process if the file was truncated. This module reads each byte once, into aligned memory, so that
+data does not change after the caller has checked it.
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor
 
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors package limits it
 _MAX_DIMENSIONS = 64
-# Dtypes by the names of the format. It has none for torch's complex32 and bits8 to bits16, nor, as here, for types of
-# less than a byte.
+# Dtypes by the names of the format, which has none for torch's complex32 and bits8 to bits16. Types of less than a byte
+# are left out.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -51,12 +51,12 @@ DTYPES = {
 
 @functools.cache
 def can_store(dtype: torch.dtype) -> bool:
-    """Whether files hold tensors of a dtype: it is one of `DTYPES`, and the installed safetensors package writes it."""
+    """Whether files can store a dtype: it is in `DTYPES`, and the installed safetensors package supports it."""
     if dtype not in DTYPES.values():
         return False
     try:
         save({"tensor": torch.empty(0, dtype=dtype, device="cpu")})
-    except KeyError:  # older packages know fewer dtypes
+    except KeyError:  # older packages support fewer dtypes
         return False
     return True
 
@@ -67,7 +67,7 @@ class DamagedFile(ValueError):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor: begin and end in bytes of the file."""
+    """A tensor's entry in the header: dtype, shape, and begin and end in bytes of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -80,9 +80,9 @@ class _Entry:
 
 
 class TensorFile:
-    """A safetensors file that is open for reading; `open_tensors` makes one.
+    """A safetensors file open for reading, as returned by `open_tensors`.
 
-    metadata: the strings under `__metadata__` of its header.
+    metadata: the strings under `__metadata__` in its header.
     """
 
     def __init__(self, descriptor: int, metadata: Mapping[str, str], entries: Mapping[str, _Entry]) -> None:
@@ -99,12 +99,12 @@ class TensorFile:
         return self._entries[name].numel
 
     def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU. Raises DamagedFile if the file has become shorter, OSError if it cannot be read."""
+        """Read a tensor, on the CPU. Raises DamagedFile if the file has been truncated, OSError if it is unreadable."""
         entry = self._entries[name]
         return self._elements(entry, 0, entry.numel).view(entry.shape)
 
     def read_range(self, name: str, begin: int, end: int) -> Tensor:
-        """The elements [begin, end) of a tensor in row-major order, [end - begin]; errors as of `read`."""
+        """Read the elements [begin, end) of a tensor in row-major order: [end - begin]. Errors as in `read`."""
         entry = self._entries[name]
         if not 0 <= begin <= end <= entry.numel:
             raise ValueError(f"elements [{begin}, {end}) of {name}, expected a range within [0, {entry.numel})")
@@ -122,7 +122,7 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
     """Open a safetensors file and read its header.
 
     Raises:
-        DamagedFile: the header is not one of this format, or does not fit the file's size.
+        DamagedFile: the header is invalid, or does not fit the file's size.
         OSError: the file is missing or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

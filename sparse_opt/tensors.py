@@ -1,6 +1,6 @@
-"""The named tensors of a model as masks and delta logs see them: ties found, bits hashed.
+"""Helpers for a model's named tensors, for masks and delta logs: tied parameters, shared memory, digests, bits.
 
-Digests are xxh3_128. They find damage and mix-ups, not forgery.
+Digests are xxh3_128. They detect damage and mix-ups, not forgery.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
+    """Return the dtype's name without `torch.`: `bfloat16`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -34,7 +34,7 @@ def named_parameters_of(
 
 
 def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> the first name under which the same storage is seen; a tensor that is not tied maps to itself."""
+    """Return name -> first name of the same storage; a tensor that is not tied has its own name."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_storage_key(tensor), name) for name, tensor in tensors.items()}
 
@@ -48,14 +48,14 @@ def _storage_key(tensor: Tensor) -> Any:
 
 
 def _has_address(tensor: Tensor) -> bool:
-    """Whether the tensor has memory; meta, empty, freed and wrapper tensors have none that would tell them apart."""
+    """Whether the tensor has memory of its own; meta, empty, freed and wrapper tensors do not."""
     return not (tensor.is_meta or tensor.numel() == 0 or is_wrapper(tensor)) and tensor.data_ptr() != 0
 
 
 def sharing_parameters(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Pairs of different `Parameter`s that have memory in common, by their first names.
+    """Return pairs of different `Parameter`s that share memory, by their first names.
 
-    One parameter under several names shares nothing here, and neither do disjoint views of one storage.
+    One parameter under several names is not such a pair, and neither are disjoint views of one storage.
     """
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -75,13 +75,13 @@ def sharing_parameters(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def _end(tensor: Tensor) -> int:
-    """The address behind the last element."""
+    """Return the address after the last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose spans overlap have elements in the same memory."""
+    """Whether two tensors with overlapping address ranges share elements."""
     if a.is_contiguous() and b.is_contiguous():
         return True
     begin = min(a.data_ptr(), b.data_ptr())
@@ -91,7 +91,7 @@ def _share_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
-    """The part of `memory`, an element for each byte from `begin` on, that is the tensor's."""
+    """Return the view of the tensor's bytes in `memory`, which has one element per byte from address `begin` on."""
     size = tensor.element_size()
     dims = [(n, size * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride > 0]
     shape, strides = [n for n, _ in dims], [stride for _, stride in dims]
@@ -99,23 +99,23 @@ def _bytes_of(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous and aligned and its memory holds its bits, else such a copy.
+    """Return the tensor if it is contiguous and aligned and its memory holds its bits, otherwise such a copy.
 
-    The memory of a lazy conjugate (`torch.conj`) or negative (`torch.conj(x).imag`) holds other bits. A tensor of a
-    mapped file may begin at any address.
+    The memory of a lazy conjugate (`torch.conj`) or negative (`torch.conj(x).imag`) has different bits. A tensor of a
+    mapped file may be unaligned.
     """
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain if plain.data_ptr() % plain.element_size() == 0 else plain.clone()
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """xxh3_128 of a tensor's bytes in row-major order, as 32 hex digits. Copies to the host what is not there."""
+    """Return xxh3_128 of a tensor's bytes in row-major order, 32 hex digits. Copies them to the host if needed."""
     bits = materialized(tensor.detach().cpu()).view(-1)
     return xxhash.xxh3_128_hexdigest(bits.view(torch.uint8).numpy().data)
 
 
 def combined_digest(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """xxh3_128 over (name, dtype, shape, digest of the bytes) of many tensors, in the order of their names.
+    """Return xxh3_128 over (name, dtype, shape, digest of the bytes) of many tensors, in the order of their names.
 
     Each entry is hashed as one line of compact ASCII JSON, `["name","dtype",[shape],"digest"]` and a newline.
     """
@@ -126,7 +126,7 @@ def combined_digest(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> s
 
 
 def metadata_digest(metadata: Mapping[str, str]) -> str:
-    """xxh3_128 over string metadata, as compact ASCII JSON with sorted keys."""
+    """Return xxh3_128 over string metadata, as compact ASCII JSON with sorted keys."""
     return xxhash.xxh3_128_hexdigest(compact_json(dict(metadata)).encode("ascii"))
 
 
@@ -139,5 +139,5 @@ BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The same storage as integers of the same size, flattened."""
+    """Return a flat view of the tensor's storage as integers of the same size."""
     return tensor.view(-1).view(BITS_DTYPE[tensor.element_size()])
