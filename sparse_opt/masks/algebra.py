@@ -1,4 +1,4 @@
-"""Masks made from masks: union, intersection, inversion."""
+"""Set algebra of masks: union, intersection, inversion."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .patterns import PATTERNS
 
 
 def union(masks: Sequence[MaskSet]) -> MaskSet:
-    """The elements that are active in any of the masks.
+    """Return the mask of the elements that are active in any of the masks.
 
-    It lists every parameter that one of them lists. Its pattern is the least specific of theirs, to which every union,
-    intersection and inversion of their units keeps; its metadata say the operation, the methods and digests of the
-    masks, and the model if all name the same.
+    It lists every parameter that any of them lists. Its pattern is the least specific of theirs, which holds for every
+    union, intersection and inversion of their units. Its metadata have the operation, the methods and digests of the
+    masks, and the model if all have the same one.
 
     Raises:
         MaskError: fewer than two masks, or a parameter has different shapes in two of them; names it.
@@ -30,12 +30,12 @@ def union(masks: Sequence[MaskSet]) -> MaskSet:
 
 
 def intersect(masks: Sequence[MaskSet]) -> MaskSet:
-    """The elements that are active in all of the masks.
+    """Return the mask of the elements that are active in all of the masks.
 
     It lists the parameters that all of them list; pattern and metadata are as in `union`.
 
     Raises:
-        MaskError: fewer than two masks, no parameter that all list, or a parameter has different shapes in two of them;
+        MaskError: fewer than two masks, no parameter listed by all, or a parameter has different shapes in two of them;
             names it.
     """
     _require_shapes(masks)
@@ -46,9 +46,9 @@ def intersect(masks: Sequence[MaskSet]) -> MaskSet:
 
 
 def invert(mask: MaskSet) -> MaskSet:
-    """The elements of the listed parameters that are not active.
+    """Return the mask of the listed parameters' elements that are not active in `mask`.
 
-    Holds 4 bytes for each of them; pattern and metadata are as in `union`.
+    Takes 4 bytes for each of them; pattern and metadata are as in `union`.
     """
     indices = {n: position_sets.complement(mask[n], math.prod(shape)) for n, shape in mask.shapes.items()}
     return MaskSet._of_checked(indices, mask.shapes, mask.pattern, _metadata("invert", [mask]))

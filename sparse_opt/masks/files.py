@@ -1,7 +1,7 @@
-"""Mask files: one safetensors file of positions with string metadata, or a `.pt` dictionary of bool tensors.
+"""Reads and writes mask files: a safetensors file of positions with metadata, or a `.pt` dictionary of bool tensors.
 
-A `.pt` file is the zip archive that torch.save has written since torch 1.6; the older form has no checksums and is
-refused. It holds name -> bool tensor, plain or under the key `masks`, and then the metadata under `metadata`.
+A `.pt` file is a zip archive as torch.save has written it since torch 1.6; the older format has no checksums and is
+refused. It holds name -> bool tensor, either directly, or under the key `masks` with the metadata under `metadata`.
 
 The safetensors file holds, for each parameter, its name and the int32 (int64 from 2**31 elements on) tensor of its
 active positions. Its metadata:
@@ -10,10 +10,10 @@ active positions. Its metadata:
     format_version   1
     shapes           JSON, name -> shape of the parameter
     pattern          element, run16, run32, tile64 or tile128
-    sparsity         percent, as asked for; where nothing was said, as it is
+    sparsity         percent: the requested value if there was one, otherwise the actual value
     digest           xxh3_128 over names, shapes and positions
     metadata_digest  xxh3_128 over all other metadata
-    method, step, model, ...   whatever the mask carried
+    method, step, model, ...   the mask's own metadata
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PT_SUFFIXES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class IndexMasks:
-    """What a safetensors mask file says; positions are not checked yet."""
+    """The content of a safetensors mask file; positions are not checked yet."""
 
     indices: dict[str, Tensor]
     shapes: dict[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ class IndexMasks:
 
 @dataclass(frozen=True)
 class BoolMasks:
-    """What a `.pt` mask file says."""
+    """The content of a `.pt` mask file."""
 
     masks: dict[str, Any]
     metadata: dict[str, str]
@@ -71,7 +71,7 @@ def write(
     metadata: Mapping[str, str],
     digest: str,
 ) -> None:
-    """Write a mask file under its final name, whole or not at all. Makes missing parent folders."""
+    """Write a mask file atomically. Creates missing parent folders."""
     if path.suffix != ".safetensors":
         raise MaskError(f"{path}: mask files end in .safetensors, found {path.suffix or 'no suffix'}")
     taken = sorted(set(metadata) & set(_RESERVED))
@@ -95,7 +95,7 @@ def write(
 
 
 def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, str], *, plain: bool) -> None:
-    """Write a `.pt` dictionary of bool tensors with torch.save, whole or not at all. Makes missing parent folders."""
+    """Write a `.pt` dictionary of bool tensors with torch.save, atomically. Creates missing parent folders."""
     if path.suffix not in _PT_SUFFIXES:
         raise MaskError(f"{path}: files of bool tensors end in {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
     if not masks:
@@ -103,7 +103,7 @@ def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, s
     content: dict[str, Any] = dict(masks) if plain else {"masks": dict(masks), "metadata": dict(metadata)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Given a name, torch.save writes it into the file; the temporary one has no business there.
+        # Opened here because torch.save writes a file name that it is given, here a temporary one, into the file.
         with written_aside(path) as aside, aside.open("wb") as file:
             torch.save(content, file)
     except (OSError, RuntimeError) as error:
@@ -111,7 +111,7 @@ def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def read(path: Path) -> IndexMasks | BoolMasks:
-    """Read a mask file by its suffix. Raises MaskError naming the file."""
+    """Read a mask file in the format of its suffix. Raises a MaskError that names the file."""
     if not path.is_file():
         raise MaskError(f"{path}: no such mask file")
     if path.suffix not in (".safetensors", *_PT_SUFFIXES):
@@ -121,7 +121,7 @@ def read(path: Path) -> IndexMasks | BoolMasks:
     for text in (*names, *found.metadata, *found.metadata.values()):
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # no file can be written with such a name
+        except UnicodeEncodeError as error:  # a file with such a name cannot be written
             raise MaskError(f"{path}: {text[:80]!r} is no text: {error.reason}") from error
     return found
 
@@ -169,14 +169,14 @@ def _read_pt(path: Path) -> BoolMasks:
     _require_sound_zip(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about kinds of tensors and pickles that are refused here
+            warnings.simplefilter("ignore")  # warnings about tensors and pickles that are refused below
             content = torch.load(path, map_location="cpu", weights_only=True)
-    # A pickle of other bytes can fail in any of these ways.
+    # An invalid pickle can raise any of these.
     except (
         OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError,
         pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        # torch's advice, to trust the file, comes before the cause.
+        # The cause follows torch's advice to trust the file, which is cut off.
         cause = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or one_line(error)
         raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {cause}") from error
     if not isinstance(content, dict):
@@ -202,7 +202,7 @@ def _read_pt(path: Path) -> BoolMasks:
 
 
 def _require_stored(path: Path, name: str, tensor: Tensor) -> None:
-    """Refuse a tensor of which the file does not hold every element, before anything as large as its shape is made."""
+    """Raise unless the file stores every element of the tensor, before memory of its size is allocated."""
     if type(tensor) not in (Tensor, nn.Parameter):
         raise MaskError(f"{path}: {name} is a {type(tensor).__name__}, expected a plain tensor")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -217,9 +217,9 @@ def _require_stored(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def _require_sound_zip(path: Path) -> None:
-    """Compare the checksums of a torch.save archive, which torch.load leaves unread.
+    """Compare the checksums of a torch.save archive, which torch.load does not do.
 
-    torch.save compresses nothing, and what is compressed can be any size larger than the file.
+    Compressed records are refused: torch.save does not write them, and they could expand to any size.
     """
     try:
         with zipfile.ZipFile(path) as archive:

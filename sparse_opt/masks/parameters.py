@@ -1,9 +1,9 @@
-"""What a parameter of a language model is, read from its name alone: its layer, and its part in it.
+"""Parses parameter names of language models into layer and part (attention, MLP, norm, ...), and selects names.
 
-Understood are the names of transformers' models (GPT-2, GPT-NeoX, GPT-J, OPT, Bloom, Llama, Mistral, Mixtral, Qwen 2
-and 3, Gemma 2 and 3, Phi, GPT-OSS and their relatives), under any prefix, and those of Mixtral's experts in
-checkpoints, where w1 is the gate, w3 up and w2 down. The part `other` is what is not understood, the routers of
-experts, and heads other than the language model's.
+Supports the names of transformers' models (GPT-2, GPT-NeoX, GPT-J, OPT, Bloom, Llama, Mistral, Mixtral, Qwen 2 and 3,
+Gemma 2 and 3, Phi, GPT-OSS and their relatives), under any prefix, and those of Mixtral's experts in checkpoints, where
+w1 is the gate, w3 up and w2 down. The part `other` is for unknown names, the routers of experts, and heads other than
+the language model's.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Component:
 
     Attributes:
         layer: number of the layer; None outside of all layers.
-        part: one of `PARTS`; biases are of the part whose weight they stand beside.
-        conv1d: True for a weight of GPT-2's c_attn, c_proj and c_fc, which transformers' Conv1D keeps transposed,
-            [in, out] where a Linear is [out, in]. GPTBigCode and GPT-Neo give some of these names to a Linear; a name
-            cannot tell.
+        part: one of `PARTS`; a bias has the part of its weight.
+        conv1d: True for a weight of GPT-2's c_attn, c_proj and c_fc, which transformers' Conv1D stores transposed,
+            [in, out] instead of the [out, in] of a Linear. GPTBigCode and GPT-Neo use some of these names for a Linear,
+            which the name does not show.
     """
 
     layer: int | None
@@ -102,34 +102,34 @@ class Component:
 
     @property
     def label(self) -> str:
-        """`layer 3 attention q`; outside of layers the part alone."""
+        """`layer 3 attention q`; outside of layers only the part."""
         return PART_LABELS[self.part] if self.layer is None else f"layer {self.layer} {PART_LABELS[self.part]}"
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts as data flows: embeddings, the layers in turn with their parts as in `PARTS`, then the rest."""
+        """Sort key in the order of data flow: embeddings, layers with their parts as in `PARTS`, then the rest."""
         stage = 1 if self.layer is not None else (0 if self.part == "embeddings" else 2)
         return stage, self.layer or 0, PARTS.index(self.part)
 
 
 def layer_of(name: str) -> int | None:
-    """The first integer among a name's dotted parts, None without one."""
+    """Return the first integer among a name's dotted parts, or None."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
 
 def layer_label(layer: int | None) -> str:
-    """`3`; `none` for what is outside of all layers."""
+    """Return `3` for layer 3, and `none` outside of all layers."""
     return "none" if layer is None else str(layer)
 
 
 def in_layer_order(layers: Iterable[int | None]) -> list[int | None]:
-    """Each layer once, ascending; None, for what is outside of all layers, last."""
+    """Return each layer once, ascending; None, for parameters outside of all layers, is last."""
     return sorted(set(layers), key=lambda layer: (layer is None, layer or 0))
 
 
 def component_of(name: str) -> Component:
-    """What the parameter of this name is; never fails, an unknown name is of the part `other`."""
+    """Return the component of the parameter of this name; never raises, an unknown name has the part `other`."""
     # GPT-OSS's experts have parameters of their own, gate_up_proj and gate_up_proj_bias, in place of modules.
     words = [word.removesuffix("_bias") for word in name.split(".")]
     layer = layer_of(name)
@@ -154,8 +154,8 @@ def _part_of(word: str, before: list[str]) -> Part | None:
     return None
 
 
-# What transformers' models call their feed-forward blocks: Llama, Qwen, Gemma, GPT-2 mlp; Mixtral block_sparse_moe; OPT
-# fc1 and fc2.
+# Names of the feed-forward blocks in transformers: mlp in Llama, Qwen, Gemma and GPT-2; block_sparse_moe in Mixtral;
+# fc1 and fc2 in OPT.
 _MLP_NAMES = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1", "fc2"})
 
 
@@ -171,11 +171,11 @@ def select_names(
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
 ) -> list[str]:
-    """The names that a choice of tensors leaves, in their order.
+    """Return the selected names, in their order.
 
     Args:
-        include: shell patterns (`*.layers.3.*`), case-sensitive, over whole names; a name must match one. None: all do.
-        exclude: likewise; a name must match none.
+        include: shell patterns (`*.layers.3.*`), case-sensitive, for whole names; a name must match one. None: all.
+        exclude: shell patterns; a name must match none.
         mlp_only: only tensors of feed-forward blocks (`is_mlp_parameter`).
     """
     return [

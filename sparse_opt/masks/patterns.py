@@ -1,8 +1,8 @@
-"""How a mask may take elements: one by one, in aligned runs of a row, or in aligned square tiles.
+"""Mask patterns: single elements, aligned runs within a row, or aligned square tiles.
 
-A tensor is seen as a matrix: the last dimension is its columns, all others together its rows; a vector is one row, a
-scalar one element. A unit of a pattern is `height` rows by `width` columns, aligned to multiples of both, and the units
-at the right and bottom edge are as much smaller as the matrix demands. Each pattern is made of units of the one before.
+A tensor is treated as a matrix: the last dimension is its columns, all others together its rows; a vector is one row, a
+scalar one element. A unit of a pattern is `height` rows by `width` columns, aligned to multiples of both, and cut off
+at the right and bottom edge of the matrix. Each pattern's units consist of units of the pattern before it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ PATTERNS: dict[str, tuple[int, int]] = {
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor's shape."""
+    """Return (rows, columns) of a tensor's shape as a matrix."""
     columns = shape[-1] if len(shape) else 1
     return math.prod(shape[:-1]), columns
 
 
 def unit_grid(shape: Sequence[int], pattern: str) -> tuple[int, int]:
-    """Units of a pattern from top to bottom and from left to right."""
+    """Return the number of units of a pattern, (top to bottom, left to right)."""
     height, width = PATTERNS[pattern]
     rows, columns = matrix_shape(shape)
     return -(-rows // height), -(-columns // width)
 
 
 def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | None:
-    """The first unit found, counted row by row, of which `indices` takes a part only; None if there is none.
+    """Return a unit, numbered row by row, of which `indices` has only a part; None if there is none.
 
     Args:
         indices: [nnz] sorted unique positions in the flattened tensor, all in range.
@@ -52,7 +52,7 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
     runs = _aligned_runs(indices, width) if columns % width == 0 else None
     if runs is not None and height == 1:
         return None
-    # Bands of whole unit rows bound the scratch, and no unit crosses from one into the next.
+    # Bands of whole unit rows bound the scratch memory, and no unit crosses from one into the next.
     positions, across = (indices, columns) if runs is None else (runs, columns // width)
     band = height * max(1, _BAND_ELEMENTS // (height * across))
     inner = torch.tensor(range(band * across, rows * across, band * across), dtype=positions.dtype, device="cpu")
@@ -67,7 +67,7 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
 
 
 def _aligned_runs(indices: Tensor, width: int) -> Tensor | None:
-    """The runs that sorted unique `indices` are made of, or None; rows hold whole runs: the common, fast case."""
+    """Return the runs that sorted unique `indices` consist of, or None. Fast path for rows of whole runs."""
     if indices.numel() % width:
         return None
     first, last = indices[::width], indices[width - 1 :: width]
@@ -89,11 +89,11 @@ def _broken_in_band(positions: Tensor, first_row: int, rows: int, columns: int, 
 
 
 def most_specific_pattern(masks: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
-    """The last of `PATTERNS` that (indices, shape) of every tensor keeps to."""
+    """Return the last of `PATTERNS` that fits (indices, shape) of every tensor."""
     found = len(PATTERNS) - 1
     names = list(PATTERNS)
     for indices, shape in masks:
-        # A pattern is made of units of the one before, so the first that fails ends the search.
+        # A pattern's units consist of units of the one before, so the first that does not fit ends the search.
         for i in range(1, found + 1):
             if broken_unit(indices, shape, names[i]) is not None:
                 found = i - 1
@@ -102,10 +102,10 @@ def most_specific_pattern(masks: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
 
 
 def expand_units(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
-    """Sorted int64 positions of all elements of some units.
+    """Return the sorted int64 positions of all elements of some units.
 
     Args:
-        units: [k] int64, sorted and unique, counted row by row over `unit_grid`.
+        units: [k] int64, sorted and unique, numbered row by row over `unit_grid`.
     """
     height, width = PATTERNS[pattern]
     if pattern == "element":

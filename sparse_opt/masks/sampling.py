@@ -1,4 +1,4 @@
-"""Random positions without replacement, the same on every machine for one seed and name."""
+"""Samples random positions without replacement, reproducibly on every machine from a seed and a tensor's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRAWS_PER_ROUND = 2**24
 
 
 def random_indices(name: str, shape: Sequence[int], density: float, pattern: str, seed: int) -> Tensor:
-    """Sorted int64 positions of floor(density * units + 0.5) units of a pattern, uniform over all such choices."""
+    """Return the sorted int64 positions of floor(density * units + 0.5) units of a pattern, drawn uniformly."""
     units = math.prod(unit_grid(shape, pattern))
     # The raw stream of a numpy bit generator never changes between versions; those of its distributions may.
     source = np.random.PCG64(xxhash.xxh3_128_intdigest(f"{seed}:{name}".encode()))
@@ -25,17 +25,16 @@ def random_indices(name: str, shape: Sequence[int], density: float, pattern: str
 
 
 def _sample(n: int, k: int, source: np.random.PCG64) -> Tensor:
-    """[k] of range(n), sorted: positions are drawn with replacement until k different ones are marked."""
-    # Drawing what to leave out when that is less keeps the expected number of draws below 1.4 k.
+    """Return k of range(n), sorted: positions are drawn with replacement until k different ones are marked."""
     inverted = 2 * k > n
     wanted = n - k if inverted else k
     marked = np.zeros(n, dtype=np.bool_)
     positions = torch.from_numpy(marked)
     missing = wanted
     while missing:
-        # Never more draws than are missing, so that none has to be taken back.
+        # Never more draws than are missing, so that none has to be undone.
         draws = source.random_raw(min(missing, _DRAWS_PER_ROUND)) % np.uint64(n)
-        # torch scatters several times as fast as numpy, which counts as much faster.
+        # torch scatters several times faster than numpy; numpy counts several times faster than torch.
         positions.index_fill_(0, torch.from_numpy(draws.astype(np.int64)), True)
         missing = wanted - int(np.count_nonzero(marked))
     return (positions.logical_not_() if inverted else positions).nonzero().view(-1)
