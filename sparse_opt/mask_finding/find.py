@@ -1,4 +1,4 @@
-"""Masks found in a log of states, their file names, and the choice of tensors that take part."""
+"""Finds masks from a log of states, and names the files of found masks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .select import FoundMask, Pool, find_mask, require_arguments
 def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
     """`sparsity_97.5pct_magnitude_step50.safetensors`; sparsity in percent.
 
-    Without a step, as of a model that was not trained, `sparsity_97.5pct_snip.safetensors`. A pattern other than
-    element stands after the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
+    Without a step, as for an untrained model: `sparsity_97.5pct_snip.safetensors`. A pattern other than element follows
+    the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
     """
     return f"sparsity_{float(sparsity)}pct_{_made_how(method, step, pattern)}.safetensors"
 
@@ -51,15 +51,15 @@ def find_from_log(
     figures: bool = False,
     progress: bool = False,
 ) -> FoundMask:
-    """The mask of the elements that a method scores highest in a log of states.
+    """Find the mask of the elements that a method scores highest in a log of states.
 
-    `mask_finding.log_scores` has the methods' formulas and says which steps they read, `find_mask` how elements are
-    chosen. The tensors that take part are the floating-point parameters, tied ones once.
+    `mask_finding.log_scores` describes the methods' formulas and the steps they read, `find_mask` how elements are
+    selected. The candidates are the floating-point parameters, tied ones once.
 
     Args:
         target_step, momentum_window: see `mask_finding.log_scores.plan_scores`.
-        include, exclude, mlp_only: which tensors take part: `select_names`.
-        device: where the scores are made; every device gives the same mask.
+        include, exclude, mlp_only: which tensors are used: see `select_names`.
+        device: where the scores are computed; every device gives the same mask.
         others: see `find_mask`.
 
     Returns:
@@ -111,7 +111,7 @@ def find_magnitude(
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
 ) -> MaskSet:
-    """The mask of the elements that moved furthest from the base weights: `find_from_log`, method magnitude."""
+    """Find the mask of the elements that moved furthest from the base weights: `find_from_log`, method magnitude."""
     return find_from_log(
         log,
         sparsity=sparsity,
@@ -125,7 +125,7 @@ def find_magnitude(
 
 
 def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool) -> dict[str, str]:
-    """Which tensors were chosen, as a mask's metadata; nothing where all were."""
+    """Return the selection of tensors as mask metadata; empty if all were selected."""
     patterns = {"include": include, "exclude": exclude}
     chosen = {key: json.dumps(list(value)) for key, value in patterns.items() if value is not None}
     return chosen | ({"mlp_only": "true"} if mlp_only else {})

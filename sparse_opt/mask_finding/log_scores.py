@@ -1,20 +1,20 @@
-"""Scores of elements from a log of states: how far, how steadily, how variably training moved each weight.
+"""Scores of elements from a log of states, by the size, direction or variance of each weight's changes in training.
 
-With delta_i = W_i - W_0, W_0 the first logged state, v_i = W_i - W_{i-1} since the state logged before, and t the
+With delta_i = W_i - W_0, W_0 the first logged state, v_i = W_i - W_{i-1} for consecutive logged states, and t the
 target step:
 
 | method | score |
 |---|---|
 | magnitude | abs(delta_t) |
 | momentum, window w | abs(m) * (1 + abs(m) / s), m = mean(v), s = std(v) + 1e-8, v of the last w logged steps up to t |
-| fisher | Var(delta) + abs(mean(delta)) over the logged steps up to t, W_0 left out |
+| fisher | Var(delta) + abs(mean(delta)) over the logged steps up to t, without W_0 |
 | oracle | abs(delta) at the last logged step |
 
-Variances divide by one less than the number of values. `fisher` is a proxy that stands in for gradients where there are
-none; the diagonal Fisher itself is `mask_finding.model_scores`'s fisher_gradient.
+Variances divide by one less than the number of values. `fisher` is a proxy for use without gradients; the diagonal
+Fisher itself is fisher_gradient in `mask_finding.model_scores`.
 
 magnitude and oracle subtract in float32 (float64 weights in float64), the others in float64 throughout; scores are
-rounded to float32 at the end. All of it is elementwise, one rounding an operation: a CPU and a GPU get the same bits.
+rounded to float32 at the end. All operations are elementwise, with one rounding each: CPU and GPU give the same bits.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ LOG_METHODS: tuple[LogMethod, ...] = ("magnitude", "momentum", "fisher", "oracle
 # The velocities of a momentum score where no window was asked for and as many are logged.
 DEFAULT_WINDOW = 25
 
-# Elements worked on at a time, which bounds the scratch to some 100 MB.
+# Elements processed at a time, which bounds the scratch memory to some 100 MB.
 _CHUNK = 2**22
 _EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """Which states a score is made of: ascending logged steps, the first one the base of the differences.
+    """The states that a score is computed from: ascending logged steps.
 
-    momentum: each state's difference is to the one before it; all others: to the first.
+    momentum takes each state's difference to the one before it; all other methods take it to the first one.
     """
 
     method: LogMethod
@@ -57,7 +57,7 @@ class ScorePlan:
 
     @property
     def window(self) -> int | None:
-        """Velocities of a momentum score, None for the other methods."""
+        """Number of velocities of a momentum score, None for the other methods."""
         return len(self.steps) - 1 if self.method == "momentum" else None
 
     @property
@@ -69,11 +69,11 @@ class ScorePlan:
 def plan_scores(
     log: StateLog, method: LogMethod, *, target_step: int | None = None, momentum_window: int | None = None
 ) -> ScorePlan:
-    """Which steps of a log a method reads.
+    """Determine which steps of a log a method reads.
 
     Args:
         target_step: t, a logged step; the last one by default. oracle takes the last one only.
-        momentum_window: w, 2 or more; by default 25, or as many velocities as are logged up to t where they are fewer.
+        momentum_window: w, 2 or more; by default 25, or all velocities up to t if fewer are logged.
 
     Raises:
         MaskError: an argument is out of range, or the method needs more logged steps than there are.
@@ -118,14 +118,14 @@ def _too_few(log: StateLog, what: str, wanted: int, found: int, step: int) -> st
 
 
 class LogScores:
-    """The scores of a log's tensors by one plan, tensor by tensor, as often as they are asked for.
+    """Computes the scores of a log's tensors by one plan, one tensor at a time, on each request.
 
-    Holds one tensor's statistics: the score, 4 bytes an element; two states; for momentum and fisher, two sums of 8
-    bytes.
+    Holds one tensor's statistics: the score, 4 bytes per element; two states; for momentum and fisher, two sums of 8
+    bytes per element.
 
     Args:
         specs: the tensors to score.
-        device: where the scores are made and stay.
+        device: where the scores are computed and returned.
     """
 
     def __init__(self, log: StateLog, plan: ScorePlan, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
@@ -134,7 +134,7 @@ class LogScores:
         self.what = f"{plan.method} score"
 
     def bits(self, name: str) -> Tensor:
-        """[numel] int32, the bits of one tensor's float32 scores."""
+        """Return the bits of one tensor's float32 scores: [numel] int32."""
         plan = self._plan
         before: Tensor | None = None
         moments: _Moments | None = None
@@ -142,7 +142,7 @@ class LogScores:
         for _, state in self._log.tensor_states(name, plan.steps):
             after = state.reshape(-1)
             if before is None:
-                # A copy: a state is good until the next one is asked for.
+                # Copied: a state is valid only until the next one is requested.
                 before = after.to(self._device, copy=True)
             elif plan.method in ("magnitude", "oracle"):
                 bits = change_bits(before, after)
@@ -158,9 +158,9 @@ class LogScores:
 
 
 def change_bits(before: Tensor, after: Tensor) -> Tensor:
-    """[numel] int32, the bits of abs(after - before) in float32, of two flat floating-point tensors, where `before` is.
+    """Return the bits of float32 abs(after - before) of two flat tensors: [numel] int32, on the device of `before`.
 
-    float64 is subtracted as such, since its change may be lost in float32; all other dtypes are exact in float32. A
+    float64 is subtracted in float64, since its change may be lost in float32; all other dtypes are exact in float32. A
     NaN score has bits above those of infinity, 0x7F800000.
     """
     wide = torch.float64 if after.dtype == torch.float64 else torch.float32
@@ -179,13 +179,13 @@ class _Moments:
         self._n = 0
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Count the differences of two flat states; `before` is on the moments' device."""
+        """Add the differences of two flat states; `before` is on the moments' device."""
         self._n += 1
         for total, squares, old, new in zip(
             *(t.split(_CHUNK) for t in (self._sum, self._squares, before, after)), strict=True
         ):
             new = new.to(old.device)
-            # Most elements keep their value in a step, and adding their zeros would change nothing.
+            # Most elements do not change in a step, and adding their zeros would have no effect.
             at = positions(new != old)
             change = new[at].double() - old[at].double()
             total.index_add_(0, at, change)
@@ -200,10 +200,10 @@ class _Moments:
 
     def _bits(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         bits = torch.zeros(self._sum.numel(), dtype=torch.int32, device=self._sum.device)
-        # Products with the reciprocal: that is how a GPU divides by a number, and a CPU does not.
+        # Multiply by the reciprocal explicitly: a GPU divides by a scalar in this way, and a CPU does not.
         per_value, per_freedom = 1.0 / self._n, 1.0 / (self._n - 1)
         for out, totals, all_squares in zip(*(t.split(_CHUNK) for t in (bits, self._sum, self._squares)), strict=True):
-            # Where nothing moved, every score is zero.
+            # The score of an element that never changed is zero.
             at = positions(all_squares != 0)
             total, squares = totals[at], all_squares[at]
             mean = total * per_value

@@ -1,4 +1,4 @@
-"""Scores of a model that was not trained yet: of its weights alone, or of how it answers to calibration sequences.
+"""Scores of an untrained model's elements, from its weights alone or from calibration sequences.
 
 With w a weight, g its gradient and x the input that it multiplies:
 
@@ -12,9 +12,9 @@ With w a weight, g its gradient and x the input that it multiplies:
 Means are over sequences. g is the gradient of one sequence's loss: the mean negative log-likelihood of its completion's
 tokens, log-softmax in fp32, dropout off. The sequences go through the model one at a time, so nothing is padded.
 
-wanda scores the weights of linear layers, and no other tensors: only there an input meets each weight. A weight that is
-also used otherwise, as an embedding that is tied to the output layer is, is left out. The published method compares
-within each output row; here scores compete as everywhere, in one pool or tensor by tensor.
+wanda scores only the weights of linear layers, where every weight multiplies an input. A weight with another use, such
+as an embedding tied to the output layer, is left out. The published method compares scores within each output row; here
+they are compared as for all methods, in one pool or tensor by tensor.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class CalibrationSequence(Protocol):
 
 
 class ModelScores:
-    """The scores of a model's parameters, made when they are asked for: a `mask_finding.select.ScoreSource`.
+    """The scores of a model's parameters, computed on request: a `mask_finding.select.ScoreSource`.
 
     Args:
-        what: what messages call a score.
+        what: name of the score, for messages.
         parameters: name -> parameter, in the model's order.
-        score: the flat or shaped floating-point scores >= 0 of the parameter of a name.
+        score: returns the floating-point scores >= 0, flat or shaped, of the parameter of a name.
     """
 
     def __init__(self, what: str, parameters: Mapping[str, Tensor], score: Callable[[str], Tensor]) -> None:
@@ -60,12 +60,12 @@ class ModelScores:
         self._score = score
 
     def bits(self, name: str) -> Tensor:
-        """[numel] int32, the bits of one tensor's scores in float32."""
+        """Return the bits of one tensor's scores in float32: [numel] int32."""
         return self._score(name).float().contiguous().view(-1).view(torch.int32)
 
 
 def weight_scores(parameters: Mapping[str, Tensor]) -> ModelScores:
-    """abs(w) of each parameter."""
+    """Return the scores abs(w) of each parameter."""
     return ModelScores("weight_magnitude score", parameters, lambda name: parameters[name].detach().abs())
 
 
@@ -77,13 +77,13 @@ def calibrated_scores(
     *,
     progress: bool = False,
 ) -> ModelScores:
-    """The scores of a causal language model's parameters on calibration sequences (see the module).
+    """Compute the scores of a causal language model's parameters on calibration sequences (see the module).
 
-    The model is left as it was: training mode, `requires_grad` and gradients. Beside it, snip and fisher_gradient hold
-    one fp32 sum for each scored element, and one parameter's gradient at a time; wanda one fp64 sum for each input.
+    The model's training mode, `requires_grad` and gradients are restored. Extra memory: snip and fisher_gradient take
+    one fp32 sum per scored element, and one parameter's gradient at a time; wanda one fp64 sum per input.
 
     Args:
-        model: called with `input_ids=` [1, T] int64, gives `.logits` [1, T, V].
+        model: called with `input_ids=` [1, T] int64, returns `.logits` [1, T, V].
         parameters: name -> parameter of the model, those to score, tied ones once.
         sequences: each with a completion of one token or more.
         progress: show a bar on a terminal.
@@ -118,10 +118,10 @@ def _of_gradients(
 
     def collect(name: str) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None  # called right after it was made
+            assert parameter.grad is not None  # called right after it was computed
             gradient = parameter.grad.float()
             sums[name].add_(gradient.square() if squared else gradient)
-            # Freed at once, so that the model's gradients never exist together.
+            # Freed immediately, so that the model's gradients never exist together.
             parameter.grad = None
 
         return add
@@ -144,7 +144,7 @@ def _of_gradients(
 
 @contextlib.contextmanager
 def _gradients_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, these parameters have gradients to be made, none so far, and no others do."""
+    """Context manager inside which only these parameters require grad, and no gradients exist at entry."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     wanted = {id(p) for p in parameters.values()}
     for parameter, _, _ in before:
@@ -196,7 +196,7 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
 
     def score(name: str) -> Tensor:
         weight = chosen[name].detach().float().abs()
-        if id(chosen[name]) not in norms:  # a layer that no sequence went through, as an expert may be
+        if id(chosen[name]) not in norms:  # no sequence used the layer, which may be an expert
             return torch.zeros_like(weight)
         norm = norms[id(chosen[name])].sqrt().float()
         # A Conv1D keeps its weight as [in, out].
@@ -206,7 +206,7 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
 
 
 def _linear_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """id of a weight -> the linear layers that multiply by it, and nothing else uses it."""
+    """Return id of a weight -> the linear layers that multiply by it, for weights without any other use."""
     layers: dict[int, list[nn.Module]] = {}
     others = set()
     for module in model.modules():
@@ -219,6 +219,6 @@ def _linear_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer of transformers; where that is not imported there is none."""
+    """Whether the module is transformers' Conv1D, GPT-2's linear layer; False if transformers is not imported."""
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     return pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D)

@@ -1,4 +1,4 @@
-"""Masks of the elements, runs or tiles that score highest, exactly as if all scores had been sorted at once."""
+"""find_mask: selects the highest-scoring elements, runs or tiles, with the same result as sorting all scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK = 2**22
 
 
 class ScoreSource(Protocol):
-    """The scores of a model's chosen tensors, made one tensor at a time."""
+    """The scores of a model's selected tensors, computed one tensor at a time."""
 
     @property
     def what(self) -> str:
@@ -38,16 +38,16 @@ class ScoreSource(Protocol):
         """Name -> shape of each tensor, in the model's order."""
 
     def bits(self, name: str) -> Tensor:
-        """[numel] int32, the bits of a tensor's float32 scores >= 0; the same ones each time."""
+        """Return the bits of a tensor's float32 scores >= 0: [numel] int32, the same for each call."""
 
 
 @dataclass(frozen=True)
 class TensorFigures:
-    """One tensor's part in a selection. Under a pattern scores are those of units; counts are always of elements.
+    """Statistics of one tensor in a selection. With a pattern, scores are those of units; counts are of elements.
 
-    kept, scoring, numel: elements kept, of those with a score above zero, of all.
-    threshold: the least score that is kept; None where none is.
-    least, mean, most: of all scores; None where there are none.
+    kept, scoring, numel: number of elements kept, with a score above zero, and in all.
+    threshold: the lowest score that is kept; None if none is.
+    least, mean, most: of all scores; None if there are none.
     """
 
     kept: int
@@ -61,7 +61,7 @@ class TensorFigures:
 
 @dataclass(frozen=True)
 class PatternCapture:
-    """What a mask of whole units holds of the scores, beside the element-wise mask of the same options.
+    """The scores captured by a mask of whole units, compared with the element-wise mask of the same options.
 
     score, element_score: sums over the kept elements; nnz, element_nnz: their number.
     """
@@ -79,11 +79,12 @@ class PatternCapture:
 
 @dataclass(frozen=True)
 class FoundMask:
-    """A mask and how it came about.
+    """A mask and statistics of its selection.
 
-    threshold: pool global: the least score that counted towards the quota, floors aside; None where the floors meet it.
+    threshold: for pool global, the lowest score that counted towards the quota, apart from the floors; None if the
+        floors meet the quota.
     capture: None for the pattern element.
-    tensors: only where figures were asked for.
+    tensors: only with `figures=True`.
     """
 
     mask: MaskSet
@@ -93,7 +94,7 @@ class FoundMask:
 
 
 def require_arguments(sparsity: float, min_tensor_keep: float, pool: str, pattern: str) -> None:
-    """Raise MaskError where an argument of `find_mask` is out of range."""
+    """Raise MaskError if an argument of `find_mask` is out of range."""
     if not 0.0 < sparsity < 100.0:
         raise MaskError(f"sparsity is {sparsity} percent, wanted above 0 and below 100")
     if not 0.0 <= min_tensor_keep <= 1.0:
@@ -115,47 +116,48 @@ def find_mask(
     figures: bool = False,
     progress: bool = False,
 ) -> FoundMask:
-    """Keep what scores highest.
+    """Find the mask of the elements with the highest scores.
 
-    Of the N elements of all tensors, round((100 - sparsity) % of N) are the quota. Pool `global`: each tensor first
-    keeps its own best ceil(min_tensor_keep * numel), then the best of all others fill the quota. Pool `tensor`: each
-    tensor keeps its own share, or its floor if that is more. The result is that of sorting all scores at once: ties go
-    to the earlier tensor, in the source's order, and then to the lower position.
+    The quota is round((100 - sparsity) % of N) of the N elements of all tensors. Pool `global`: each tensor first keeps
+    its own best ceil(min_tensor_keep * numel), the floor, and then the best of all other elements fill the quota. Pool
+    `tensor`: each tensor keeps its own share, or its floor if that is more. The result is that of sorting all scores:
+    ties go to the earlier tensor, in the source's order, and then to the lower position.
 
-    Under a pattern whole units compete by the sum of their scores. A floor is kept by as few units as cover it; quota
-    and shares are filled until the next unit would exceed them, so that a mask may stay short of them by part of a
-    unit.
+    With a pattern, whole units are ranked by the sum of their scores. A floor is covered by as few units as possible;
+    quota and shares are filled until the next unit would exceed them, so that a mask may have less than the quota by
+    part of a unit.
 
-    What scores zero is never kept, neither for the quota nor for a floor: nothing but its position would speak for it.
-    Where fewer elements score than were asked for, the mask keeps those that do, and a UserWarning says so; a tensor
-    that does not score at all is listed without active elements. Where none scores, there is no mask.
+    Elements with a score of zero are never kept, neither for the quota nor for a floor, because only their position
+    would distinguish them. If fewer elements than requested have a score above zero, the mask has only these, with a
+    UserWarning; a tensor whose scores are all zero is listed without active elements. If all scores are zero, an error
+    is raised.
 
-    Scores are asked for tensor by tensor, three times over (once in pool `tensor`), and never kept: beside the mask,
-    one tensor's scores and those of its units are held, and a workspace of about 100 MB.
+    Scores are read tensor by tensor, three times (once in pool `tensor`), and not stored: besides the mask, memory
+    holds one tensor's scores and those of its units, and a workspace of about 100 MB.
 
     Args:
         sparsity: percent of elements to leave out, above 0 and below 100.
-        min_tensor_keep: the floor, as a share of each tensor, 0 to 1.
-        pool: where units compete.
-        pattern: what is kept or left as a whole; see `masks.patterns`.
-        metadata: strings for the mask; pool, min_tensor_keep, made_by, and captured_score under a pattern are added.
+        min_tensor_keep: the floor, as a fraction of each tensor, 0 to 1.
+        pool: whether units are compared over all tensors or within each.
+        pattern: the units that are kept or left out as a whole; see `masks.patterns`.
+        metadata: strings for the mask; pool, min_tensor_keep, made_by, and with a pattern captured_score, are added.
         figures: collect `FoundMask.tensors`, which reads each score once more.
         progress: show a bar on a terminal.
 
     Raises:
-        MaskError: an argument out of range, the floors alone exceed the quota, a score is NaN or below zero (names the
-            tensor), no element scores, the quota is no element, or no unit fits into it.
+        MaskError: an argument is out of range, the floors alone exceed the quota, a score is NaN or below zero (names
+            the tensor), all scores are zero, the quota is zero, or no unit fits into it.
     """
     require_arguments(sparsity, min_tensor_keep, pool, pattern)
     numels = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    # Without the rounding 100 - 99.9 is a bit less than 0.1, and a half is missed.
+    # Without this rounding, 100 - 99.9 is slightly less than 0.1, and halves would not be rounded up.
     percent = round(100.0 - sparsity, 10)
     quota = _rounded(sum(numels.values()), percent)
     floors = {name: math.ceil(min_tensor_keep * numel) for name, numel in numels.items()}
     if pool == "global":
         _require_room(sum(floors.values()), quota, min_tensor_keep, sparsity)
     shares = {name: _rounded(numel, percent) for name, numel in numels.items()}
-    # Under a pattern the element-wise mask is found beside it, to tell how much of its score the pattern holds.
+    # With a pattern, the element-wise mask is found too, to compute how much of its score the pattern captures.
     kinds = tuple(dict.fromkeys((pattern, "element")))
     pooled = {kind: GlobalSelection(floors, quota) for kind in kinds} if pool == "global" else {}
     selections: Mapping[str, GlobalSelection | TensorSelection] = pooled or {
@@ -184,7 +186,7 @@ def find_mask(
             counts[kind] += int(units.numel() if scores.sizes is None else scores.sizes.cpu()[units].sum())
             if kind == pattern:
                 positions = expand_units(units, source.shapes[name], pattern)
-                # Half the memory, where positions allow it.
+                # int32 takes half the memory.
                 indices[name] = positions.to(torch.int32) if numels[name] < 2**31 else positions
                 if figures:
                     tensors[name] = _figures(scores, units, positions.numel())
@@ -213,7 +215,7 @@ def find_mask(
 
 
 def _scores(source: ScoreSource, kinds: Sequence[str], bar: tqdm) -> Iterator[tuple[str, str, UnitScores]]:
-    """(name, kind, scores of that kind's units): one round over the tensors."""
+    """Yield (name, kind, scores of that kind's units) in one pass over the tensors."""
     for name, shape in source.shapes.items():
         bits = source.bits(name)
         _require_numbers(bits, source.what, name)
@@ -223,7 +225,7 @@ def _scores(source: ScoreSource, kinds: Sequence[str], bar: tqdm) -> Iterator[tu
 
 
 def _require_numbers(bits: Tensor, what: str, name: str) -> None:
-    """Raise MaskError where a score is NaN or below zero: the bits of either sign of NaN, and those with a sign."""
+    """Raise MaskError if a score is NaN or negative, by its bits."""
     if not bits.numel():
         return
     least, most = (int(end) for end in bits.aminmax())
@@ -276,10 +278,10 @@ def _score(bits: int) -> float:
 
 
 def _score_sum(bits: Tensor) -> float:
-    """Sum of float32 scores, by their bits, in float64."""
+    """Return the sum of float32 scores, given by their bits, in float64."""
     return sum(float(part.view(torch.float32).double().sum()) for part in bits.split(_CHUNK))
 
 
 def _rounded(numel: int, percent: float) -> int:
-    """`percent` of so many elements, halves rounded up."""
+    """Return `percent` of `numel`, with halves rounded up."""
     return math.floor(percent * numel / 100.0 + 0.5)
