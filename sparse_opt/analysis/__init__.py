@@ -1,4 +1,4 @@
-"""What training changed, measured on a delta log or on two checkpoints: sparsity, coverage, ranks, and their plots."""
+"""Analysis of the changes by training, from a delta log or two checkpoints: sparsity, coverage, ranks, and plots."""
 
 from __future__ import annotations
 

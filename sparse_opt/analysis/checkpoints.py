@@ -1,4 +1,4 @@
-"""Two checkpoints as a log of two steps: safetensors files of a local folder or of the hub, read tensor by tensor."""
+"""Reads two checkpoints, safetensors files in a folder or on the hub, as a log of two steps."""
 
 from __future__ import annotations
 

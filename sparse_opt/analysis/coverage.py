@@ -1,4 +1,4 @@
-"""When the elements that are active at the end of a run became so: coverage of the final active set, and density."""
+"""Coverage: the fraction of the elements active at the end of a run that are active at each step, and the density."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, pages and pictures on disk: whole or not at all, in folders that are made where they are missing."""
+"""Writes text files and matplotlib figures atomically, creating missing folders."""
 
 from __future__ import annotations
 

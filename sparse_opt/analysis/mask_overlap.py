@@ -1,4 +1,4 @@
-"""How far masks agree, beside what chance alone gives at the same density of every tensor.
+"""Overlap of masks, compared with the overlap expected by chance at the same density of every tensor.
 
 Chance: the active elements of each tensor are drawn uniformly and independently of the other mask's. Of a tensor of N
 elements, a and b of them active, the number in both, I, is then hypergeometric:

@@ -1,6 +1,6 @@
-"""Pictures of masks: how far they agree with each other, and where in a model they lie. Needs matplotlib.
+"""Plots of masks: their overlap, and their density by layer and part of a model. Needs matplotlib.
 
-Every cell carries its figure, and brightness alone tells high from low, so that a picture keeps its sense in print.
+Every cell shows its number, and brightness increases with the value, so that plots are readable in grayscale print.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def draw_comparison(comparisons: Sequence[Comparison], path: Path) -> None:
     Each cell holds the figure over all tensors, with its expectation by chance in brackets.
 
     Args:
-        comparisons: all pairs, as `mask_compare.compare` returns them.
+        comparisons: all pairs, as returned by `mask_overlap.compare`.
         path: the PNG, written atomically; missing parent folders are made.
 
     Raises:

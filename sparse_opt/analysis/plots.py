@@ -1,8 +1,7 @@
-"""Pictures of the analyses. Needs matplotlib.
+"""Plots of the analyses. Needs matplotlib.
 
-Every curve has a line style and a marker of its own besides its colour, so that a print in grey tells them apart; the
-legend stands beside the data. A figure is made here and written by
-`result_files.save_png`, or put into a page by `as_svg`.
+Every curve has its own line style, marker and colour, so that curves are distinguishable in grayscale print; the legend
+is next to the data. The functions return figures, which `figures.save_png` writes, or `as_svg` converts for a page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shape of an update: ranks, norm and shares of the change of each weight matrix.
+"""Ranks, norms and shares of large elements of each weight matrix's update.
 
 With singular values s_1 >= s_2 >= ... of the change W_t - W_0, taken in fp32 (fp64 weights: in fp64):
 

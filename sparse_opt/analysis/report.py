@@ -1,4 +1,4 @@
-"""All analyses of a source as one HTML page that holds its pictures and asks for nothing from the network."""
+"""Builds a self-contained HTML report of all analyses, with embedded plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a model as a table: names, shapes, places in the model."""
+"""Names, shapes and components of a model's weights, for tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a model training changed: counts of changed elements, by tolerance, and of flipped signs."""
+"""Sparsity of updates: counts of the elements that training changed, by tolerance, and of sign flips."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def changes_by_component(counts: Mapping[str, ChangeCounts]) -> dict[str, Change
 
 
 def changes_by_layer(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
-    """Label of a layer (`components.layer_label`) -> the counts of its tensors."""
+    """Return label of a layer (`parameters.layer_label`) -> the counts of its tensors."""
     layers = {name: component_of(name).layer for name in counts}
     return {
         layer_label(layer): sum_changes(counts[name] for name in counts if layers[name] == layer)

@@ -1,4 +1,4 @@
-"""Singular values of a matrix, each with an interval that the exact one is in, by three methods.
+"""Singular values of a matrix with error intervals, by three methods.
 
     exact    all of them, by SVD in fp64
     gram     all of them, as roots of the eigenvalues of A^T A (or A A^T, the smaller) in fp64: a fraction of the time.

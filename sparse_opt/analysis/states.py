@@ -1,4 +1,4 @@
-"""What the analyses share: which tensors and steps they take, and how far elements moved, block by block."""
+"""Helpers of the analyses: selection of tensors and steps, and distances of elements, computed in blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
 
 
 def base_and_states(log: StateLog, name: str, steps: Sequence[int]) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
-    """A copy of the base tensor, and (step, tensor) for the others, each good until the next one is asked for."""
+    """Return a copy of the base tensor, and (step, tensor) for the others, each valid until the next is requested."""
     states = log.tensor_states(name, [log.steps[0], *steps])
     # Without a copy it would have to outlive the next tensor.
     return next(states)[1].clone(), states

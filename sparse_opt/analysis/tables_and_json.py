@@ -1,4 +1,4 @@
-"""The results of the analyses as tables."""
+"""Converts the results of the analyses to tables, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Raw values under columns; `title` says what the figures are, and in which unit."""
+    """Raw values under columns; `title` describes the values and their unit."""
 
     title: str
     columns: tuple[Column, ...]

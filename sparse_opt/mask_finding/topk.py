@@ -1,11 +1,11 @@
-"""Exact top-k over tensors that are seen one at a time, by counting bit patterns instead of sorting.
+"""Exact top-k over tensors that are read one at a time, by counting bit patterns instead of sorting.
 
-A score is a float32 >= 0, whose bits, read as an int32, order as the numbers do. Two rounds of counting over the
+A score is a float32 >= 0, whose bits, read as an int32, have the order of the numbers. Two rounds of counting over the
 tensors, by the upper and then by the lower 16 bits, find the k-th largest score exactly. The order is total: higher
 score first, then the earlier tensor, then the lower position. Scores of zero are never selected.
 
-What is selected are units: single elements, or runs and tiles of several, taken whole and counted by their elements.
-Counts are integers and nothing is added up in floating point, so that a CPU and a GPU select the same.
+Units are selected: single elements, or whole runs or tiles, counted by their elements. Counts are integers and nothing
+is summed in floating point, so that a CPU and a GPU select the same units.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def crossing(histograms: Mapping[str, Histogram], above: Mapping[str, int], floo
 
 
 class GlobalSelection:
-    """The best units of all tensors together, after each tensor's own floor.
+    """Selects the best units of all tensors together, after each tensor's own floor.
 
     Every tensor keeps its best units until they have `floors[name]` elements or more. Then the best of all other units
-    are taken, in the total order, until the next one would exceed the quota. Each of three rounds shows it every
-    tensor: `count`, `refine`, and `take`, the last one in the tensors' order.
+    are selected, in the total order, until the next one would exceed the quota. Call `count` for every tensor, then
+    `refine` for every tensor, then `take` for every tensor in the tensors' order.
     """
 
     def __init__(self, floors: Mapping[str, int], quota: int) -> None:
@@ -186,7 +186,7 @@ class GlobalSelection:
             more = ties
         else:
             more = fitting(scores, kept + self._room, threshold) - kept if self._room else 0
-        # What does not fit ends the selection: nothing that ranks lower takes its place.
+        # The first unit that does not fit ends the selection; no lower-ranked unit takes its place.
         self._room = self._room - more if more == ties else 0
         return best(scores, kept + more, threshold)
 
@@ -204,7 +204,7 @@ class GlobalSelection:
 
 
 class TensorSelection:
-    """The best units of each tensor by itself: as many as fit its share, or as cover its floor if that is more."""
+    """Selects the best units of each tensor separately: as many as fit its share, or cover a larger floor."""
 
     # Each tensor has its own.
     threshold: int | None = None
