@@ -20,7 +20,7 @@ from ..tensors import tensor_digest
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# Causal masks and rotary frequencies that older checkpoints keep beside the parameters; transformers skips them.
+# Causal masks and rotary frequencies that older checkpoints store next to the parameters; transformers skips them.
 _BUFFER = re.compile(r"(^|\.)(attn|attention|crossattention)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
 # What transformers puts before the names of a model with a head, and original checkpoints of GPT-2 leave out.
 _PREFIX = "transformer."
@@ -42,10 +42,10 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of one checkpoint, none of them read yet.
+    """The tensors of one checkpoint, read on request.
 
     Attributes:
-        source: what `open` was given.
+        source: the argument of `open`.
         files: tensor name -> the file it is in.
         specs: tensor name -> dtype and shape.
     """
@@ -60,7 +60,7 @@ class Checkpoint:
 
         Args:
             source: a folder with `model.safetensors`, or its shards and their index; a `.safetensors` file; or a hub
-                name, with `@revision` if wanted. What the hub's cache holds is taken without asking the hub.
+                name, optionally with `@revision`. Files in the hub's cache are used without a request to the hub.
 
         Raises:
             DataError: there is no such folder or model, it has no safetensors files, or one is damaged.
@@ -117,7 +117,7 @@ class CheckpointPair:
 
     @classmethod
     def open(cls, base: str | Path, tuned: str | Path) -> CheckpointPair:
-        """See `Checkpoint.open`. Raises DataError also where the two are not checkpoints of one model."""
+        """See `Checkpoint.open`. Also raises DataError if the two are not checkpoints of one model."""
         return cls(Checkpoint.open(base), Checkpoint.open(tuned))
 
     def digest(self, step: int) -> str:

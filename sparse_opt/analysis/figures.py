@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def write_text(path: Path, text: str, what: str) -> None:
-    """Write a text as UTF-8. Raises DataError, naming the file, where it cannot be written.
+    """Write a text as UTF-8. Raises a DataError that names the file if it cannot be written.
 
     Args:
         what: what the text is, for the message: `table`.
@@ -25,20 +25,20 @@ def write_text(path: Path, text: str, what: str) -> None:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a picture of 150 dots an inch. Raises DataError, naming the file, where it cannot be written."""
+    """Write a figure as PNG with 150 dots per inch. Raises a DataError that names the file if it cannot be written."""
     with _written(path, "picture") as aside:
         figure.savefig(aside, dpi=150, format="png")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches that makes room for its labels; needs matplotlib."""
+    """Return an empty figure of this size in inches, with a layout that fits its labels; needs matplotlib."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def require_matplotlib(option: str) -> None:
-    """Raises ConfigError, naming the option that wants it, where matplotlib is not installed."""
+    """Raise a ConfigError that names the option that needs matplotlib if it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:

@@ -43,7 +43,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two masks on the same elements of one tensor, or of several together (`+`).
+    """The overlap of two masks in one tensor, or in several together (`+`).
 
     Attributes:
         numel: elements.
@@ -139,18 +139,18 @@ class Comparison:
 
     @property
     def total(self) -> Overlap:
-        """Over all tensors."""
+        """Overlap over all tensors."""
         return reduce(Overlap.__add__, self.tensors.values())
 
     @property
     def layers(self) -> dict[int | None, Overlap]:
-        """Of each layer in ascending order; None, last, holds what is outside of layers."""
+        """Overlap in each layer, ascending; None, last, is outside of all layers."""
         sums = self.grouped(layer_of)
         return {layer: sums[layer] for layer in in_layer_order(sums)}
 
     @property
     def parts(self) -> dict[Part, Overlap]:
-        """Of each part of a model that has tensors here, in the order of `components.PARTS`."""
+        """Overlap in each part of the model that has tensors here, in the order of `parameters.PARTS`."""
         sums = self.grouped(lambda name: component_of(name).part)
         return {part: sums[part] for part in PARTS if part in sums}
 
@@ -164,11 +164,11 @@ class Comparison:
 
 
 def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Comparison]:
-    """Every pair of the masks, in their order.
+    """Compare every pair of the masks, in their order.
 
     Args:
         masks: label -> mask, at least two. All have to list the same parameters with the same shapes.
-        common: compare over the parameters that all list, where some list more.
+        common: if the masks list different parameters, compare over those that all of them list.
 
     Raises:
         MaskError: fewer than two masks, a parameter that one of them does not list or has in another shape, none in

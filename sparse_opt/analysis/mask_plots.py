@@ -38,7 +38,7 @@ def draw_comparison(comparisons: Sequence[Comparison], path: Path) -> None:
     """
     labels = list(dict.fromkeys(label for pair in comparisons for label in (pair.first, pair.second)))
     size = len(labels)
-    # A mask with itself says nothing, and its 1 would leave the others no room on the scale.
+    # The diagonal is left blank: its value of 1 has no information, and would compress the colour scale.
     jaccard, overlap = ([[(nan, nan)] * size for _ in range(size)] for _ in range(2))
     for pair in comparisons:
         i, j, total = labels.index(pair.first), labels.index(pair.second), pair.total

@@ -129,7 +129,7 @@ def as_svg(figure: Figure) -> bytes:
     with rc_context({"svg.hashsalt": "sparse-opt"}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     document = buffer.getvalue()
-    # Before it stands the address of a document type, which a strict reader of XML would ask for.
+    # The text before it has the address of a document type, which a strict XML parser would fetch.
     return document[document.index(b"<svg") :]
 
 
@@ -184,7 +184,7 @@ def _layers(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:
     outside = any(None in values for p in panels.values() for values in p.values())
     rows = -(-len(panels) // columns)
     figure = new_figure(_WIDTH if columns == 1 else 11.5, 1.0 + 2.9 * rows)
-    # What is outside of all layers stands right of them, at one tick.
+    # Values outside of all layers are drawn to the right of them, at one tick.
     beyond = (layers[-1] + 1 + max(1, len(layers) // 12)) if layers else 0
     grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axes, (label, profile) in zip(grid.flat, panels.items(), strict=True):
@@ -235,7 +235,7 @@ def _curve(axes: Axes, i: int, label: str, xs: Sequence[int], ys: Sequence[float
 
 
 def _from_zero(row: Iterable[Axes]) -> None:
-    """One scale for axes that share theirs, from 0 to where the highest marker has room."""
+    """Set one scale for axes that share theirs, from 0 to above the highest marker."""
     row = list(row)
     # Without data, or where all of it is NaN, the highest is not finite.
     top = max((float(axes.dataLim.ymax) for axes in row if isfinite(axes.dataLim.ymax)), default=0.0)

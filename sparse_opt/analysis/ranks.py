@@ -41,7 +41,7 @@ TAU = 1e-6
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure, and the interval that the exact one is in."""
+    """A computed value, and the interval that contains the exact value."""
 
     value: float
     low: float
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class RankStats:
-    """The figures of one update matrix.
+    """Statistics of one update matrix.
 
     Attributes:
         shape: of the matrix as the model keeps it; GPT-2's Conv1D weights are [in, out], no figure depends on it.
@@ -108,7 +108,7 @@ def get_layer_rank_stats(
     k: int = LOWRANK_K,
     device: torch.device | None = None,
 ) -> dict[str, RankStats]:
-    """Name -> figures of the change of each weight matrix of a model, or of its state, since `init_state`.
+    """Return name -> statistics of the change of each weight matrix of a model, or of its state, since `init_state`.
 
     Weight matrices are the floating-point parameters of two dimensions, and of three (experts) each slice, as
     `name[0]`; norms are none. Tied ones are taken once, under their first name.
@@ -184,7 +184,7 @@ def is_weight_matrix(name: str, dims: int) -> bool:
 
 
 def rank_stats(delta: Tensor, tau: float = TAU, *, method: Method = "exact", k: int = LOWRANK_K) -> RankStats:
-    """The figures of one update matrix [m, n], of any floating-point dtype. Raises DataError as `get_rank`."""
+    """Compute the statistics of an update matrix [m, n] of any floating-point dtype. Raises DataError as `get_rank`."""
     spectrum = singular_values(delta, method, k=k)
     shape = (delta.shape[0], delta.shape[1])
     largest = Figure(*(float(side[0]) for side in (spectrum.values, spectrum.lower, spectrum.upper)))

@@ -43,7 +43,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what stands under it; tables of `folded` are shown when they are opened."""
+    """A heading and its content; tables in `folded` are collapsed until they are opened."""
 
     title: str
     key: str
@@ -68,7 +68,7 @@ def build_report(
     device: torch.device = DEVICE_CPU,
     progress: Callable[[str], Progress] = lambda _: no_progress,
 ) -> str:
-    """The page, as a complete HTML document.
+    """Build the page, as a complete HTML document.
 
     Args:
         steps: as in `measure_sparsity`; ranks are of the last of them.
