@@ -1,8 +1,8 @@
-"""Prompts for a model to complete, as token ids, with the columns of their rows for the reward functions.
+"""Encoding of prompts for a model to complete, with the columns of their rows for the reward functions.
 
-What `encoding` does with a prompt and its completion, here with a prompt alone: messages go through the tokenizer's
-chat template, once, up to where the assistant answers; a tokenizer without a template gets their contents, each with a
-newline after it. Plain text is tokenized verbatim. Neither gets a second BOS, and no EOS.
+The rules are those of `encoding`, for a prompt without completion: messages go through the tokenizer's chat template,
+once, up to the start of the assistant's answer; without a template, their contents are used, each followed by a
+newline. Plain text is tokenized verbatim. No second BOS and no EOS is added.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from .records import Message, Text, chosen_rows, load_records, prompt_reader, re
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of these names the arguments of reward functions are made; a column of the name would be a second one.
+# Names of the built-in arguments of reward functions, which columns must not repeat.
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
 class PromptExample:
-    """A prompt, and its row's other columns."""
+    """A prompt with the other columns of its row."""
 
     ids: list[int]
-    text: str  # as the model reads it: the chat template's output where the prompt is messages
+    text: str  # the text that the model reads: for messages, the output of the chat template
     columns: dict[str, Any]
     messages: list[Message] | None = None
 
     @property
     def prompt(self) -> Text:
-        """The prompt as the data has it, and as reward functions get it: messages, or text."""
+        """The prompt in the form of the data, which reward functions receive: messages or text."""
         return self.text if self.messages is None else self.messages
 
 
 @dataclass
 class PromptReport:
-    """What became of a dataset's rows."""
+    """Counts of a dataset's used and dropped rows."""
 
     n_rows: int = 0
     n_examples: int = 0
@@ -102,10 +102,11 @@ def load_prompts(
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Text, columns: dict[str, Any] | None = None
 ) -> PromptExample:
-    """A prompt as the model is to read it before it answers (see the module's rules).
+    """Encode a prompt as the input from which the model continues (see the module's rules).
 
     Args:
-        columns: of the prompt's row. Those that reward functions get by another way, as `prompt`, are left out.
+        columns: columns of the prompt's row. Those that reward functions receive otherwise, such as `prompt`, are
+            dropped.
 
     Raises:
         DataError: the chat template refuses the messages.
@@ -117,7 +118,7 @@ def encode_prompt(
     else:
         text = joined_text(prompt) if isinstance(prompt, str) else joined_text(prompt) + "\n"
         ids = text_ids(tokenizer, text)
-        # A tokenizer that ends every text with EOS would have the model begin after an end.
+        # With a tokenizer that appends EOS to every text, the model would continue after EOS.
         eos = tokenizer.eos_token
         if eos is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(eos)):
             ids.pop()

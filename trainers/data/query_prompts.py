@@ -1,4 +1,4 @@
-"""Prompts that are the beginnings of texts, as TRL's sentiment example takes them from IMDB's reviews."""
+"""Prompts made from the beginnings of texts, as in TRL's sentiment example with IMDB reviews."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT_COLUMN = "text"
 
 @dataclass
 class QueryReport:
-    """What became of a dataset's rows."""
+    """Counts of a dataset's used and dropped rows."""
 
     n_rows: int = 0
     n_examples: int = 0
@@ -41,17 +41,17 @@ def load_queries(
     subset_size: int | None = None,
     seed: int = 0,
 ) -> tuple[list[PromptExample], QueryReport]:
-    """The first tokens of each text, a number drawn evenly from min_tokens .. max_tokens with `seed`.
+    """The first tokens of each text; their number is drawn uniformly from min_tokens .. max_tokens with `seed`.
 
-    Tokens are counted as the tokenizer makes them, a BOS of its own among them. A query keeps its row's columns.
+    The count includes a BOS added by the tokenizer. A query keeps the columns of its row.
 
     Args:
         dataset, split: see `load_records`; rows have a column `text`.
-        min_characters: texts are used that are longer, and that have `max_tokens` tokens.
+        min_characters: only texts with more characters and at least `max_tokens` tokens are used.
         subset_size, seed: see `chosen_rows`.
 
     Raises:
-        DataError: see `load_records`; no such column, a row whose text is none, or no text that is long enough.
+        DataError: see `load_records`; the column is missing, a row has no text, or no text is long enough.
     """
     records = load_records(dataset, split)
     if not is_text_data(records.column_names):
@@ -68,7 +68,7 @@ def load_queries(
         text = columns[TEXT_COLUMN]
         if not isinstance(text, str):
             raise DataError(f"dataset {dataset}, row {row}: text is {text!r}, wanted a string")
-        # Drawn for each row, so that one row's length changes no other's query.
+        # Drawn for every row, so that the length of one row does not affect the others.
         n_tokens = generator.randint(min_tokens, max_tokens)
         # The whole text: cut by the tokenizer, it would end with an EOS where it adds one. No warning of its length.
         ids = tokenizer(text, verbose=False)["input_ids"]
@@ -84,6 +84,6 @@ def load_queries(
 
 
 def is_text_data(columns: Iterable[str]) -> bool:
-    """Whether a dataset's rows are texts, and no prompts."""
+    """Whether a dataset's rows are texts instead of prompts."""
     found = set(columns)
     return TEXT_COLUMN in found and not found & {"prompt", "question", "problem", "messages", "conversations"}

@@ -1,4 +1,4 @@
-"""Adapters by peft: LoRA, and SHiRA beside it for comparison."""
+"""PEFT adapters: LoRA, and SHiRA for comparison."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparse_opt.errors import ConfigError
 def add_lora(model: Any, rank: int) -> Any:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
 
-    They are put into `model` itself and have its dtype; alpha is twice the rank, and they start as no change.
+    They are added to `model` itself and have its dtype; alpha is twice the rank, and initially they change nothing.
 
     Returns:
-        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
+        The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
 
     Raises:
         ConfigError: peft is missing.
@@ -35,11 +35,11 @@ def add_lora(model: Any, rank: int) -> Any:
 def shira_rank(model: Any, density: float) -> int:
     """The rank at which SHiRA's values are closest to this share of the weights that `add_shira` adapts.
 
-    A rank of r is r * (m + n) values for each weight of m x n (peft's `ShiraConfig`), so that most shares can only be
-    come close to. The model may be on the meta device.
+    A rank of r means r * (m + n) values for each weight of m x n (PEFT's `ShiraConfig`), so most shares are only
+    approximated. The model may be on the meta device.
 
     Raises:
-        ConfigError: no rank comes close, or a layer is of a kind that SHiRA cannot adapt; one line.
+        ConfigError: no rank is close enough, or SHiRA cannot adapt a layer of this kind.
     """
     shapes = _shira_shapes(model)
     per_rank, numel = sum(m + n for m, n in shapes), sum(m * n for m, n in shapes)
@@ -59,14 +59,14 @@ def shira_rank(model: Any, density: float) -> int:
 
 
 def require_shira_rank(model: Any, rank: int) -> None:
-    """Raise ConfigError where `add_shira` cannot give the model, which may be on the meta device, this rank."""
+    """Raise ConfigError if `add_shira` does not support this rank; the model may be on the meta device."""
     for m, n in _shira_shapes(model):
         if rank * (m + n) > m * n:
             raise ConfigError(f"SHiRA of rank {rank} wants {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
 
 
 def _shira_shapes(model: Any) -> list[tuple[int, int]]:
-    """(m, n) of each weight that peft means by "all-linear": of every linear layer but the output layer."""
+    """(m, n) of each weight in PEFT's "all-linear": of every linear layer except the output layer."""
     from transformers.pytorch_utils import Conv1D
 
     shapes = []
@@ -83,14 +83,14 @@ def _shira_shapes(model: Any) -> list[tuple[int, int]]:
 def add_shira(model: Any, rank: int, seed: int) -> Any:
     """Sparse high-rank adapters (https://arxiv.org/abs/2406.13175) on the layers of `add_lora`, the rest frozen.
 
-    Each adapted weight of m x n gets rank * (m + n) values at random positions, drawn by peft on the CPU from the same
-    seed for every layer. They are put into `model` itself, have its dtype, and start as no change.
+    Each adapted weight of m x n has rank * (m + n) values at random positions, drawn by PEFT on the CPU with the same
+    seed for every layer. They are added to `model` itself, have its dtype, and initially change nothing.
 
     Returns:
-        The model in peft's wrapper, whose `disable_adapter()` gives the weights it started from.
+        The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
 
     Raises:
-        ConfigError: a layer is of a kind that SHiRA cannot adapt, or too small for the rank.
+        ConfigError: SHiRA cannot adapt a layer of this kind, or a layer is too small for the rank.
     """
     from peft import ShiraConfig, get_peft_model
 

@@ -1,9 +1,10 @@
-"""The dense baseline: `torch.optim.AdamW` with the clipping and master weights that SparseAdamW has built in.
+"""`DenseAdamW`, the dense baseline: `torch.optim.AdamW` with clipping and master weights as in SparseAdamW.
 
-With `master_weights` AdamW runs on fp32 copies and the 16-bit weights are the copies rounded, as in mixed-precision
-training: 16 bytes per parameter while it steps (4 master, 8 moments, 4 for the gradient in fp32) beside the 2 of the
-weight. Without them AdamW steps the 16-bit weights with 16-bit moments: 4 bytes per parameter, and updates below half a
-unit in the last place are lost.
+With `master_weights` AdamW updates fp32 copies and the 16-bit weights are the rounded copies, as in mixed-precision
+training: 16 bytes per parameter during a step (4 master, 8 moments, 4 for the fp32 gradient) in addition to the 2 of
+    the
+weight. Without them AdamW updates the 16-bit weights with 16-bit moments: 4 bytes per parameter, and updates below half
+a unit in the last place are lost.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class DenseAdamW(torch.optim.AdamW):
 
     Args:
         params: the weights to train.
-        max_grad_norm: clip the global gradient norm to this before each step; None leaves gradients as they are.
-        master_weights: keep fp32 copies of the weights and round these into the weights after each step.
+        max_grad_norm: clip the global gradient norm to this before each step; None disables clipping.
+        master_weights: keep fp32 copies of the weights and round them into the weights after each step.
 
-    `grad_norm` is the norm before clipping of the last step, a device scalar, or None where nothing is clipped.
+    `grad_norm` is the norm of the last step before clipping, a device scalar, or None without clipping.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class DenseAdamW(torch.optim.AdamW):
             weight.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the weights' gradients."""
+        """Free the gradients of the weights."""
         super().zero_grad(set_to_none)
         for weight in self.weights:
             weight.grad = None
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes by what they are for, under the names of `SparseOptimizer.nbytes`.
+        """Bytes by purpose, with the names of `SparseOptimizer.nbytes`.
 
-        grad is what the step itself holds: fp32 gradients with master weights, else gradients of the weights' dtype.
+        grad is the memory of the gradients during a step: fp32 with master weights, else of the weights' dtype.
         """
         states = [tensor for state in self.state.values() for tensor in state.values()]
         return {
@@ -86,11 +87,11 @@ class DenseAdamW(torch.optim.AdamW):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state with the master weights beside it."""
+        """torch's state and the master weights."""
         return {**super().state_dict(), "masters": self.masters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores `state_dict()`; master weights are copied into place, bit for bit."""
+        """Restore the result of `state_dict()`; master weights are copied in place, bit for bit."""
         masters = state_dict["masters"]
         if (masters is None) != (self.masters is None):
             saved, wanted = (value is not None for value in (masters, self.masters))

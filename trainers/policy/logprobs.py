@@ -1,13 +1,13 @@
 """Log-probabilities of completions under a causal language model.
 
-The logits of one pair of 512 tokens over 128k words are 0.26 GB in bf16, and several copies of them, in fp32 and as
-gradients, would be alive in a step. Where a model's logits are nothing but its output layer's product, they are made a
-slice of the vocabulary at a time from the hidden states and never stand together, forward or backward
-(`linear_logprobs`). Every other model's are taken as it gives them (`selected_logprobs`). Which of the two holds is
-found out, not assumed: see `output_layer.py`.
+The logits of one pair of 512 tokens over 128k words are 0.26 GB in bf16, and a step would hold several copies of them,
+in fp32 and as gradients. If a model's logits are exactly the product of its output layer, they are computed from the
+hidden states one slice of the vocabulary at a time, and are never held as a whole, forward or backward
+(`linear_logprobs`). The logits of other models are used as returned (`selected_logprobs`). `output_layer.py` detects
+which case applies.
 
-Where the model's layers are compiled, so is the work on a slice's logits between its two matrix products: a kernel or
-two that read the logits and write what the second product takes, in place of a pass over them for each operation.
+If the model's layers are compiled, so is the work on a slice's logits between its two matrix products: one or two
+kernels read the logits and write the input of the second product, instead of a pass over the logits for each operation.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..data.encoding import TokenBatch
 from .models import has_compiled_layers, skip_padding_masks
 from .output_layer import hidden_states, plain_head
 
-# Logits alive at once: 2^24 elements are 64 MiB in fp32.
+# Maximum number of logits held at once: 2^24 elements are 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
-# Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow ones leave a GPU idle. Of this many
-# words a slice takes 32 KiB in fp32 for each token, a hundredth of what a Llama-3.2-3B's layers keep for it.
+# Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow slices leave a GPU idle. A slice of
+# this many words takes 32 KiB in fp32 per token, a hundredth of the activations of Llama-3.2-3B's layers.
 _LEAST_WORDS = 8192
 
 
@@ -44,19 +44,18 @@ def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:
 def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of the tokens from position `first_trained` on: [B, T - first_trained] fp32.
 
-    0 at tokens that are not trained. The logits are divided by `temperature`; log-softmax is fp32 whatever the model's
-    dtype, over logits of the model's dtype. The padding of a `TokenBatch` stands on the right, so a model that can
-    (`make_masks_skippable`) attends without a mask.
+    0 at tokens that are not trained. The logits, of the model's dtype, are divided by `temperature`; log-softmax is
+    computed in fp32. A `TokenBatch` is right-padded, so a model of `make_masks_skippable` attends without a mask.
     """
     return _forward(model, batch, temperature, states=False)[0]
 
 
 def token_logprobs_and_states(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and from the same forward pass the last hidden states that they are read off.
+    """`token_logprobs`, and the last hidden states of the same forward pass.
 
-    The states are [B, T - first_trained, H] of the model's dtype, with gradient: in a token's column stands the state
-    of the token before it, which predicts it. A model whose logits are taken as it gives them (see the module) has to
-    return its hidden states, and keeps those of all layers for it.
+    The states are [B, T - first_trained, H] of the model's dtype, with gradient: the column of a token holds the state
+    of the token before it, which predicts it. A model whose logits are used as returned (see the module) must return
+    its hidden states, and then keeps those of all layers.
     """
     logprobs, states = _forward(model, batch, temperature, states=True)
     assert states is not None
@@ -74,7 +73,7 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
         **({"logits_to_keep": n_positions} if takes_positions else {}),
     }
     if batch.position_ids is not None:
-        # Where there is no mask of tokens, transformers makes one that keeps packed sequences apart.
+        # Without an attention mask, transformers makes one that separates packed sequences.
         inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
     head = plain_head(model)
     fused = has_compiled_layers(model)
@@ -97,7 +96,7 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
 
 @functools.lru_cache(maxsize=64)
 def _takes(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function names the argument; looked up once, as signatures are slow to make."""
+    """Whether a function has the named argument; cached, because inspecting signatures is slow."""
     return argument in inspect.signature(function).parameters
 
 
@@ -166,7 +165,7 @@ def _grad_logits(
 
 
 def _positions(labels: Tensor, first_word: int, n_words: int) -> tuple[Tensor, Tensor]:
-    """[N, 1] the labels' columns in a slice of the vocabulary, and whether they lie in it (column 0 if they don't)."""
+    """[N, 1] the labels' columns in a slice of the vocabulary (0 if outside), and whether they are in it."""
     local = labels[:, None] - first_word
     inside = (local >= 0) & (local < n_words)
     return torch.where(inside, local, 0), inside
@@ -178,28 +177,28 @@ def _positions(labels: Tensor, first_word: int, n_words: int) -> tuple[Tensor, T
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, *, fused: bool = False
 ) -> Tensor:
-    """log_softmax(hidden @ weight.T / temperature)[..., labels] without ever holding the logits: [...] fp32.
+    """log_softmax(hidden @ weight.T / temperature)[..., labels] without holding all logits: [...] fp32.
 
-    The logits are made a slice of the vocabulary at a time, rounded to the inputs' dtype as a linear layer rounds them,
-    and folded into a running maximum and sum in fp32 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). The
-    gradient of the hidden states is found in the same pass, but for its factor, as in flash attention:
+    The logits are computed one slice of the vocabulary at a time, rounded to the inputs' dtype as in a linear layer,
+    and reduced to a running maximum and sum in fp32 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). The
+    gradient of the hidden states is computed in the same pass, except for its factor, as in flash attention:
 
         d logprob / d hidden = (1 - p(label)) weight[label] - sum over the other words of p(word) weight[word]
 
-    with 1 - p(label) summed from the others' probabilities, so that it stays exact where the label is nearly certain.
-    The products add up in fp32 (adding up slices in bf16 biases training, as TRL found:
-    https://github.com/huggingface/trl, kernels/chunked_logprob.py) and are rounded once. The gradient of the weight is
-    made from logits computed once more, a slice of words at a time and over all positions at once, so each of its
-    elements is one product with one rounding, as in a linear layer. It is the last thing a backward pass computes: see
-    `_WeightGrad`. Libraries' fused losses keep that gradient in fp32, twice a bf16 weight's size, from the start of the
-    backward pass or earlier.
+    where 1 - p(label) is the sum of the other probabilities, so that it stays accurate if the label is nearly certain.
+    The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
+    https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
+    computed from recomputed logits, one slice of words at a time and over all positions at once, so that each of its
+    elements is one product with one rounding, as in a linear layer. It is computed at the end of the backward pass, see
+    `_WeightGrad`. Fused losses of other libraries keep this gradient in fp32, twice the size of a bf16 weight, from the
+    start of the backward pass or earlier.
 
     Args:
         hidden: [..., H] bf16, fp16 or fp32.
         weight: [V, H] of the same dtype.
         labels: [...] int64.
-        temperature: the logits are divided by it.
-        fused: compile what is done to a slice of logits between the two matrix products.
+        temperature: divisor of the logits.
+        fused: compile the work on a slice of logits between the two matrix products.
 
     Raises:
         ValueError: the dtypes of hidden and weight differ.
@@ -231,13 +230,13 @@ def _linear_logprobs(
 
 
 class _WeightGrad:
-    """Puts the output layer's weight gradient at the end of the backward pass.
+    """Computes the output layer's weight gradient at the end of the backward pass.
 
-    Autograd runs the youngest of the nodes that are ready. The node made here, before the model's forward pass, is
-    older than all of the model's, so it runs when they are done and their activations freed: the gradient, 0.73 GiB for
-    128k words of 3072, never stands beside them. With tied embeddings it meets the embedding's there, and the sum
-    arrives at the parameter once. Where an optimizer takes the weight's active tiles alone, no more than these are made
-    of it, from a slice of words at a time.
+    Autograd runs the most recently created of the ready nodes. The node created here, before the model's forward pass,
+    is older than all nodes of the model, so it runs when they have finished and their activations are freed: the
+    gradient, 0.73 GiB for 128k words of 3072, is never held together with them. With tied embeddings it is added there
+    to that of the embedding, and the parameter receives the sum once. If an optimizer uses only the weight's active
+    tiles, only these are computed, one slice of words at a time.
     """
 
     def __init__(self, weight: Tensor, route: Route | None, *, fused: bool):
@@ -254,7 +253,7 @@ class _WeightGradNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: _WeightGrad) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.owner = weakref.ref(owner)  # owner.token leads back here
+        ctx.owner = weakref.ref(owner)  # a weak reference, because owner.token refers back to this node
         return weight.new_zeros(())
 
     @staticmethod
@@ -361,17 +360,17 @@ class _LinearLogprobs(torch.autograd.Function):
 def _fold(
     logits: Tensor, local: Tensor, top: Tensor, own: Tensor, others: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `_LinearLogprobs.forward` does with a slice's logits, as one function without in-place writes or scatters.
+    """The work of `_LinearLogprobs.forward` on a slice's logits, as one function without in-place writes or scatters.
 
     Args:
         logits: [N, W].
-        local: [N, 1] int64, the labels' columns in the slice; outside of 0 to W - 1 where they are not in it.
-        top, own, others: [N, 1] fp32, of the slices before.
-        temperature: [] fp32: a tensor, so that a kernel serves every temperature.
+        local: [N, 1] int64, the labels' columns in the slice; outside 0 to W - 1 if a label is not in it.
+        top, own, others: [N, 1] fp32, of the previous slices.
+        temperature: [] fp32, a tensor so that one kernel serves every temperature.
 
     Returns:
-        [N, W] exp((logit - top) / temperature) of the logits' dtype, 0 at the label; then top, own and others with this
-        slice, and exp((top before - top) / temperature), which the sums before it are to be multiplied by.
+        [N, W] exp((logit - top) / temperature) of the logits' dtype, 0 at the label; then top, own and others including
+        this slice, and exp((previous top - top) / temperature), the factor of the previous sums.
     """
     n_words = logits.shape[1]
     inside = (local >= 0) & (local < n_words)
@@ -408,7 +407,7 @@ def _columns(logits: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch.compile, for all sizes: slices differ at the vocabulary's end, and batches in length."""
+    """The function under torch.compile with dynamic sizes, because the last slice and batches differ in size."""
     return torch.compile(function, dynamic=True)
 
 

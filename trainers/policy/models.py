@@ -1,4 +1,4 @@
-"""Loading the policy and its tokenizer, and choosing what of it is trained."""
+"""Load the policy and its tokenizer, and prepare the model: attention masks, compilation, dropout, frozen copies."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..options import TrainingOptions
 from .pretrained import load_config_from, load_pretrained, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# torch's attention, under a name of its own, so that its masks are made by `_mask`.
+# torch's attention, registered under another name so that `_mask` makes its masks.
 _SKIPPABLE = "sparse_opt_sdpa"
-# Their layers attend to all tokens before, unless a window is set.
+# Models whose layers attend to all previous tokens, unless a window is set.
 _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is cuda where there is one, else cpu.
+    """The device of this name; `auto` is cuda if available, else cpu.
 
     Raises:
-        ConfigError: not a device of these kinds, or one that is not here.
+        ConfigError: the device is neither a CPU nor a CUDA device, or is not available.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"option 'device' is {name!r}: wanted auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):  # meta has no values, and on others nothing here has been tried
+    if device.type not in ("cpu", "cuda"):  # meta has no values, and other devices are untested
         raise ConfigError(f"option 'device' is '{name}': wanted auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
@@ -45,7 +45,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_tokenizer(config: TrainingOptions) -> Any:
-    """The checkpoint's tokenizer where it has one, else the policy's."""
+    """The tokenizer of the checkpoint if it has one, else that of the policy."""
     source = config.policy_name
     if config.checkpoint is not None and (config.checkpoint / "tokenizer_config.json").is_file():
         source = str(config.checkpoint)
@@ -55,11 +55,11 @@ def load_tokenizer(config: TrainingOptions) -> Any:
 def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
     """The model to train: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
 
-    Dropout is off everywhere: policy and reference must give the same log-probabilities for the same weights. The model
-    is in train mode all the same, because transformers checkpoints activations in no other.
+    Dropout is disabled, because policy and reference must give the same log-probabilities for the same weights. The
+    model is nevertheless in train mode, because transformers checkpoints activations only in this mode.
 
     Raises:
-        DataError: see `load_model`; or a checkpoint of another model than policy_name.
+        DataError: see `load_model`; or the checkpoint belongs to another model than policy_name.
     """
     source = config.policy_name
     if config.checkpoint is not None:
@@ -79,7 +79,7 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
 
 
 def load_model(source: str, dtype: str) -> Any:
-    """A causal language model by hub name or folder, with all of its weights, in `dtype` (a key of DTYPES) on the CPU.
+    """Load a causal language model by hub name or folder on the CPU, in `dtype` (a key of DTYPES).
 
     Raises:
         DataError: see `load_pretrained`.
@@ -90,7 +90,7 @@ def load_model(source: str, dtype: str) -> Any:
 
 
 def _require_same_sizes(policy_name: str, checkpoint: str) -> None:
-    """Raise DataError where the two configurations differ in hidden size, number of layers or vocabulary."""
+    """Raise DataError if the two configurations differ in hidden size, number of layers or vocabulary."""
     policy_sizes, checkpoint_sizes = _sizes(policy_name), _sizes(checkpoint)
     different = [
         f"{name} is {checkpoint_sizes[name]}, {size} in {policy_name}"
@@ -114,9 +114,9 @@ _skipping = _Skipping()
 
 
 def make_masks_skippable(model: Any) -> bool:
-    """Let `skip_padding_masks` work on a causal model; True if it can. Elsewhere the model attends as it did.
+    """Enable `skip_padding_masks` for a causal model; return whether it is supported.
 
-    Models other than those of `_CAUSAL_MODELS` without a window, and attention other than torch's, stay as they are.
+    Supported are models of `_CAUSAL_MODELS` without a window that use torch's attention; others are not changed.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -135,11 +135,11 @@ def make_masks_skippable(model: Any) -> bool:
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask that transformers makes for torch's attention, or none: attention is then causal over all tokens."""
+    """The mask that transformers makes for torch's attention, or None for causal attention over all tokens."""
     from transformers.masking_utils import sdpa_mask
 
-    # A compiled function would go on doing what it did when it was compiled. A mask of packed sequences is made anyway:
-    # transformers says of it that attention over all tokens before would be another.
+    # A compiled function would keep the behaviour at its compilation. The mask of packed sequences is always made,
+    # because transformers marks it as different from causal attention over all tokens.
     if not torch.compiler.is_compiling() and _skipping.on and kwargs.get("allow_is_causal_skip", True):
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
@@ -148,12 +148,13 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 @contextmanager
 def skip_padding_masks() -> Iterator[None]:
-    """Inside, in this thread, models of `make_masks_skippable` attend without a mask: for right-padded input alone.
+    """A context in which models of `make_masks_skippable` attend without a mask, in this thread; for right-padded
+    input.
 
-    No token sees what follows it, so none sees padding on the right. transformers makes a mask all the same, and waits
-    for the GPU to tell it, once in each forward pass, whether it is needed; with one, attention leaves its fastest
-    kernels. Input padded on the left and a cache that is longer than its tokens need their masks. Packed sequences get
-    theirs, by their position ids.
+    With causal attention no token attends to padding on its right. transformers makes a mask anyway, and synchronizes
+    with the GPU once per forward pass to decide whether it is needed; with a mask, attention cannot use its fastest
+    kernels. Left-padded input, and a cache longer than its tokens, need their masks. Packed sequences get a mask from
+    their position ids.
     """
     with _set_skipping(True):
         yield
@@ -174,9 +175,9 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """`torch.compile` each layer of a model in place, the usual regional compilation: layers of one class share code.
+    """`torch.compile` each layer of a model in place (regional compilation): layers of one class share code.
 
-    Names in the state dict stay as they are. Copies of the model are not compiled.
+    Names in the state dict are unchanged. Copies of the model are not compiled.
 
     Raises:
         ConfigError: the model has no list of layers of one class.
@@ -204,9 +205,9 @@ def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 @contextmanager
 def running_eagerly(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's compiled layers run as they were written, in all threads: for shapes that hardly repeat.
+    """A context in which the model's compiled layers run eagerly, in all threads; for shapes that rarely repeat.
 
-    A model without compiled layers runs so anyway.
+    It has no effect on a model without compiled layers.
     """
     if not has_compiled_layers(model):
         yield
@@ -216,9 +217,9 @@ def running_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and the plain numbers that attention and layers keep.
+    """Set every dropout probability to 0, in dropout modules and in the attributes of attention and layers.
 
-    The model's config is left as it is, and so is what `save_pretrained` writes.
+    The model's config, and so the output of `save_pretrained`, is unchanged.
     """
     for module in model.modules():
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)

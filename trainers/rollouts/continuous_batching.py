@@ -1,9 +1,9 @@
-"""Completions by transformers' continuous batching.
+"""The rollout engine `continuous_batching`, by transformers' continuous batching.
 
-Rows of all lengths go through the model together, without padding, with their keys and values in pages; a row that ends
-gives its place to the next. Written for transformers 5.17 to 5.23, on the manager under `model.generate_batch`:
-`generate_batch` itself adds requests while its thread already works on the first, so that which rows share a batch, and
-with it what is drawn, would depend on the two threads' timing; and it logs failed requests instead of raising.
+Rows of all lengths run through the model together, without padding, with their keys and values in pages; the next row
+replaces a finished one. Written for transformers 5.17 to 5.23. It uses the manager under `model.generate_batch` instead
+of that function, which adds requests while its thread already processes the first, so that the batches, and with them
+the samples, would depend on the timing of the threads, and which logs failed requests instead of raising.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from sparse_opt.errors import ConfigError, SparseOptError
 from .generate import causal_lm, generating, generation_config
 from .sampling import Sampling, require_room
 
-# Tokens of keys and values in a page. torch's attention is given a mask over all pages, so small ones waste less; other
-# implementations get transformers' own value, which their block tables are made for.
+# Tokens of keys and values per page. torch's attention has a mask over all pages, so small pages waste less; other
+# implementations use transformers' default, which their block tables are designed for.
 _PAGE, _PAGE_OF_OTHERS = 32, 256
-# Tokens that go through the model at once, unless more rows are in flight; the mask has a row for each.
+# Tokens per forward pass, unless more rows are in flight; the mask has a row for each.
 _LARGEST_BATCH = 512
 
 
 class ContinuousBatchingEngine:
-    """transformers' continuous batching, on the model that is trained, in its dtype.
+    """transformers' continuous batching, on the trained model in its dtype.
 
-    While it generates, the model's attention is torch's under the name that continuous batching wants, and the model is
-    in eval mode; both are as before afterwards. The pages are allocated for each call, so nothing stays from weights
-    that have changed since.
+    During generation, the model uses torch's attention under the name that continuous batching requires, and is in eval
+    mode; both are restored afterwards. The pages are allocated for each call, so no cache of older weights remains.
 
-    With torch's attention each token attends to the pages of all rows, masked to its own: time and the mask's memory
-    grow with the square of the rows in flight, which `max_rows` bounds. An implementation that knows where rows end,
-    such as flash_attention_2 of the package flash-attn, does not have that cost.
+    With torch's attention each token attends to the pages of all rows under a mask: time and the memory of the mask
+    grow with the square of the rows in flight, which `max_rows` limits. Implementations with row boundaries, such as
+    flash_attention_2 of the package flash-attn, do not have this cost.
 
     Args:
-        model: a transformers causal language model, or peft's wrapper of one with LoRA-like adapters.
-        pad_id: is not used, as nothing is padded.
+        model: a transformers causal language model, or a PEFT wrapper of one with LoRA-like adapters.
+        pad_id: not used, because nothing is padded.
         eos_ids: any of them ends a completion.
-        max_rows: completions in flight at once; None for all of a call's.
-        attention: transformers' name of the attention to generate with; None for torch's.
+        max_rows: completions in flight at once; None for all of a call.
+        attention: transformers' name of the attention for generation; None for torch's.
 
     Raises:
-        ConfigError: the model has no continuous batching, or makes positions from an attention mask, as BLOOM does:
-            rows share one here, and it would write other text without an error.
+        ConfigError: the model does not support continuous batching, or computes positions from an attention mask, as
+            BLOOM does: rows share one mask here, so that it would silently generate other text.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class ContinuousBatchingEngine:
         """See `Engine.generate`. The draws' seed comes from torch's global random state, which advances by one draw.
 
         Raises:
-            ConfigError: min_new_tokens, which continuous batching does not know, or a prompt and its completion are
-                longer than the model's positions reach.
-            SparseOptError: a completion failed, as when the pages do not fit into memory; with the cause.
+            ConfigError: min_new_tokens is set, which continuous batching does not support, or a prompt with its
+                completion exceeds the model's positions.
+            SparseOptError: a completion failed, for example because the pages do not fit into memory; with the cause.
         """
         if sampling.min_new_tokens:
             raise ConfigError(
@@ -92,7 +91,7 @@ class ContinuousBatchingEngine:
         config = generation_config(sampling, self.pad_id, self.eos_ids)
         device = self.model.device
         seed = int(torch.randint(2**31, (), device="cpu"))
-        # The thread that generates seeds torch's random states, of all devices.
+        # The generating thread seeds torch's random states of all devices.
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             generating(self.model, config),
@@ -110,7 +109,8 @@ class ContinuousBatchingEngine:
                 manager.stop(hard_stop=True)
                 manager.destroy()
                 if device.type == "cuda":
-                    # The manager's stream goes; torch would keep cuBLAS's workspace of it, 32 MiB a call on an H200.
+                    # Free the cuBLAS workspace of the manager's stream, which torch would keep: 32 MiB per call on an
+                    # H200.
                     torch._C._cuda_clearCublasWorkspaces()
         completions = []
         for row, name in enumerate(names):
@@ -125,7 +125,7 @@ class ContinuousBatchingEngine:
         return completions
 
     def _batching(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seed: int) -> Any:
-        """Settings with room for all rows in flight, so that what is batched does not depend on free memory."""
+        """Settings with capacity for all rows in flight, so that batches do not depend on free memory."""
         from transformers import ContinuousBatchingConfig
 
         n_rows = len(prompts) * n
@@ -141,21 +141,21 @@ class ContinuousBatchingEngine:
             "seed": seed,
         }
         if "auto_switch_to_flash" in fields:
-            # It would fetch kernels from the hub; earlier versions leave an attention of their own name alone.
+            # Otherwise it would fetch kernels from the hub; earlier versions do not replace the paged attention.
             settings["auto_switch_to_flash"] = False
         return ContinuousBatchingConfig(**settings)
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Do nothing: no resources are held between calls."""
 
 
 @contextmanager
 def _attention(model: Any, name: str | None) -> Iterator[None]:
-    """Inside, the model attends with this implementation, or with torch's as continuous batching calls it."""
+    """A context in which the model uses this attention, or torch's under its name in continuous batching."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name is None:
-        # Until 5.17 attention with pages had names of its own.
+        # Until 5.17, paged attention had separate names.
         name = "paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa"
     before = model.config._attn_implementation
     try:
@@ -166,10 +166,10 @@ def _attention(model: Any, name: str | None) -> Iterator[None]:
 
 
 def _results(manager: Any, n: int) -> dict[str, Any]:
-    """What each of `n` requests ended with, by name; fewer where the thread that generates has ended early."""
+    """The results of `n` requests by name; fewer if the generating thread has stopped early."""
     results: dict[str, Any] = {}
     while len(results) < n:
-        running = manager.is_running()  # asked first: what it leaves in the queue as it ends is still read
+        running = manager.is_running()  # read first, so that results queued as the thread ends are still read
         result = manager.get_result(timeout=1)
         if result is not None and result.is_finished():
             results[result.request_id] = result

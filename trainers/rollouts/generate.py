@@ -1,4 +1,4 @@
-"""Completions by transformers' `model.generate`."""
+"""The rollout engine `generate`, by transformers' `model.generate`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .sampling import Sampling, cut_at_eos, require_room
 
 
 class GenerateEngine:
-    """transformers' `generate`, with all prompts of a call padded on the left to the longest.
+    """transformers' `generate`, with all prompts of a call left-padded to the longest.
 
-    Padding has no effect on a row: it is masked, and positions count from the prompt's first token. `generate` makes
-    them so for every model whose forward takes position ids (as GPT-2's); those that take none make them from the
-    attention mask (OPT), or know none.
+    Padding does not affect a row: it is masked, and positions count from the prompt's first token. `generate` computes
+    such positions for every model whose forward takes position ids (such as GPT-2); others compute them from the
+    attention mask (OPT) or have none.
 
     Args:
-        model: a transformers causal language model, or peft's wrapper of one with LoRA-like adapters.
-        pad_id: stands before shorter prompts and after ended rows; may be an EOS.
+        model: a transformers causal language model, or a PEFT wrapper of one with LoRA-like adapters.
+        pad_id: token id of the padding before shorter prompts and after finished rows; may be that of EOS.
         eos_ids: any of them ends a completion.
-        max_rows: completions sampled at once, which bounds the cache's memory; None for all of a call's. Draws depend
-            on it.
+        max_rows: completions sampled at once, which limits the memory of the cache; None for all of a call. Samples
+            depend on it.
     """
 
     def __init__(self, model: Any, *, pad_id: int, eos_ids: Sequence[int], max_rows: int | None = None):
@@ -38,7 +38,7 @@ class GenerateEngine:
         """See `Engine.generate`.
 
         Raises:
-            ConfigError: a prompt and its completion are longer than the model's positions reach.
+            ConfigError: a prompt with its completion exceeds the model's positions.
         """
         require_room(self.model, prompts, sampling)
         rows = [prompt for prompt in prompts for _ in range(n)]
@@ -63,23 +63,23 @@ class GenerateEngine:
         return [cut_at_eos(row, self.eos_ids) for row in generated[:, width:].tolist()]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def causal_lm(model: Any) -> Any:
-    """The transformers model inside peft's wrapper, whose layers carry the adapters; any other model itself.
+    """The transformers model inside a PEFT wrapper, whose layers include the adapters; any other model itself.
 
-    peft's own `generate` leaves an attribute behind on the model it wraps.
+    The `generate` of the PEFT wrapper would leave an attribute on the wrapped model.
     """
     unwrap = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
 
 
 def generation_config(sampling: Sampling, pad_id: int, eos_ids: Sequence[int]) -> Any:
-    """transformers' settings for one completion a row."""
+    """transformers' generation settings for one completion per row."""
     from transformers import GenerationConfig
 
-    # Older versions cut to the 50 likeliest unless told not to.
+    # Older versions sample from the 50 most likely tokens by default.
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return GenerationConfig(
         do_sample=not sampling.greedy,
@@ -94,12 +94,12 @@ def generation_config(sampling: Sampling, pad_id: int, eos_ids: Sequence[int]) -
 
 @contextmanager
 def generating(model: Any, config: Any) -> Iterator[None]:
-    """Inside, the model has these generation settings, and is in eval mode: activation checkpointing allows no cache.
+    """A context with these generation settings and eval mode, because activation checkpointing allows no cache.
 
-    Compiled layers run eagerly inside: a cache that grows by a token has another shape at each.
+    Compiled layers run eagerly, because the shape of the growing cache changes with every token.
 
-    transformers fills what a caller leaves open from the model's own settings, which may come from a file beside the
-    weights: a temperature, penalties, forced or forbidden tokens. Outside, each module has its own mode again.
+    transformers takes settings that a caller does not give from the model's own, which may come from a file next to the
+    weights: a temperature, penalties, forced or forbidden tokens. The mode of each module is restored on exit.
     """
     modes = [(module, module.training) for module in model.modules()]
     before = model.generation_config

@@ -1,6 +1,6 @@
-"""Completions by vLLM, in the trainer's own process and on its GPU (extra `vllm`).
+"""The rollout engine `vllm`, by vLLM in the trainer's process and on its GPU (extra `vllm`).
 
-Written against the source of vLLM 0.33 and tested with a stand-in of the same signatures; it has not been run with vLLM
+Written from the source of vLLM 0.33 and tested with a fake of the same signatures; it has not been run with vLLM
 itself.
 """
 
@@ -25,31 +25,30 @@ from sparse_opt.errors import ConfigError, SparseOptError
 from .generate import causal_lm
 from .sampling import Sampling, require_room
 
-# vLLM takes no other temperatures but 0: `SamplingParams` raises lower ones in silence and refuses higher ones.
+# Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 
 
 class VLLMEngine:
-    """vLLM with a copy of the policy's weights, which it is given before each call of `generate`.
+    """vLLM with a copy of the policy's weights, which is updated before each call of `generate`.
 
-    Between calls it sleeps: its weights and its cache give their memory back (sleep level 2), so that the copy does not
-    stand beside gradients and activations. The weights come from the policy alone, none from disk; with LoRA
-    they are merged on the way, a layer at a time, and the policy is only read. Only models whose weights vLLM uses as
-    they stand in a checkpoint can be updated so: no quantised ones, no mixtures of experts.
+    Between calls vLLM sleeps at level 2: the memory of its weights and cache is freed, so that the copy does not add to
+    gradients and activations. All weights come from the policy, none from disk; LoRA adapters are merged during the
+    copy, a layer at a time, and the policy is not modified. Only models whose weights vLLM uses in the form of the
+    checkpoint can be updated this way: no quantised models, no mixtures of experts.
 
-    vLLM starts torch.distributed in this process, for a world of one.
+    vLLM initialises torch.distributed in this process, with a world size of 1.
 
     Args:
-        model: a transformers causal language model, or peft's wrapper of one with LoRA-like adapters.
+        model: a transformers causal language model, or a PEFT wrapper of one with LoRA-like adapters.
         eos_ids: any of them ends a completion.
-        gpu_memory_utilization: the share of the GPU's memory that vLLM may take while it generates.
-        max_length: tokens of the longest prompt with its completion; None for what the model's positions reach.
+        gpu_memory_utilization: the share of the GPU's memory that vLLM may use while it generates.
+        max_length: tokens of the longest prompt with its completion; None for the model's limit.
         max_rows: completions in flight at once; None for vLLM's own limit.
-        sleep: give memory back between calls; None does on a GPU.
+        sleep: free memory between calls; None does so on a GPU.
 
     Raises:
-        ConfigError: vLLM is not installed, the policy is not on the first GPU that is visible, or is a mixture of
-            experts.
+        ConfigError: vLLM is not installed, or the policy is not on the first visible GPU or is a mixture of experts.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class VLLMEngine:
         self._vllm = _import_vllm()
         self._sleeps = device.type == "cuda" if sleep is None else sleep
         self._folder = tempfile.TemporaryDirectory(prefix="sparse_opt_vllm_")
-        # The configuration is all that vLLM reads: the weights come from the policy, and prompts are token ids.
+        # vLLM reads only the configuration: the weights come from the policy, and prompts are token ids.
         described = copy.deepcopy(config)
         described.architectures = [type(self.model).__name__]
         described.save_pretrained(self._folder.name)
@@ -105,8 +104,8 @@ class VLLMEngine:
         """See `Engine.generate`. Each completion has a seed of its own, drawn from torch's global random state.
 
         Raises:
-            ConfigError: a temperature that vLLM does not take, or a prompt and its completion are longer than the
-                model's positions reach.
+            ConfigError: vLLM does not support the temperature, or a prompt with its completion exceeds the model's
+                positions.
             SparseOptError: some of vLLM's weights are not among the policy's, or it returned no completion.
         """
         if not sampling.greedy and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
@@ -119,7 +118,7 @@ class VLLMEngine:
         seeds = torch.randint(2**31, (len(rows),), device="cpu").tolist()
         with _random_states_kept(self.model.device):
             if self._sleeps:
-                torch.cuda.empty_cache()  # what torch holds in reserve is not there for vLLM to wake up in
+                torch.cuda.empty_cache()  # return torch's cached memory, which vLLM needs to wake up
             try:
                 self._wake_up("weights")
                 self._send_weights()
@@ -162,11 +161,11 @@ class VLLMEngine:
                 f"vLLM's {type(self.model).__name__} has {len(missing)} weights that the policy does not give it, "
                 f"among them {min(missing)}"
             )
-        # Keys and values of prompts that were seen with other weights.
+        # Discard cached keys and values computed with other weights.
         self._llm.reset_prefix_cache()
 
     def close(self) -> None:
-        """End vLLM and give its memory back."""
+        """Shut vLLM down and free its memory."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         self._folder.cleanup()
@@ -176,12 +175,12 @@ class VLLMEngine:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A model's weights under the names they have in its checkpoint, peft's adapters added in, without changing it.
+    """Yield a model's weights with their names in its checkpoint and PEFT adapters merged, without changing the model.
 
-    A sum is rounded to the weight's dtype, as when peft merges. Tied weights come once.
+    A sum is rounded to the weight's dtype, as when PEFT merges. Tied weights are yielded once.
 
     Args:
-        model: a transformers model, whose layers may be wrapped by peft's.
+        model: a transformers model, whose layers may be wrapped by PEFT.
     """
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if "base_layer" in dict(module.named_children())
@@ -199,7 +198,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
-    """Give vLLM's model the weights; the names of those of its own that it was not given."""
+    """Load the weights into vLLM's model; return the names of its weights that were not loaded."""
     loaded = model.load_weights(weights)
     if loaded is None:
         raise SparseOptError(f"vLLM's {type(model).__name__} does not say which weights it took")
@@ -218,7 +217,7 @@ def _import_vllm() -> Any:
 
 @contextmanager
 def _in_process() -> Iterator[None]:
-    """Inside, a new engine of vLLM runs in this process, where it can be handed tensors; it looks once, when made."""
+    """A context in which new vLLM engines run in this process, so that tensors can be passed to them."""
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -233,7 +232,7 @@ def _in_process() -> Iterator[None]:
 
 @contextmanager
 def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Python's, numpy's and torch's random states are afterwards as they were: vLLM seeds all three."""
+    """A context that restores the random states of Python, numpy and torch on exit, because vLLM seeds all three."""
     python, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
