@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 class FileLock:
-    """An exclusive lock on a file, until `release()` or the end of the process, also of a killed one."""
+    """An exclusive lock on a file, until `release()` or the end of the process, also of a killed one.
+
+    A process forked while it is held, such as a data loader's worker, keeps it locked until that process ends, too.
+    """
 
     def __init__(self, path: Path, descriptor: int, made: list[Path]) -> None:
         self.path = path

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The first number that the ops cannot take: their scalars are fp32.
+NUMBER_LIMIT = math.nextafter(torch.finfo(torch.float32).max, math.inf)
 SEED_LIMIT = 2**62  # a bucket adds its number to the seed, and the sum must stay below 2**63
 
 
@@ -18,12 +20,15 @@ def is_number(value: Any, minimum: float, below: float) -> bool:
     return isinstance(value, numbers.Real) and bool(minimum <= compared < below)
 
 
-def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = math.inf) -> None:
-    """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` is put before the message."""
+def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = NUMBER_LIMIT) -> None:
+    """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` is put before the message.
+
+    Without `below`, the number has to be in the range of fp32.
+    """
     if is_number(value, minimum, below):
         return
     bound = "" if minimum == -math.inf else f" >= {minimum:g}"
-    bound += "" if below == math.inf else f" and < {below:g}"
+    bound += " in the range of fp32" if below == NUMBER_LIMIT else f" and < {below:g}"
     raise ValueError(f"{where}{name} is {shown(value)}, expected a finite number{bound}")
 
 
@@ -50,6 +55,6 @@ def require_seed(where: str, seed: Any) -> None:
 def shown(value: object) -> str:
     """Return `value` as text for an error message of one line."""
     if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a {value.dtype} tensor of shape {list(value.shape)}"
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 100 else text[:97] + "..."

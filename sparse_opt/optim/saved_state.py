@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..files import one_line
 from ..tensors import is_wrapper
 from .buckets import Bucket
 from .options import shown
@@ -151,10 +152,12 @@ def _states(saved: Mapping[Any, Any], keys: Mapping[int | str, tuple[str, Parame
         if not isinstance(values, Mapping):
             raise ValueError(f"the saved state of {name!r} is a {type(values).__name__}, expected a dict")
         for entry, value in values.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or is_wrapper(value):
                 found = type(value).__name__
-            elif is_wrapper(value) or value.is_meta or value.layout != torch.strided:
-                found = type(value).__name__ if is_wrapper(value) else f"{value.layout} tensor on {value.device}"
+            elif value.is_nested:
+                found = "nested tensor"
+            elif value.is_meta or value.layout != torch.strided:
+                found = f"{value.layout} tensor on {value.device}"
             else:
                 continue
             raise ValueError(f"{name!r}: {shown(entry)} was saved as a {found}, expected a dense tensor with values")
@@ -175,8 +178,7 @@ def _options(i: int, group: Mapping[Any, Any], required: Collection[str]) -> dic
             try:
                 options[name] = copy.deepcopy(value)
             except (TypeError, RuntimeError, copy.Error) as error:
-                cause = str(error).partition("\n")[0]
-                raise ValueError(f"{what}: option {name!r} can't be copied: {cause}") from error
+                raise ValueError(f"{what}: option {name!r} can't be copied: {one_line(error)}") from error
     return options
 
 

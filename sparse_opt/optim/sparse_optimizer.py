@@ -256,8 +256,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no step has used.
 
-        `step` leaves no compact gradients behind, so a trainer may call `model.zero_grad()` instead, which does not
-        reach them.
+        `model.zero_grad()` does not reach compact gradients. It may replace this call after `step`, which leaves none
+        behind, but not in place of a step: the gradients of a skipped batch would be added to those of the next one.
         """
         self._collector.forget()
         super().zero_grad(set_to_none or self.grads == "compact")

@@ -78,6 +78,11 @@ def data(change):
 
 
 DAMAGES = {
+    "lr-beyond-fp32": (
+        option("lr", 1e39),
+        r"group 1: lr is 1e\+39, expected a finite number >= 0 in the range of fp32",
+    ),
+    "lr-beyond-fp64": (option("lr", 10**400), r"parameter group 1: lr is 1000+\.\.\., expected a finite number >= 0"),
     "lr-text": (option("lr", "x"), r"parameter group 1: lr is 'x', expected a finite number >= 0"),
     "lr-none": (option("lr", None), "group 1: lr is None"),
     "lr-negative": (option("lr", -1.0), "group 1: lr is -1.0"),

@@ -84,6 +84,7 @@ JUNK = {
     "empty": torch.empty(0),
     "meta": torch.empty(12, device="meta"),
     "sparse": torch.eye(3).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "double": torch.ones(12, dtype=torch.float64),
     "ints": torch.zeros(12, dtype=torch.int64),
 }
