@@ -101,7 +101,7 @@ class CheckpointPair:
     """A `StateLog` of two steps: 0 is the base checkpoint, 1 the tuned one.
 
     Tensors are matched by name, with or without GPT-2's prefix `transformer.`. A tied tensor that only one of the two
-    files has (`lm_head.weight` beside the embeddings) is left out where the configuration ties it. Dtypes may differ:
+    files has (`lm_head.weight`, besides the embeddings) is left out if the configuration ties it. Dtypes may differ:
     `layout` is that of the tuned checkpoint.
     """
 
@@ -170,7 +170,7 @@ def _matched(base: Checkpoint, tuned: Checkpoint) -> dict[str, str]:
 
 
 def _ties_head(checkpoint: Checkpoint) -> bool:
-    """Whether the configuration beside a checkpoint that has no head lets the embeddings be it."""
+    """Whether the configuration of a checkpoint without a head ties the head to the embeddings."""
     config = next(iter(checkpoint.files.values())).parent / "config.json"
     if not config.is_file():
         return False

@@ -148,7 +148,7 @@ def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[floa
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(row, panels.items(), strict=True):
         for i, (curve, values) in enumerate(curves.items()):
-            # Curves may lie on each other: the later, smaller markers then stand inside of the earlier ones.
+            # Curves may overlap: later curves have smaller markers, drawn inside the earlier ones.
             _curve(axes, i, curve, list(steps), values, markersize=9 - 5 * i / max(1, len(curves) - 1))
         axes.set_xlabel("training step")
         axes.set_title(name, fontsize=10)

@@ -335,7 +335,7 @@ def shapes_json(weights: Sequence[WeightShape]) -> list[dict[str, Any]]:
 
 
 def ranks_json(stats: Mapping[str, RankStats]) -> dict[str, Any]:
-    """Name -> figures of each matrix, those of a rank with their intervals."""
+    """Return name -> statistics of each matrix, ranks with their intervals."""
     return {name: asdict(of) for name, of in stats.items()}
 
 

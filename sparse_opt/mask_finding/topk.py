@@ -22,7 +22,7 @@ from torch import Tensor
 from ..masks.patterns import PATTERNS, matrix_shape, unit_grid
 
 _LOW_BITS = 16
-# Elements worked on at a time, which bounds the scratch to some 50 MB.
+# Elements processed at a time, which bounds the scratch memory to some 50 MB.
 _CHUNK = 2**22
 
 
@@ -69,7 +69,7 @@ class Histogram:
         return int(self._from[0])
 
     def at_least(self, value: int) -> int:
-        """How many are >= value."""
+        """Return how many are >= value."""
         return int(self._from[np.searchsorted(self._values, value)])
 
 
@@ -164,7 +164,7 @@ class GlobalSelection:
     def refine(self, name: str, scores: UnitScores) -> None:
         """Second round."""
         if self._upper is None:
-            # The quota cannot ask for more than scored, and floors that meet it leave nothing to find.
+            # The quota is at most the number of elements with a score; if the floors meet it, no search is needed.
             self._quota = self.reachable
             none = dict.fromkeys(self._uppers, 0)
             beyond = self._quota > self.floor_total
