@@ -61,7 +61,7 @@ HEADERS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if every result was right and every target met, else 1."""
+    """Run the benchmark; return 0 if every result was correct and every target met, else 1."""
     parser = _parser()
     args = parser.parse_args(argv)
     device = torch.device(args.device)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         bench.run()
         report["completed"] = True
-    finally:  # what was found before an error is worth keeping
+    finally:  # keep the results obtained before an error
         torch.set_num_threads(threads)
         report |= bench.as_dict()
         report["targets"] = [verdict.as_dict() for verdict in judge(report)]
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problem(args: argparse.Namespace, chosen: Sequence[str], names: Sequence[str], device: torch.device) -> str:
-    """What is wrong with the call, before any work; empty if nothing is."""
+    """The error in the arguments, checked before any work; empty if they are valid."""
     if device.type not in ("cpu", "cuda"):
         return f"device is {device}, wanted cpu or cuda"
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -141,21 +141,21 @@ def _problem(args: argparse.Namespace, chosen: Sequence[str], names: Sequence[st
         value = getattr(args, option)
         if value is not None and value < 1:
             return f"--{option} is {value}, wanted 1 or more"
-    # Without the extension patches are coded in numpy, which no figure should be of.
+    # Without the extension patches are encoded with numpy, which must not be measured.
     cause = backends.why_unavailable(device.type, device)
     return f"patches cannot be coded natively on {device}: {cause}" if cause else ""
 
 
 @dataclass(frozen=True)
 class CoderRow:
-    """What was measured of one coder on one case."""
+    """The measurements of one coder on one case."""
 
     coder: str
     is_level: bool
     numel: int
     changed: int
     nbytes: int
-    n_wrong: int  # elements whose decoded bits are not the new ones; 0 of what is exact
+    n_wrong: int  # elements whose decoded bits differ from the new ones; 0 for exact coders
     on_device: bool
     encode: Timing
     decode: Timing
@@ -178,7 +178,7 @@ class CoderRow:
             "decode": self.decode.as_dict(),
             "encode_gb_per_s": raw / encode_ms / 1e6,
             "decode_gb_per_s": raw / decode_ms / 1e6,
-            # Reads both tensors and writes the patch, where a copy reads one and writes one.
+            # Encoding reads two tensors and writes the patch; a copy reads one tensor and writes one.
             "encode_share_of_copy": (2 * raw + self.nbytes) / encode_ms / (2 * raw / self.copy_ms),
         }
 
@@ -188,14 +188,14 @@ class DeltaBench:
     """Fills the table, case by case.
 
     Args:
-        device: where the weights are.
-        threads: of the CPU, as torch was told; other packages are told the same.
-        kinds: of steps.
-        numel: elements of the one tensor that they are made on.
-        peer_numel: of the one that other packages code.
-        model_numel: of the list of a 3B model's matrices; 0 leaves it out.
+        device: device of the weights.
+        threads: CPU threads of torch and of other packages.
+        kinds: kinds of steps.
+        numel: elements of the tensor of each step.
+        peer_numel: elements of the tensor encoded by other packages.
+        model_numel: elements of the matrices of a 3B model; 0 skips them.
         n_rounds: timed calls.
-        with_peers: time other packages' coders too.
+        with_peers: also time the coders of other packages.
     """
 
     device: torch.device
@@ -209,12 +209,12 @@ class DeltaBench:
     seed: int = 0
     cases: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # what was not timed -> why
+    left_out: dict[str, str] = field(default_factory=dict)  # rows that were not timed -> reason
     peer_versions: dict[str, str] = field(default_factory=dict)
-    lost_device: str = ""  # the peer after which nothing runs on the device any more
+    lost_device: str = ""  # the peer whose error made the device unusable
 
     def run(self) -> None:
-        """Time everything. What a check refuses is in `failures`; other errors pass through, peers' excepted."""
+        """Time all cases. Failed checks are recorded in `failures`; other errors propagate, except those of peers."""
         one = {"weight": (self.numel,)}
         work: list[tuple[str, Kind, Mapping[str, Sequence[int]]]] = [("one tensor", kind, one) for kind in self.kinds]
         if self.model_numel:
@@ -226,7 +226,7 @@ class DeltaBench:
                 bar.set_postfix_str(f"{kind.name}, {layout}")
                 self.cases.append(self._case(layout, make_step(kind, shapes, self.device, self.seed)))
                 bar.update()
-            # Last: what they break on the device is theirs alone.
+            # Peers run last, so that an error on the device does not affect our rows.
             for kind, case in zip(self.kinds[:n_peers], self.cases, strict=False):
                 bar.set_postfix_str(f"{kind.name}, peers")
                 if not self.lost_device:
@@ -262,7 +262,7 @@ class DeltaBench:
             "changed": changed,
             "share": changed / step.numel,
             "lr": step.lr,
-            # Over the mask's elements where there is a mask.
+            # Over the mask's elements if there is a mask.
             "entropy_bytes_per_change": sizes.entropy / changed,
             "computed_rice_bytes_per_change": sizes.rice / changed,
         }
@@ -271,7 +271,7 @@ class DeltaBench:
         return {**found, "rows": rows}
 
     def _peers(self, step: Step, rows: list[dict[str, Any]]) -> None:
-        """Adds the rows of what is here."""
+        """Add the rows of the installed peers."""
         rows += self._rows([TorchSaveCoder()], step, PEER_ROUNDS)[0]
         for peer in peers(self.device, self.threads):
             if why := peer.why_absent(self.device):
@@ -283,21 +283,19 @@ class DeltaBench:
             self.peer_versions[peer.name] = peer.version()
             try:
                 rows += self._rows([peer.make()], step, PEER_ROUNDS)[0]
-            except Exception as error:  # another package's, which may be of any kind: the report shows it, and goes on
+            except Exception as error:  # another package's error, of any type: reported, and the run continues
                 first_line = str(error).strip().partition("\n")[0]
                 self.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
                 self.lost_device = peer.name if _is_lost(self.device) else ""
 
     def _rows(self, coders: Sequence[Coder], step: Step, n_rounds: int) -> tuple[list[dict[str, Any]], float]:
-        """Check and time these coders in turns: their rows, and the milliseconds that a copy of the weights takes, by
-        one among them.
-        """
+        """Check these coders and time them in turns with a copy: their rows, and the milliseconds of the copy."""
         buffers = [tensor.clone() for tensor in step.old]
         numel, changed = step.numel, step.changed
         largest = max(range(len(buffers)), key=lambda i: buffers[i].numel())
         checked: list[tuple[Coder, int, int]] = []
         variants: dict[str, Callable[[], object]] = {
-            # Of the largest tensor alone: a launch for each of many takes longer than memory needs.
+            # Copy only the largest tensor: a launch for each of many tensors takes longer than the copy.
             "copy": functools.partial(buffers[largest].copy_, step.old[largest])
         }
         for coder in coders:
@@ -334,7 +332,7 @@ class DeltaBench:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """True where an error of a kernel has left the device without use for the rest of the process."""
+    """Whether a kernel error has made the device unusable for the rest of the process."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:
@@ -349,7 +347,7 @@ def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 @dataclass
 class _Decode:
-    """Decoding, which begins with the old weights each time."""
+    """Decoding, which starts from the old weights in each call."""
 
     coder: Coder
     coded: Any
@@ -366,7 +364,7 @@ class _Decode:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The table, what was left out, and what was missed."""
+    """The table, the skipped rows, and the missed targets."""
     machine = report["environment"]["machine"]
     verdicts = judge(report)
     lines = [
@@ -394,7 +392,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def cells(case: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    """One line of the table, in the order of HEADERS. Times are the wall's where the host takes part."""
+    """One line of the table, in the order of HEADERS. Times are wall times if the host takes part in the work."""
     encode, decode = row["encode"], row["decode"]
     device = row["clock"] == "device"
     return [

@@ -1,4 +1,4 @@
-"""Weights before and after a step, and what a patch of them has to say at least: its entropy, and Rice codes for it."""
+"""Generated weights before and after a step, and bounds on the size of their patch: its entropy, and Rice codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparse_opt import MaskSet
 from sparse_opt.tensors import as_bits
 
 WEIGHT_STD = 0.02
-# Words that are looked at together: bounds the scratch of the int64 counts below.
+# Words processed at once, which limits the memory of the int64 counts below.
 CHUNK = 2**26
 _SAMPLE = 2**20  # words that a learning rate is searched on
 _EXPONENTS, _MANTISSA_BITS = 256, 7
@@ -25,7 +25,7 @@ _DIFFERENCES = 2**17  # of two ordered 16-bit words, from -(2^16 - 1) to 2^16 - 
 class Step:
     """bfloat16 weights before and after one step.
 
-    mask: where the step could change them, if it was a sparse one. lr: the learning rate of the step.
+    mask: the elements that a sparse step could change. lr: the learning rate of the step.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Step:
 
 
 class Kind(NamedTuple):
-    """share: of the positions, or of those in the mask, that the step changes. density: of the mask."""
+    """share: share of the positions, or of those in the mask, that the step changes. density: density of the mask."""
 
     name: str
     share: float
     density: float | None = None
 
 
-# Two steps as reinforcement learning makes them; many steps in one; supervised fine-tuning; a sparse run.
+# Two steps typical of reinforcement learning; many steps in one; supervised fine-tuning; a sparse run.
 KINDS = (
     Kind("1.2%", 0.012),
     Kind("2.6%", 0.026),
@@ -64,9 +64,9 @@ KINDS = (
 def make_step(kind: Kind, shapes: Mapping[str, Sequence[int]], device: torch.device, seed: int = 0) -> Step:
     """One step of a kind on random weights.
 
-    fp32 master weights are normal(0, 0.02); a step adds its learning rate times a normal number, which is the size that
-    Adam's normalised update has; both states are rounded to bf16. The learning rate is the one that changes the kind's
-    share.
+    fp32 master weights are normal(0, 0.02); a step adds its learning rate times a normal random number, the size of
+    Adam's normalised update; both states are rounded to bf16. The learning rate is chosen to change the share of the
+    kind.
     """
     lr = find_lr(kind.share)
     generator = torch.Generator(device).manual_seed(seed)
@@ -101,7 +101,7 @@ def find_lr(share: float) -> float:
 
 
 def n_different(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
-    """Elements whose bits differ."""
+    """The number of elements whose bits differ."""
     return sum(int((as_bits(x) != as_bits(y)).count_nonzero()) for x, y in zip(a, b, strict=True))
 
 
@@ -118,9 +118,9 @@ def _step(numel: int, lr: float, generator: torch.Generator) -> tuple[Tensor, Te
 
 
 class Sizes(NamedTuple):
-    """Bytes that codes of a step take, computed from the step itself.
+    """Sizes in bytes of codes of a step, computed from the step itself.
 
-    entropy: of (changed, difference) given the exponent of the old word, with the frequencies of these very words.
+    entropy: of (changed, difference) given the exponent of the old word, with the frequencies of these words.
     rice: Golomb-Rice codes of each class of old exponents, each with its best parameter for that class: one for the
     gaps between the changed positions of the class (the unchanged ones, where those are fewer), one for the magnitudes
     less 1; and one bit for the sign. Without any header. https://doi.org/10.1109/TCOM.1971.1090789
@@ -131,7 +131,7 @@ class Sizes(NamedTuple):
 
 
 def code_sizes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Sizes:
-    """What these codes take for bfloat16 tensors; each runs of at most `CHUNK` words of a tensor, on its device."""
+    """The sizes of these codes for bfloat16 tensors, computed in chunks of at most `CHUNK` words on their device."""
     device = old[0].device
     given = torch.zeros(_EXPONENTS, dtype=torch.int64, device=device)
     kept = torch.zeros_like(given)
@@ -158,7 +158,7 @@ def code_sizes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Sizes:
 
 
 def _ordered(words: Tensor) -> Tensor:
-    """Words of bfloat16 as integers that sort as the numbers do."""
+    """bfloat16 words as integers with the same order as the numbers."""
     return torch.where(words >= 0x8000, 0xFFFF - words, words | 0x8000)
 
 
@@ -168,7 +168,7 @@ def _total_log(counts: Tensor) -> float:
 
 
 def _gaps(moved: Tensor) -> Tensor:
-    """Unmarked elements before each marked one; of the complement where that marks fewer."""
+    """Numbers of unmarked elements before each marked one; of the complement if that has fewer marked elements."""
     at = (moved if 2 * int(moved.count_nonzero()) <= len(moved) else ~moved).nonzero().view(-1)
     return torch.diff(at, prepend=at.new_full((1,), -1)) - 1
 
@@ -179,7 +179,7 @@ def _rice_bits(values: Tensor) -> Tensor:
 
 
 def _magnitude_bits(counts: Tensor) -> int:
-    """Of all differences of one class, [131072] by how often each occurs."""
+    """Bits of the magnitudes of one class's differences, given the counts [131072] of each difference."""
     values = (torch.arange(_DIFFERENCES, device=counts.device) - _DIFFERENCES // 2).abs() - 1
     signs = n = int(counts.sum())
     sizes = [int(((values >> k) * counts).sum()) + n * (k + 1) for k in range(16)]

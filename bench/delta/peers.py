@@ -1,6 +1,6 @@
-"""The coders of `sparse-opt bench delta`: the three levels of patches, and other ways to keep what changed.
+"""The coders of `sparse-opt bench delta`: the three levels of patches, and other encodings of changes.
 
-A peer of another package that is not installed, or that is made for another device, is listed as that.
+A peer of another package that is not installed, or does not support the device, is listed with this reason.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from .data import Step
 
 
 class Coder(Protocol):
-    """One way from the weights before a step to those after it."""
+    """An encoding of the change between the weights before and after a step."""
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Name in the table."""
 
     @property
     def on_device(self) -> bool:
-        """The work is the device's alone, so that a GPU's time is read with events; else the wall's is told."""
+        """Whether only the device works, so that a GPU is timed with events; otherwise wall time is reported."""
 
     @property
     def exact(self) -> bool:
-        """Decoding gives the new bits; where not, how many are wrong is told."""
+        """Whether decoding gives the new bits; otherwise the number of wrong elements is reported."""
 
     def start(self, old: list[Tensor]) -> Any:
-        """What encoding and decoding begin with, made of the old weights; not timed. May share their memory."""
+        """The initial state of encoding and decoding, made from the old weights, untimed. May share their memory."""
 
     def encode(self, start: Any, new: list[Tensor]) -> Any:
-        """The coded change; leaves ``start`` as it was."""
+        """The encoded change; does not modify ``start``."""
 
     def decode(self, start: Any, coded: Any) -> list[Tensor]:
-        """The new weights; ``start`` is used up."""
+        """The new weights; consumes ``start``."""
 
     def nbytes(self, coded: Any) -> int:
-        """Bytes of the coded change."""
+        """Bytes of the encoded change."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class LevelCoder:
 
 
 class MaskedCoder:
-    """As a delta log codes a step of a sparse run: over the mask's elements, which are taken out and put back.
+    """Encodes a step of a sparse run like a delta log: over the mask's elements, which are gathered and scattered.
 
-    Encoding counts all changes too, and falls back to the ordinary form where there is one outside of the mask.
+    Encoding also counts all changes, and uses the ordinary form if there is one outside the mask.
     """
 
     on_device = exact = True
@@ -101,7 +101,7 @@ class MaskedCoder:
         self.layout = StateLayout(tuple(specs), {}, frozenset())
 
     def start(self, old: list[Tensor]) -> list[Tensor]:
-        # A log keeps the mask's elements beside the state.
+        # A log keeps the mask's elements in addition to the state.
         self._masked = MaskedState(self.mask, self.layout, self._named(old))
         return old
 
@@ -148,7 +148,7 @@ class PairsCoder:
 
 
 class TorchSaveCoder:
-    """Differences in fp32 through `torch.save`, as the logs of `.pt` files keep them."""
+    """fp32 differences written by `torch.save`, as in logs of `.pt` files."""
 
     name, on_device, exact = "torch.save of fp32 differences", False, False
 
@@ -234,9 +234,9 @@ class ZipNNCoder:
 class PulseCoder:
     """PULSEPT1 patches of format 3, a Rice code for each class of old exponents, on the CPU.
 
-    As basilica-sdk makes and applies them: with a copy of the new weights, and with their digests. It has no public
-    call for the codec alone, which stands in `basilica._pulse.codec`. https://pypi.org/project/basilica-sdk, arXiv
-    2602.03839
+    Patches are made and applied as in basilica-sdk, with a copy of the new weights and their digests. The package has
+    no public call for the codec itself, which is in `basilica._pulse.codec`. https://pypi.org/project/basilica-sdk,
+    arXiv 2602.03839
     """
 
     name, on_device, exact = "PULSEPT1, format 3", False, True
@@ -275,7 +275,7 @@ class PulseCoder:
 class NvcompCoder:
     """old XOR new through a codec of nvCOMP, on the GPU. https://docs.nvidia.com/cuda/nvcomp/py_api.html
 
-    Its calls run on a stream of its own, for which the wall's time is told.
+    Its calls run on a separate stream, so wall time is reported.
     """
 
     on_device, exact = False, True
@@ -323,11 +323,11 @@ class Peer:
     """A coder of another package.
 
     Args:
-        name: in the table.
-        packages: as pip knows it, each by itself enough.
-        module: as `import` knows it.
-        device_type: that it is made for; None: any.
-        make: the coder; raises what the package raises.
+        name: name in the table.
+        packages: names for pip, any of which is sufficient.
+        module: name for `import`.
+        device_type: the supported device type; None for any.
+        make: makes the coder; errors of the package propagate.
     """
 
     name: str
@@ -337,7 +337,7 @@ class Peer:
     make: Callable[[], Coder]
 
     def why_absent(self, device: torch.device) -> str:
-        """Empty if it can be tried here, else the cause."""
+        """Empty if the peer can run here, else the reason why not."""
         if self.device_type not in (None, device.type):
             return f"made for {self.device_type}, this is {device.type}"
         return "" if _is_there(self.module) else f"not installed ({' or '.join(self.packages)})"
@@ -348,7 +348,7 @@ class Peer:
 
 
 def peers(device: torch.device, threads: int) -> list[Peer]:
-    """All coders of other packages, whether they can be tried here or not."""
+    """All coders of other packages, including those that cannot run here."""
     nvcomp = ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13")
     return [
         Peer(ZstdCoder.name, ("zstandard",), "zstandard", None, ZstdCoder),
@@ -362,7 +362,7 @@ def peers(device: torch.device, threads: int) -> list[Peer]:
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be imported; a package above it that is missing is an answer, too."""
+    """Whether a module can be imported; False as well if its parent package is missing."""
     parent = module.rpartition(".")[0]
     if parent and not _is_there(parent):
         return False

@@ -13,7 +13,7 @@ SPEED_HEADERS = ("1.2 % changed", "bytes a change", "encode ms", "GB/s", "of the
 
 
 def patch_text(report: Mapping[str, Any]) -> str:
-    """What was coded, speeds at about 1 % changed, bytes a change of every case, and the targets."""
+    """The cases, speeds at about 1 % changed, bytes per change of every case, and the targets."""
     one = [case for case in report["cases"] if case["layout"] == "one tensor"]
     threads = "" if report["device"] == "cuda" else f" on {report['threads']} core(s)"
     lines = [f"{one[0]['numel'] / 1e6:.0f} M bf16 weights{threads}, copy {one[0]['copy_gb_per_s']:.0f} GB/s.", ""]

@@ -1,7 +1,7 @@
-"""How small and how fast patches are meant to be, and whether a report of `sparse-opt bench delta` says they are.
+"""Size and speed targets of patches, and their comparison with a report of `sparse-opt bench delta`.
 
-Works on the report as it stands in the results' JSON, so that files can be judged again. Speeds are judged on the case
-of about 1 % changed: on a GPU against what was set for an H200, on a CPU by the core.
+The report has the format of the results' JSON, so that stored files can be judged again. Speeds are judged on the case
+with about 1 % changed: on a GPU against the targets for an H200, on a CPU per core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PULSE = "PULSEPT1, format 3"
 
 
 def judge(report: Mapping[str, Any]) -> list[Verdict]:
-    """Every target that the report has what it takes to judge."""
+    """The verdicts on all targets that can be computed from the report."""
     return [verdict for case in report["cases"] for verdict in _of_case(case, report["device"], report["threads"])]
 
 

@@ -1,4 +1,4 @@
-"""What the end-to-end benchmark trains: a model of real shape with random weights, texts of exact length, a mask."""
+"""Inputs of the end-to-end benchmark: a model of realistic shape with random weights, texts of exact length, a mask."""
 
 from __future__ import annotations
 

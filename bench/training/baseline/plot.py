@@ -1,4 +1,4 @@
-"""The end-to-end benchmark as a picture: a bar for each mode, its sections stacked, its peak memory written on it."""
+"""Plot of the end-to-end benchmark: a bar for each mode with stacked sections, labelled with its peak memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_opt.files import written_aside
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; grey is what no section covers.
+# The Okabe-Ito palette, which is safe for colour-blind readers; grey is time outside all sections.
 _COLOURS = {
     "rollout": "#CC79A7",
     "reference": "#56B4E9",

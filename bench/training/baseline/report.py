@@ -1,4 +1,4 @@
-"""The end-to-end benchmark's figures: medians of a run's steps, what is wrong with them, and a table."""
+"""Report of the end-to-end benchmark: medians of a run's steps, checks of the results, and tables."""
 
 from __future__ import annotations
 

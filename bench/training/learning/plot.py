@@ -1,4 +1,4 @@
-"""Rewards as the loops train: a panel for each algorithm or kind of mask, a line for each set of trained weights."""
+"""Plot of rewards during training: a panel for each algorithm or kind of mask, a line for each set of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of `bench learning`: questions, models that reinforcement begins with, masks, training and its figures."""
+"""The runs of `bench learning`: questions, initial models of reinforcement, masks, training and its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of `bench profiles`: medians and spread of the repeats, whether accuracy holds, and tables."""
+"""Report of `bench profiles`: medians and spread of the repeats, the check of accuracy, and tables."""
 
 from __future__ import annotations
 

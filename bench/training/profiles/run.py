@@ -1,7 +1,7 @@
-"""One configuration of RFT, all three stages, in a process of its own: `... bench.profiles_run JOB RESULT`.
+"""Run all three stages of one RFT configuration in a separate process: `... bench.training.profiles.run JOB RESULT`.
 
-Each stage runs once on a small share of the work before it is timed, so that what only the first call pays for
-(imports, compilation, allocation) is in no figure.
+Each stage first runs on a small share of the work, so that one-time costs (imports, compilation, allocation) are not
+measured.
 """
 
 from __future__ import annotations
