@@ -1,4 +1,4 @@
-"""Questions with their solutions and explanations, and the templates in which a teacher and its student get them.
+"""RLT data: questions with solutions and explanations, and the templates of the teacher's and the student's inputs.
 
 A teacher (https://arxiv.org/abs/2506.08388) is given a question with its solution and writes an explanation, up to an
 end tag; a student is given the question, the explanation and then the solution. The default tags are those of

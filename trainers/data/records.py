@@ -1,6 +1,6 @@
-"""Datasets by hub name or local file, and the formats they come in, read into prompts and completions.
+"""Read datasets from the hub or local files, in several formats, as prompts and completions.
 
-Formats are told apart by their columns:
+The columns determine the format:
 
 | columns | format |
 |---|---|

@@ -1,4 +1,4 @@
-"""What a teacher and its student are given, as tokens; and demonstrations for a teacher's start by SFT.
+"""Encode the inputs of an RLT teacher and its student, and write demonstrations for the teacher's initial SFT.
 
 A tokenizer with a chat template gets the system and user texts of `lessons.Templates` as messages and the rest as the
 beginning of the assistant's turn; one without gets the texts one after another, verbatim.
@@ -63,7 +63,7 @@ class TeacherExample:
 
 @dataclass
 class LessonReport:
-    """What became of a dataset's rows."""
+    """Counts of a dataset's used and dropped rows."""
 
     n_rows: int = 0
     n_examples: int = 0

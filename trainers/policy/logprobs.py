@@ -311,7 +311,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     mixed.mul_(shrink)
                     _addmm_(mixed, terms, weight[words])
                     del terms
-                del found, logits  # not beside the next slice's
+                del found, logits  # free before the next slice's are made
                 continue
             local, inside = _positions(labels, words.start, logits.shape[1])
             own = torch.where(inside, logits.gather(1, local), own)
@@ -329,7 +329,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if mixed is not None:
                 mixed.mul_(shrink)
                 _addmm_(mixed, exponentials.to(weight.dtype), weight[words])
-            del exponentials  # not beside the next slice's
+            del exponentials  # free before the next slice's are made
         exponent = own.sub_(top).div_(temperature)
         total = exponent.exp() + others
         log_total = total.log()

@@ -22,7 +22,7 @@ _AT_PEAK = "activations and scratch at the peak"
 
 
 def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
-    """A run's figures, medians over the steps after warm-up; the steps themselves stay beside them.
+    """Statistics of a run: medians over the steps after warm-up, and the steps themselves.
 
     step_s is the wall time of a step, host_s of that the time until the host had launched it, section_s and
     section_host_s the sections' on the device and on the host, sections_s a step's sum of the former.
@@ -53,7 +53,7 @@ def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each other mode's figures over dense ones: step, peak_memory, kernels, where both modes have them."""
+    """The ratios of each other mode to dense: step, peak_memory and kernels, if both modes have them."""
     by_mode = {row["mode"]: row for row in rows}
     if "dense" not in by_mode:
         return {}

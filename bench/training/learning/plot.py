@@ -56,7 +56,7 @@ class _Panel(NamedTuple):
 
 
 def _panels(runs: Sequence[dict[str, Any]]) -> list[_Panel]:
-    """A panel for each algorithm; where masks have patterns, one for each kind of mask and density, beside dense."""
+    """A panel for each algorithm, or with patterns for each kind of mask and density, each including dense."""
     panels = []
     for algorithm in ALGORITHMS:
         found = {run["trained"] for run in runs if run["algorithm"] == algorithm}

@@ -20,7 +20,7 @@ def summarized(
 ) -> dict[str, Any]:
     """`rows`, one a configuration, with the repeats' medians, lowest and highest, and `accuracy_check` of each.
 
-    Results of a configuration that failed are missing; a row without any has `n_repeats` 0 and no figures.
+    Results of a configuration that failed are missing; a row without results has `n_repeats` 0 and no statistics.
     """
     rows = []
     for configuration in configurations:

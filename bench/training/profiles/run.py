@@ -43,7 +43,7 @@ class Job:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Sample, train and test; figures of each stage."""
+    """Sample, train and test; return the measurements of each stage."""
     _stages(job, Path(job.folder) / "warmup", few=True)
     figures = _stages(job, Path(job.folder) / "run", few=False)
     return {"name": job.name, "stages": figures, "peak_resident_bytes": _peak_resident_bytes()}
