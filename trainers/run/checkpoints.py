@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.files import new_folder, one_line
+from sparse_opt.files import fsync, new_folder, one_line
 
 from ..policy.pretrained import load_pretrained, reading
 from .manifest import NoManifestError, require_intact, write_manifest
@@ -119,9 +119,12 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> None:
         """Hide the checkpoints of later steps, which the run repeats; `remove_leftovers` deletes them."""
-        for later in self.steps():
-            if later > step:
-                self._hide(later)
+        later = [found for found in self.steps() if found > step]
+        with writing(self.folder):
+            for found in later:
+                self._hide(found)
+            if later:
+                fsync(self.folder)
 
     def _hide(self, step: int) -> Path:
         """Rename a checkpoint to a leftover and return its path, so that no checkpoint is ever partly deleted."""

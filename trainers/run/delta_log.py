@@ -86,20 +86,20 @@ class RunDeltaLog:
         if found is None or self._log.digest(found) != self._log.digest(self._log.steps[0]):
             raise DeltaLogError(f"{self.directory}: does not begin with the weights that this run starts from")
 
-    def go_on_after(self, step: int) -> None:
-        """Remove the steps logged after this step, which is the model's current one, because they are repeated.
-
-        Raises:
-            DeltaLogError: the log has other weights for this step.
-        """
+    def require_step(self, step: int) -> None:
+        """Raise DeltaLogError if the log has other weights for this step, which is the model's current one."""
         log = self._log
         assert log is not None
-        if log.last_step > step:
-            log.truncate(step)
         if step in log.steps:
             found = log.step_of(self._state)
             if found is None or log.digest(found) != log.digest(step):
                 raise DeltaLogError(f"{self.directory}: step {step} is not what the checkpoint of that step holds")
+
+    def truncate(self, step: int) -> None:
+        """Remove the steps logged after this step, because they are repeated."""
+        assert self._log is not None
+        if self._log.last_step > step:
+            self._log.truncate(step)
 
     def log(self, step: int) -> None:
         """Log the weights if the step is due."""

@@ -36,14 +36,13 @@ class MarginsLog:
         self.folder = run.output_dir / MARGINS_FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self._rows = run.row_file(str(MARGINS_FOLDER / MARGINS_FILE))
-        last_step = self._rows.rows[-1]["step"] if self._rows.rows else 0
-        for file in self.folder.glob("epoch_*/step_*.npy"):
-            match = _STEP_FILE.fullmatch(file.name)
-            if match and int(match[1]) > last_step:
-                file.unlink()
+        self._written = False
 
     def write(self, step: int, margins: torch.Tensor) -> None:
         """Write a step's margins [n]: the file before the row, so that the file of every row exists."""
+        if not self._written:
+            self._remove_from(step)
+            self._written = True
         values = margins.detach().float().cpu().numpy()
         epoch = self._run.epoch_of(step)
         file = step_file(self.folder, epoch, step)
@@ -63,6 +62,13 @@ class MarginsLog:
                 "share_positive": float((exact > 0).mean()),
             }
         )
+
+    def _remove_from(self, first: int) -> None:
+        """Remove the files that an earlier process wrote for this step and later ones."""
+        for file in self.folder.glob("epoch_*/step_*.npy"):
+            match = _STEP_FILE.fullmatch(file.name)
+            if match and int(match[1]) >= first:
+                file.unlink()
 
 
 def step_file(folder: Path, epoch: int, step: int) -> Path:

@@ -130,16 +130,23 @@ class RowFile:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         self._file: FileIO | None = None
+        self._uncut = False
 
     @classmethod
     def resumed(cls, path: Path, last_step: int) -> RowFile:
-        """Continue a file after its rows of step `last_step`; later rows and an incomplete last line are removed."""
+        """Continue a file after its rows of step `last_step`; the file changes only in `cut`, before the first row."""
         file = cls(path)
         if path.exists():
             file.rows = read_rows(path, last_step)
-            with writing(path), written_aside(path) as aside:
-                aside.write_text("".join(json.dumps(row) + "\n" for row in file.rows), encoding="utf-8")
+            file._uncut = True
         return file
+
+    def cut(self) -> None:
+        """Remove the later rows and an incomplete last line of a resumed file, atomically."""
+        if self._uncut:
+            with writing(self.path), written_aside(self.path) as aside:
+                aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            self._uncut = False
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row of finite numbers, strings, lists and None.
@@ -147,6 +154,7 @@ class RowFile:
         Raises:
             SparseOptError: a number is not finite, or the row cannot be written.
         """
+        assert not self._uncut, f"{self.path}: a row is written before `cut`"
         try:
             line = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
         except ValueError as error:

@@ -163,16 +163,13 @@ class TrainingRun:
             if not self._resuming:
                 stack.push(self._discard_unstarted)
             stack.callback(self._close)
-            if self._resuming:
-                self._checkpoints.set_aside_after(self._first_step - 1)
-            else:
+            if not self._resuming:
                 begin_outputs(self.output_dir, self.config)
             self._metrics, self._evaluations, self._samples = map(
                 self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
             )
             if self._delta_log is not None:
                 self._delta_log.begin(self.model, self.optimizer, self.algorithm)
-            self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
             self._exit = stack.pop_all()
         return self
 
@@ -214,7 +211,10 @@ class TrainingRun:
         return make_reference(self.config, self.model, self.optimizer, self.device, offload=offload)
 
     def row_file(self, name: str) -> RowFile:
-        """A file of JSON rows with a `step` each, in the output folder; a resumed run drops rows of repeated steps."""
+        """A file of JSON rows with a `step` each, in the output folder. Call this before `steps`.
+
+        Rows can be written from `steps` on, which drops those of repeated steps from the file of a resumed run.
+        """
         last = self._first_step - 1
         # Without a checkpoint, the evaluation before the first step (step 0) is repeated as well.
         file = (
@@ -236,11 +236,7 @@ class TrainingRun:
             evaluate: returns scalars; called without gradient every `eval_steps` steps if there is an eval_dataset.
         """
         config = self.config
-        if self._first_step > 1:
-            self._checkpoints.restore(self._first_step - 1, self.model, self._kept)
-        self._checkpoints.remove_leftovers()
-        if self._delta_log is not None:
-            self._delta_log.go_on_after(self._first_step - 1)
+        self._go_on()
         if self.eval_data is None:
             evaluate = None
         if evaluate is not None and self._first_step == 1:
@@ -257,6 +253,26 @@ class TrainingRun:
                     for file in self._row_files:
                         file.sync()
                     self._checkpoints.save(step, self.model, self.tokenizer, self._kept)
+
+    def _go_on(self) -> None:
+        """Restore the checkpoint, and only then remove what earlier processes wrote after its step.
+
+        Whatever fails or is killed before that removal leaves all later checkpoints usable.
+        """
+        last = self._first_step - 1
+        if last:
+            self._checkpoints.restore(last, self.model, self._kept)
+        if self._delta_log is not None:
+            self._delta_log.require_step(last)
+        # TensorBoard hides the events of repeated steps from here on.
+        self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
+        # Checkpoints come first: as long as one is there, its rows and its logged steps must be there too.
+        self._checkpoints.set_aside_after(last)
+        for file in self._row_files:
+            file.cut()
+        if self._delta_log is not None:
+            self._delta_log.truncate(last)
+        self._checkpoints.remove_leftovers()
 
     # Within a step
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from stopping import assert_same_run, flip_a_bit, rows, stop
 
 from sparse_opt.delta.log import DeltaLog
-from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.errors import ConfigError, DataError, DeltaLogError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.dpo import DPOConfig
 from sparse_opt.trainers.run.manifest import write_manifest
@@ -159,16 +159,65 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(runs, stopped, resume, step):
     assert [path.name for path in left] == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-def test_a_restore_that_fails_loses_no_later_checkpoint(stopped, resume):
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The bytes of all files below a folder, without the lock of a run that is going on."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"}
+
+
+def test_a_restore_that_fails_loses_no_later_checkpoint(runs, stopped, resume):
     folder = checkpoint(stopped, 2)
     state = torch.load(folder / "training_state.pt", weights_only=True)
     del state["states"]["optimizer"]["masters"]
     torch.save(state, folder / "training_state.pt")
     write_manifest(folder)
+    before = contents(stopped)
     with pytest.raises(DataError, match="training_state.pt: optimizer: KeyError: 'masters'"):
         resume(resume_step=2)
-    (hidden,) = checkpoint(stopped, 3).parent.glob(".*")
-    assert hidden.name == ".step_00000003.removed.tmp" and (hidden / "manifest.json").is_file()
+    assert contents(stopped) == before
+    assert_same_run(runs[0], resume(resume_step=3))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_nothing_changes_on_disk_until_the_checkpoint_is_restored(monkeypatch, configure, pairs_file, tmp_path, error):
+    pytest.importorskip("tensorboard")
+    config = configure(
+        tmp_path,
+        log_margins=True,
+        report_to=["tensorboard"],
+        sample_steps=1,
+        eval_dataset=str(pairs_file),
+        eval_subset_size=2,
+        eval_steps=1,
+    )
+    stop(monkeypatch, dpo.train, config, 3)
+    before, during = contents(tmp_path), []
+
+    def fail(*args, **kwargs):
+        during.append(contents(tmp_path))
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_opt.trainers.run.checkpoints.load_pretrained", fail)
+        with pytest.raises(error):
+            dpo.train(dataclasses.replace(config, resume=True, resume_step=1))
+    assert during == [before]  # so that a kill changes nothing either
+    assert contents(tmp_path) == before
+    dpo.train(dataclasses.replace(config, resume=True, resume_step=1))
+    for name in ("metrics", "evaluations", "samples", "logs/margins/margins_log"):
+        steps = {row["step"] for row in rows(tmp_path / "run" / f"{name}.jsonl")}
+        assert steps - {0} == {1, 2, 3, 4}, name
+
+
+def test_a_delta_log_of_other_weights_loses_no_later_checkpoint(runs, stopped, resume):
+    shutil.copytree(checkpoint(stopped, 2), checkpoint(stopped, 1), dirs_exist_ok=True)
+    state = torch.load(checkpoint(stopped, 1) / "training_state.pt", weights_only=True)
+    torch.save({**state, "step": 1}, checkpoint(stopped, 1) / "training_state.pt")
+    write_manifest(checkpoint(stopped, 1))
+    before = contents(stopped)
+    with pytest.raises(DeltaLogError, match="step 1 is not what the checkpoint of that step holds"):
+        resume(resume_step=1)
+    assert contents(stopped) == before
+    assert_same_run(runs[0], resume())
 
 
 def test_an_old_checkpoint_without_a_manifest_is_taken_when_it_is_named(runs, stopped, resume):

@@ -19,7 +19,11 @@ class Run:
 
     def row_file(self, name):
         path = self.output_dir / name
-        return RowFile(path) if self.last_step is None else RowFile.resumed(path, self.last_step)
+        if self.last_step is None:
+            return RowFile(path)
+        file = RowFile.resumed(path, self.last_step)
+        file.cut()
+        return file
 
     def epoch_of(self, step):
         return (step - 1) // 2
@@ -44,16 +48,20 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
     for step in range(1, 6):
         log.write(step, torch.full((2,), float(step)))
     resumed = MarginsLog(Run(tmp_path, last_step=3))
-    files = sorted(path.name for path in resumed.folder.glob("*/*.npy"))
-    assert files == ["step_00001.npy", "step_00002.npy", "step_00003.npy"]
+    assert len(list(resumed.folder.glob("*/*.npy"))) == 5
     resumed.write(4, torch.full((2,), 40.0))
+    files = sorted(path.name for path in resumed.folder.glob("*/*.npy"))
+    assert files == [f"step_{step:05d}.npy" for step in range(1, 5)]
     rows = [json.loads(line) for line in (log.folder / "margins_log.jsonl").read_text().splitlines()]
     assert [(row["step"], row["mean"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     assert np.load(step_file(log.folder, 1, 4)).tolist() == [40.0, 40.0]
 
 
 def test_a_run_that_was_cut_before_its_first_checkpoint_begins_anew(tmp_path):
-    MarginsLog(Run(tmp_path)).write(1, torch.ones(2))
+    log = MarginsLog(Run(tmp_path))
+    log.write(1, torch.ones(2))
+    log.write(2, torch.ones(2))
     resumed = MarginsLog(Run(tmp_path, last_step=-1))
-    assert list(resumed.folder.glob("*/*.npy")) == []
-    assert (resumed.folder / "margins_log.jsonl").read_text() == ""
+    resumed.write(1, torch.zeros(2))
+    assert [path.name for path in resumed.folder.glob("*/*.npy")] == ["step_00001.npy"]
+    assert [json.loads(line)["mean"] for line in (log.folder / "margins_log.jsonl").read_text().splitlines()] == [0.0]
