@@ -114,10 +114,13 @@ def one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, *, before_publishing: Callable[[], object] | None = None) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`; on success it is fsynced and renamed, on any error removed.
 
     Creates missing parent folders. `folder` may already exist if it is empty.
+
+    Args:
+        before_publishing: called when the temporary folder is on disk; its errors propagate.
 
     Raises:
         OSError: the folder cannot be created, or `folder` is not empty.
@@ -131,6 +134,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield aside
         for path in (*aside.rglob("*"), aside):
             fsync(path)
+        if before_publishing is not None:
+            before_publishing()
         aside.rename(folder)
         fsync(folder.parent)
     finally:

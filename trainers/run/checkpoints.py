@@ -11,7 +11,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,10 +64,23 @@ class Checkpoints:
         """The folder of a step's checkpoint."""
         return self.folder / f"step_{step:08d}"
 
-    def save(self, step: int, model: nn.Module, tokenizer: Any, kept: Mapping[str, Stateful]) -> None:
-        """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError if the write fails."""
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        tokenizer: Any,
+        kept: Mapping[str, Stateful],
+        before_publishing: Callable[[], object],
+    ) -> None:
+        """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError if the write fails.
+
+        Args:
+            before_publishing: called when the files are on disk, but the checkpoint has not its final name; its errors
+                propagate.
+        """
         states = {name: thing.state_dict() for name, thing in kept.items()}
-        with writing(self.path(step)), new_folder(self.path(step)) as aside:
+        folder = self.path(step)
+        with writing(folder), new_folder(folder, before_publishing=before_publishing) as aside:
             save_into(model, tokenizer, aside)
             # With a file name, torch.save reports a full disk as a RuntimeError that cannot be told from others.
             with (aside / STATE_FILE).open("wb") as file:

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from types import TracebackType
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.file_lock import FileLock
 from sparse_opt.files import one_line
 
@@ -56,6 +56,28 @@ class RunLock:
     ) -> None:
         if self._lock is not None:
             self._lock.undo(remove_file=True)
+
+    def loss(self) -> str | None:
+        """Return how the lock was lost inside `with`, as the end of a sentence; None while it is held.
+
+        Once `run.lock` was deleted or replaced, another run can lock a new file of that name.
+        """
+        if self._lock is None:
+            return None
+        try:
+            loss = self._lock.loss()
+        except OSError as error:
+            return f"cannot be checked: {one_line(error)}"
+        return None if loss is None else f"was {loss} while this run held it"
+
+    def require_held(self, path: Path, step: int) -> None:
+        """Raise SparseOptError if the lock was lost; the message names `path`, which is to be written, and the step."""
+        loss = self.loss()
+        if loss is not None:
+            raise SparseOptError(
+                f"{path}: step {step}: {self.folder / LOCK_FILE} {loss}, so that another run may write to "
+                f"{self.folder}: --resume goes on once no other run does"
+            )
 
 
 def require_unlocked(folder: Path) -> None:

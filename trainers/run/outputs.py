@@ -23,7 +23,7 @@ from sparse_opt.delta.lock import LOCK_NAME
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import new_folder, one_line, written_aside
 
-from .lock import LOCK_FILE
+from .lock import LOCK_FILE, RunLock
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -124,18 +124,22 @@ class RowFile:
     """A file of JSON lines, flushed line by line; it is created with the first row.
 
     `rows` are the rows of the run so far.
+
+    Args:
+        lock: the lock of the run's folder; no row is written once it is lost.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, lock: RunLock | None = None):
         self.path = path
+        self._lock = lock
         self.rows: list[dict[str, Any]] = []
         self._file: FileIO | None = None
         self._uncut = False
 
     @classmethod
-    def resumed(cls, path: Path, last_step: int) -> RowFile:
+    def resumed(cls, path: Path, last_step: int, lock: RunLock | None = None) -> RowFile:
         """Continue a file after its rows of step `last_step`; the file changes only in `cut`, before the first row."""
-        file = cls(path)
+        file = cls(path, lock)
         if path.exists():
             file.rows = read_rows(path, last_step)
             file._uncut = True
@@ -152,7 +156,7 @@ class RowFile:
         """Append one row of finite numbers, strings, lists and None.
 
         Raises:
-            SparseOptError: a number is not finite, or the row cannot be written.
+            SparseOptError: a number is not finite, the row cannot be written, or the folder's lock was lost.
         """
         assert not self._uncut, f"{self.path}: a row is written before `cut`"
         try:
@@ -163,6 +167,8 @@ class RowFile:
                 f"{self.path}: step {row['step']}: {wrong[0] if wrong else 'a value'} is not finite; lower "
                 "--learning_rate, or train in fp32"
             ) from error
+        if self._lock is not None:
+            self._lock.require_held(self.path, row["step"])
         with writing(self.path):
             if self._file is None:
                 # Unbuffered, so that closing the file does not retry a failed write.
@@ -245,25 +251,35 @@ def writing(path: Path) -> Iterator[None]:
         raise SparseOptError(f"{path}: cannot be written: {one_line(error)}") from error
 
 
-def write_summary(output_dir: Path, summary: dict[str, Any]) -> None:
-    """Write the run's summary next to its metrics; this marks the run as finished."""
+def write_summary(output_dir: Path, summary: dict[str, Any], before_publishing: Callable[[], object]) -> None:
+    """Write the run's summary next to its metrics; this marks the run as finished.
+
+    Args:
+        before_publishing: called when the file is on disk, but has not its final name; its errors propagate.
+    """
     path = output_dir / SUMMARY_FILE
-    with writing(path), written_aside(path) as aside:
+    with writing(path), written_aside(path, before_publishing=before_publishing) as aside:
         aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def save_checkpoint(
-    model: nn.Module, tokenizer: Any, folder: Path, beside: Callable[[Path], object] | None = None
+    model: nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    beside: Callable[[Path], object] | None = None,
+    *,
+    before_publishing: Callable[[], object] | None = None,
 ) -> None:
     """Write model and tokenizer in Hugging Face format to `folder`, atomically.
 
     Args:
         beside: writes further files into the folder passed to it.
+        before_publishing: called when all files are on disk, but `folder` has not its name; its errors propagate.
 
     Raises:
         SparseOptError: the checkpoint cannot be written.
     """
-    with writing(folder), new_folder(folder) as aside:
+    with writing(folder), new_folder(folder, before_publishing=before_publishing) as aside:
         save_into(model, tokenizer, aside)
         if beside is not None:
             beside(aside)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -53,6 +54,7 @@ from .outputs import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    SUMMARY_FILE,
     RowFile,
     begin_outputs,
     check_new_folder,
@@ -104,6 +106,7 @@ class TrainingRun:
             check_new_folder(self.output_dir, "output_dir")
             if delta_log_dir is not None:
                 check_new_folder(delta_log_dir, "delta_log_dir")
+        self._lock = RunLock(self.output_dir)
         self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
         self._steps_found = self._checkpoints.steps()
         self._first_step = (self._checkpoints.choose(config.resume_step) if self._resuming else 0) + 1
@@ -155,7 +158,7 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         with ExitStack() as stack:
             # Lock both folders before anything is written to either.
-            stack.enter_context(RunLock(self.output_dir))
+            stack.enter_context(self._lock)
             self._require_unchanged()
             if self._delta_log_dir is not None:
                 log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
@@ -189,7 +192,8 @@ class TrainingRun:
 
     def _discard_unstarted(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the files of a run that failed before its first logged step, because they would block the next run."""
-        if kind is None or self._metrics.rows:
+        # Once the lock is lost, the files may be another run's.
+        if kind is None or self._metrics.rows or self._lock.loss() is not None:
             return
         discard_outputs(self.output_dir)
         if self._delta_log is not None:
@@ -215,11 +219,9 @@ class TrainingRun:
 
         Rows can be written from `steps` on, which drops those of repeated steps from the file of a resumed run.
         """
-        last = self._first_step - 1
+        path, last = self.output_dir / name, self._first_step - 1
         # Without a checkpoint, the evaluation before the first step (step 0) is repeated as well.
-        file = (
-            RowFile.resumed(self.output_dir / name, last or -1) if self._resuming else RowFile(self.output_dir / name)
-        )
+        file = RowFile.resumed(path, last or -1, self._lock) if self._resuming else RowFile(path, self._lock)
         self._row_files.append(file)
         return file
 
@@ -252,7 +254,8 @@ class TrainingRun:
                 if config.save_steps is not None and step % config.save_steps == 0 and not last:
                     for file in self._row_files:
                         file.sync()
-                    self._checkpoints.save(step, self.model, self.tokenizer, self._kept)
+                    require_held = partial(self._lock.require_held, self._checkpoints.path(step), step)
+                    self._checkpoints.save(step, self.model, self.tokenizer, self._kept, require_held)
 
     def _go_on(self) -> None:
         """Restore the checkpoint, and only then remove what earlier processes wrote after its step.
@@ -264,6 +267,7 @@ class TrainingRun:
             self._checkpoints.restore(last, self.model, self._kept)
         if self._delta_log is not None:
             self._delta_log.require_step(last)
+        self._lock.require_held(self.output_dir, last)
         # TensorBoard hides the events of repeated steps from here on.
         self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
         # Checkpoints come first: as long as one is there, its rows and its logged steps must be there too.
@@ -381,11 +385,15 @@ class TrainingRun:
                 final name.
         """
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
+        require_held, last = self._lock.require_held, self.config.n_steps
         model = self.model
         if self.config.mode == "lora":
-            save_checkpoint(model, self.tokenizer, self.output_dir / ADAPTER_FOLDER)
+            adapter = self.output_dir / ADAPTER_FOLDER
+            save_checkpoint(model, self.tokenizer, adapter, before_publishing=partial(require_held, adapter, last))
             model = model.merge_and_unload()
-        save_checkpoint(model, self.tokenizer, checkpoint, beside)
+        save_checkpoint(
+            model, self.tokenizer, checkpoint, beside, before_publishing=partial(require_held, checkpoint, last)
+        )
         rows = self._metrics.rows
         times = [name for name in rows[0] if name.endswith("_time_s")]
         evaluations = self._evaluations.rows
@@ -406,7 +414,7 @@ class TrainingRun:
             "checkpoint": str(checkpoint),
             "delta_log_dir": None if self._delta_log is None else str(self._delta_log.directory),
         }
-        write_summary(self.output_dir, summary)
+        write_summary(self.output_dir, summary, partial(require_held, self.output_dir / SUMMARY_FILE, last))
         return summary
 
 

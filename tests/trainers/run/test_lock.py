@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from stopping import assert_same_run, stop
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers import dpo
+from sparse_opt.trainers.run import checkpoints, outputs
 from sparse_opt.trainers.run import training_run as loop
 from sparse_opt.trainers.run.lock import LOCK_FILE, RunLock, require_unlocked
 from sparse_opt.trainers.run.training_run import TrainingRun
@@ -78,6 +79,83 @@ def test_a_run_into_the_folder_of_a_new_one_is_refused(config, while_it_runs, re
 
     while_it_runs(begin_another)
     assert dpo.train(config)["n_steps"] == 4
+
+
+def replace(path):
+    path.unlink()
+    path.touch()
+
+
+LOSSES = {"deleted": Path.unlink, "replaced": replace}
+
+
+def lost(loss, where, step):
+    return f"^{where}: step {step}: .*run/run.lock was {loss} while .* may write to .*run: [^\n]*$"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_lock_stops_the_run_before_its_next_row(monkeypatch, config, while_it_runs, loss):
+    stop(monkeypatch, dpo.train, config, 2)
+    file, lock = config.output_dir / "metrics.jsonl", config.output_dir / LOCK_FILE
+    before = []
+
+    def lose():
+        before.append(file.read_bytes())
+        LOSSES[loss](lock)
+        if loss == "deleted":
+            require_unlocked(config.output_dir)  # so another run can begin to write
+
+    while_it_runs(lose)
+    with pytest.raises(SparseOptError, match=lost(loss, r".*metrics\.jsonl", 3)):
+        dpo.train(resumed(config))
+    assert [file.read_bytes()] == before
+    assert lock.exists() == (loss == "replaced")  # the file of another run is not removed
+    dpo.train(resumed(config))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("folder", ["checkpoints/step_00000002", "final", "adapter"])
+def test_a_lost_lock_publishes_no_model(monkeypatch, dpo_options, folder, loss):
+    config = dpo_options(save_steps=2, **({"mode": "lora"} if folder == "adapter" else {}))
+    module = checkpoints if folder.startswith("checkpoints") else outputs
+    save = module.save_into
+
+    def save_and_lose(model, tokenizer, aside):
+        save(model, tokenizer, aside)
+        if Path(folder).name in aside.name:
+            LOSSES[loss](config.output_dir / LOCK_FILE)
+
+    monkeypatch.setattr(module, "save_into", save_and_lose)
+    with pytest.raises(SparseOptError, match=lost(loss, f".*/{folder}", 2 if "step" in folder else 4)):
+        dpo.train(config)
+    assert not (config.output_dir / folder).exists()
+    assert not (config.output_dir / "summary.json").exists()
+
+
+def test_a_run_that_lost_its_lock_at_the_start_removes_no_file_of_the_next(dpo_options, config, while_it_runs):
+    def lose():
+        (config.output_dir / LOCK_FILE).unlink()
+
+    while_it_runs(lose)
+    with pytest.raises(SparseOptError, match=lost("deleted", r".*metrics\.jsonl", 1)):
+        dpo.train(config)
+    assert (config.output_dir / "options.yaml").is_file()
+
+
+def test_a_lost_lock_drops_nothing_of_another_run(monkeypatch, dpo_options):
+    config = dpo_options(save_steps=1, save_total_limit=3)
+    stop(monkeypatch, dpo.train, config, 3)
+    restore = checkpoints.Checkpoints.restore
+
+    def restore_and_lose(*args):
+        restore(*args)
+        (config.output_dir / LOCK_FILE).unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.Checkpoints, "restore", restore_and_lose)
+        with pytest.raises(SparseOptError, match=lost("deleted", ".*run", 1)):
+            dpo.train(dataclasses.replace(config, resume=True, resume_step=1))
+    dpo.train(dataclasses.replace(config, resume=True, resume_step=2))
 
 
 def test_a_run_that_was_killed_blocks_nothing(config, tmp_path):
