@@ -31,9 +31,11 @@ from torch import Tensor
 
 from . import registry as registry
 from .narrow import can_narrow, narrow_indices
+from .step_ops import STEP_OPS
 from .tiles import tile_table
 
 __all__ = [
+    "STEP_OPS",
     "can_narrow",
     "delta_apply_",
     "delta_encode",
