@@ -86,7 +86,7 @@ bench-compare: $(VENV)/.test ## the benchmark suites beside the committed run; f
 bench-baseline: $(VENV)/.test ## keep a new run for bench-compare
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-storage=file://./bench/results/pytest --benchmark-save=cpu
 
-performance-tables: $(VENV)/.test ## write the tables of docs/performance.md from bench/results
+performance-tables: $(VENV)/.test ## write the tables of docs/performance_tables.md and other pages from bench/results
 	$(BIN)/python -m sparse_opt.bench.report_tables
 
 # Uses the torch that PYTHON has and installs nothing: the package is laid out under build/gpu. PYTHONSAFEPATH keeps the

@@ -15,7 +15,7 @@
 | `training.learning` | what the loops learn on generated arithmetic, by mode, learning rate and mask pattern |
 | `training.profiles` | RFT's profiles and each of their settings, next to plain training: time, memory, accuracy |
 | `training.delta_logging`, `training.trl_memory`, `training.subnetwork` | see their docstrings |
-| `report_tables` | the tables of docs/performance.md, from the JSON of measured runs |
+| `report_tables` | the tables of docs/performance_tables.md and other pages, from the JSON of measured runs |
 | `common.spread` | the spread between runs of the same code, from files of `pytest bench` |
 | `test_bench_ops` | every op on every backend, for `pytest bench` (pytest-benchmark) |
 """

@@ -23,7 +23,7 @@ from .kernels import table as kernels
 from .training import trl_memory
 from .training.baseline import report as baseline_report
 
-DOCUMENT, RESULTS = Path("docs/performance.md"), Path("bench/results")
+DOCUMENT, RESULTS = Path("docs/performance_tables.md"), Path("bench/results")
 DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), Path("docs/delta_logs.md"))
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.

@@ -1,7 +1,7 @@
 """Performance targets of the kernels on an H200, and their comparison with measured rows.
 
 Rows have the format of the results' JSON, so that stored files can be judged again. Targets that the hardware does not
-allow are withdrawn; docs/performance.md lists them with the reasons.
+allow are withdrawn; docs/notebook.md lists them with the reasons.
 """
 
 from __future__ import annotations
