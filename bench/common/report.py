@@ -1,15 +1,16 @@
-"""Output of results as text tables, Markdown tables and JSON files."""
+"""Reads and writes results as JSON files."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparse_opt.files import written_aside
+from sparse_opt.tables import markdown_table as markdown_table
+from sparse_opt.tables import table as table
 
 
 def why_unwritable(path: Path) -> str:
@@ -32,26 +33,6 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write ``data`` atomically. NaN is an error, because no valid result contains one."""
     with written_aside(path) as aside:
         aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1, n_last_words: int = 0) -> str:
-    """Aligned columns: the first ``n_words`` and last ``n_last_words`` flush left, the others (numbers) flush right."""
-    lines = [list(headers), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if n_words <= i < len(headers) - n_last_words else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1) -> str:
-    """The same as a Markdown table; the first ``n_words`` columns flush left, the others flush right."""
-    rule = ["---" if i < n_words else "---:" for i in range(len(headers))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(headers), rule, *map(list, rows)])
 
 
 def kernel_report(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from .. import __version__
 from ..errors import BackendUnavailable
-from .output import format_bytes, print_json, table
+from ..tables import table
+from .output import format_bytes, print_json
 from .parser import CommandParser, add_json_flag
 
 # Environment variables that affect which code runs.
@@ -169,7 +170,7 @@ def _text(report: dict[str, Any]) -> str:
         for name, found in report["backends"][devices[0]].items()
     ]
     choices = [line for devices in alike if devices[0] in report["auto"] for line in ("", *_choice(report, devices))]
-    return "\n".join([_aligned(facts), "", table(("on", "backend", "runs", "because"), rows, words=4), *choices])
+    return "\n".join([_aligned(facts), "", table(("on", "backend", "runs", "because"), rows, n_words=4), *choices])
 
 
 def _alike(report: dict[str, Any]) -> list[list[str]]:
@@ -186,7 +187,7 @@ def _choice(report: dict[str, Any], devices: Sequence[str]) -> list[str]:
     device, on = devices[0], f"on {', '.join(devices)} tensors"
     auto, named = report["auto"][device], report["environment"]["SPARSE_OPT_BACKEND"]
     rows = [(op, entry["backend"], ", ".join(entry["order"])) for op, entry in auto.items()]
-    lines = [table((on, "auto takes", "the first that runs of"), rows, words=3)]
+    lines = [table((on, "auto takes", "the first that runs of"), rows, n_words=3)]
     passed_over = {name: cause for entry in auto.values() for name, cause in entry["passed_over"].items()}
     lines += [f"not {name}: {cause}" for name, cause in passed_over.items()]
     if named is not None:

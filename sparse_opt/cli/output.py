@@ -1,10 +1,9 @@
-"""Output of commands: aligned tables, sizes, JSON."""
+"""Output of commands: JSON, sizes and percentages."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -21,19 +20,6 @@ def _plain(data: Any) -> Any:
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     return data if data is None or isinstance(data, bool | int | str) else str(data)
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Aligned columns: the first `words` columns flush left, the others (numbers) flush right."""
-    lines = [list(headers), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(_justified(line, widths, words)).rstrip() for line in lines)
-
-
-def _justified(cells: Sequence[str], widths: Sequence[int], words: int) -> list[str]:
-    pairs = enumerate(zip(cells, widths, strict=True))
-    return [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in pairs]
 
 
 def is_out_of_memory(error: Exception) -> bool:

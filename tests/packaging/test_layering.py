@@ -27,6 +27,7 @@ LAYERS = (
         "errors",
         "tensors",
         "files",
+        "tables",
         "file_lock",
         "tensor_file",
         "cuda_archs",

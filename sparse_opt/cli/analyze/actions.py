@@ -24,7 +24,8 @@ from ...analysis.tables_and_json import Table, write_csv
 from ...delta.open import open_log
 from ...delta.state import StateLog
 from ...errors import ConfigError
-from ..output import print_json, table
+from ...tables import table
+from ..output import print_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -218,6 +219,6 @@ def _give(
         print_json(data)
         return
     for item in shown:
-        print(f"{item.title}\n{table(item.headings, item.texts, words=max(1, item.words))}\n")
+        print(f"{item.title}\n{table(item.headings, item.texts, n_words=max(1, item.words))}\n")
     for path in written:
         print(f"wrote {path}")

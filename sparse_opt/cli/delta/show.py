@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ..output import format_bytes, format_percent, print_json, table
+from ...tables import table
+from ..output import format_bytes, format_percent, print_json
 from .rebuild import open_as_told
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def run_list(args: Namespace) -> None:
         print_json({"steps": [_step_fields(info) for info in infos], "totals": totals})
         return
     rows = [_step_row(info) for info in infos]
-    print(table(("step", "kind", "level", "changed", "share", "bytes", "B/change"), rows, words=3))
+    print(table(("step", "kind", "level", "changed", "share", "bytes", "B/change"), rows, n_words=3))
     print(
         f"{totals['steps']} steps of {log.layout.numel:,} elements, {format_bytes(totals['bytes'])}: "
         f"whole states {totals['whole_states']}, {format_bytes(totals['whole_states_bytes'])}; "
@@ -79,7 +80,7 @@ def _info_of_log(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
     lines += ["", table(("dtype", "tensors", "elements", "bytes"), rows)]
     if largest:
         shown = [(s.name, s.dtype, " x ".join(map(str, s.shape)), f"{s.numel:,}") for s in largest]
-        lines += ["", table(("largest tensors", "dtype", "shape", "elements"), shown, words=3)]
+        lines += ["", table(("largest tensors", "dtype", "shape", "elements"), shown, n_words=3)]
     print("\n".join(lines))
 
 

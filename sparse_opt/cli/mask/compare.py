@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ..output import print_json, table
+from ...tables import table
+from ..output import print_json
 from ..parser import add_json_flag
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _records(comparisons: Sequence[Comparison]) -> Table:
 def _print_tables(comparisons: Sequence[Comparison], per_tensor: bool) -> None:
     if len(comparisons) > 1:
         rows = [(pair.first, pair.second, *_cells(pair.total)) for pair in comparisons]
-        print(table(("A", "B", "Jaccard", "chance", "of A", "chance", "of B", "chance"), rows, words=2))
+        print(table(("A", "B", "Jaccard", "chance", "of A", "chance", "of B", "chance"), rows, n_words=2))
         for pair in comparisons if per_tensor else ():
             print(f"\nA {pair.first}, B {pair.second}\n{_table('tensor', pair.tensors)}")
         return

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, MaskError
-from ..output import format_percent, print_json, table
+from ...tables import table
+from ..output import format_percent, print_json
 from ..parser import add_tensor_choice
 from .output import PATTERNS, add_output, headline, output_file, summary
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ..output import format_bytes, print_json, table
+from ...tables import table
+from ..output import format_bytes, print_json
 from ..parser import CommandParser, add_json_flag
 
 if TYPE_CHECKING:

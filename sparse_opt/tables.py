@@ -1,0 +1,25 @@
+"""Renders tables as aligned text and as Markdown: the one renderer of the command line and the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1, n_last_words: int = 0) -> str:
+    """Return aligned columns: the first `n_words` and last `n_last_words` aligned left, the others (numbers) right."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if n_words <= i < len(headers) - n_last_words else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_words: int = 1) -> str:
+    """Return the same as a Markdown table; the first `n_words` columns aligned left, the others right."""
+    rule = ["---" if i < n_words else "---:" for i in range(len(headers))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(headers), rule, *map(list, rows)])
