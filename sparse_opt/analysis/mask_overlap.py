@@ -26,19 +26,16 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
-from typing import TypeVar
 
 from tqdm import tqdm
 
 from ..errors import MaskError
 from ..masks.mask_set import MaskSet
-from ..masks.parameters import PARTS, Part, component_of, in_layer_order, layer_of
+from ..masks.parameters import Part, group_by_layer, group_by_part
 from ..masks.positions import intersection_size
-
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Overlap:
 
     @classmethod
     def of_counts(cls, numel: int, first: int, second: int, both: int) -> Overlap:
-        """One tensor's."""
+        """Return the overlap in one tensor."""
         mean = first * second / numel if numel else 0.0
         # One element at most: nothing is left to chance.
         variance = mean * (numel - first) * (numel - second) / (numel * (numel - 1)) if numel > 1 else 0.0
@@ -72,6 +69,11 @@ class Overlap:
     def __add__(self, other: Overlap) -> Overlap:
         mine, its = asdict(self), asdict(other)
         return Overlap(**{key: mine[key] + its[key] for key in mine})
+
+    @classmethod
+    def sum(cls, overlaps: Iterable[Overlap]) -> Overlap:
+        """Several tensors together, at least one."""
+        return reduce(cls.__add__, overlaps)
 
     @property
     def either(self) -> int:
@@ -140,27 +142,17 @@ class Comparison:
     @property
     def total(self) -> Overlap:
         """Overlap over all tensors."""
-        return reduce(Overlap.__add__, self.tensors.values())
+        return Overlap.sum(self.tensors.values())
 
     @property
     def layers(self) -> dict[int | None, Overlap]:
         """Overlap in each layer, ascending; None, last, is outside of all layers."""
-        sums = self.grouped(layer_of)
-        return {layer: sums[layer] for layer in in_layer_order(sums)}
+        return {layer: Overlap.sum(of) for layer, of in group_by_layer(self.tensors).items()}
 
     @property
     def parts(self) -> dict[Part, Overlap]:
         """Overlap in each part of the model that has tensors here, in the order of `parameters.PARTS`."""
-        sums = self.grouped(lambda name: component_of(name).part)
-        return {part: sums[part] for part in PARTS if part in sums}
-
-    def grouped(self, key_of: Callable[[str], _Key]) -> dict[_Key, Overlap]:
-        """Overlaps summed over the tensors whose names have the same key."""
-        sums: dict[_Key, Overlap] = {}
-        for name, overlap in self.tensors.items():
-            key = key_of(name)
-            sums[key] = sums[key] + overlap if key in sums else overlap
-        return sums
+        return {part: Overlap.sum(of) for part, of in group_by_part(self.tensors).items()}
 
 
 def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Comparison]:

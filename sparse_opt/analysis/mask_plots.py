@@ -10,10 +10,10 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..masks.mask_set import MaskSet
-from ..masks.parameters import PART_LABELS, PARTS, Part, component_of, in_layer_order, layer_label
+from ..masks.mask_set import MaskSet, MaskStats
+from ..masks.parameters import PART_LABELS, PARTS, Part, group, in_layer_order, layer_label, place_of
 from .figures import new_figure, save_png
-from .mask_overlap import Comparison
+from .mask_overlap import Comparison, Overlap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,7 @@ def draw_pair(comparison: Comparison, path: Path) -> None:
 
     Args and errors as in `draw_comparison`.
     """
-    sums = comparison.grouped(_place)
+    sums = {place: Overlap.sum(of) for place, of in group(comparison.tensors, place_of).items()}
     cells = {key: (o.jaccard, f"{_share(o.jaccard)}\n({_share(o.jaccard_chance)})") for key, o in sums.items()}
     title = f"|A and B| / |A or B|\nA = {comparison.first}, B = {comparison.second}"
     scale = _linear(o.jaccard for o in sums.values())
@@ -86,13 +86,9 @@ def draw_density(mask: MaskSet, path: Path, title: str) -> None:
 
     Args and errors as in `draw_comparison`.
     """
-    cells = {key: (100 * f.density, f"{100 * f.density:.3g}") for key, f in mask.grouped(_place).items()}
+    shares = {place: 100 * MaskStats.sum(of).density for place, of in group(mask.per_tensor(), place_of).items()}
+    cells = {place: (share, f"{share:.3g}") for place, share in shares.items()}
     _draw_profile(cells, title, "density, % of elements", _logarithmic(value for value, _ in cells.values()), path)
-
-
-def _place(name: str) -> tuple[int | None, Part]:
-    component = component_of(name)
-    return component.layer, component.part
 
 
 def _draw_profile(

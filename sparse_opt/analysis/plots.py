@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ..masks.parameters import PART_LABELS, PARTS, Part, component_of
+from ..masks.parameters import PART_LABELS, PARTS, Part, group, group_by_part, place_of
 from .coverage import Coverage
 from .figures import new_figure
 from .ranks import RankStats
@@ -83,7 +83,7 @@ def layer_figure(step: StepChanges, precision: str) -> Figure:
 
 def rank_figure(stats: Mapping[str, RankStats], tau: float, step: int) -> Figure:
     """Ranks, norm and shares of the updates by layer; a curve for each component, the mean of its matrices."""
-    figures: dict[str, Callable[[RankStats], float]] = {
+    statistics: dict[str, Callable[[RankStats], float]] = {
         "classical rank\n(% of full rank)": lambda s: 100 * s.rank.value / s.full_rank,
         "effective rank\n(% of full rank)": lambda s: 100 * s.effective_rank.value / s.full_rank,
         "stable rank": lambda s: s.stable_rank.value,
@@ -92,19 +92,17 @@ def rank_figure(stats: Mapping[str, RankStats], tau: float, step: int) -> Figure
         "elements that moved by more\nthan mean + 2 std (%)": lambda s: 100 * s.share_large,
     }
 
-    def mean_of(figure: Callable[[RankStats], float]) -> Callable[[Sequence[RankStats]], float]:
-        return lambda matrices: sum(map(figure, matrices)) / len(matrices)
+    def mean_of(statistic: Callable[[RankStats], float]) -> Callable[[Sequence[RankStats]], float]:
+        return lambda matrices: sum(map(statistic, matrices)) / len(matrices)
 
-    panels = {label: _profile(stats, mean_of(figure)) for label, figure in figures.items()}
+    panels = {label: _profile(stats, mean_of(statistic)) for label, statistic in statistics.items()}
     return _layers(panels, f"Updates of weight matrices by layer and component, step {step}", columns=2)
 
 
 def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
     """Elements of the model by component, as bars."""
-    sums = dict.fromkeys(PARTS, 0)
-    for shape in shapes:
-        sums[component_of(shape.name).part] += shape.numel
-    parts = [part for part in PARTS if sums[part]]
+    sums = {part: sum(n) for part, n in group_by_part({s.name: s.numel for s in shapes}).items() if sum(n)}
+    parts = list(sums)
     figure = new_figure(_WIDTH, 1.4 + 0.36 * len(parts))
     axes = figure.subplots()
     unit, scale = _unit(max(sums.values()))
@@ -161,21 +159,15 @@ def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[floa
     return figure
 
 
-# Part -> layer -> value; what is outside of all layers is under None.
+# Part -> layer -> value; layer None holds the parameters outside of all layers.
 _Profile = dict[Part, dict[int | None, float]]
 
 
-def _profile(of: Mapping[str, T], figure: Callable[[Sequence[T]], float]) -> _Profile:
-    places = {name: component_of(name.partition("[")[0]) for name in of}
+def _profile(of: Mapping[str, T], statistic: Callable[[Sequence[T]], float]) -> _Profile:
     profile: _Profile = {}
-    for part in PARTS:
-        members: dict[int | None, list[T]] = {}
-        for name, place in places.items():
-            if place.part == part:
-                members.setdefault(place.layer, []).append(of[name])
-        if members:
-            profile[part] = {layer: figure(values) for layer, values in members.items()}
-    return profile
+    for (layer, part), values in group(of, place_of).items():
+        profile.setdefault(part, {})[layer] = statistic(values)
+    return {part: profile[part] for part in PARTS if part in profile}
 
 
 def _layers(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:

@@ -40,7 +40,7 @@ TAU = 1e-6
 
 
 @dataclass(frozen=True)
-class Figure:
+class Interval:
     """A computed value, and the interval that contains the exact value."""
 
     value: float
@@ -53,7 +53,7 @@ class RankStats:
     """Statistics of one update matrix.
 
     Attributes:
-        shape: of the matrix as the model keeps it; GPT-2's Conv1D weights are [in, out], no figure depends on it.
+        shape: of the matrix as the model keeps it; GPT-2's Conv1D weights are [in, out], no statistic depends on it.
         rank, effective_rank, stable_rank: see the module.
         frobenius_norm, spectral_norm: in the units of the weights; the spectral norm is s_1.
         share_above: share of elements with abs(delta) > tau.
@@ -62,11 +62,11 @@ class RankStats:
     """
 
     shape: tuple[int, int]
-    rank: Figure
-    effective_rank: Figure
-    stable_rank: Figure
+    rank: Interval
+    effective_rank: Interval
+    stable_rank: Interval
     frobenius_norm: float
-    spectral_norm: Figure
+    spectral_norm: Interval
     share_above: float
     share_large: float
     method: Method
@@ -187,7 +187,7 @@ def rank_stats(delta: Tensor, tau: float = TAU, *, method: Method = "exact", k: 
     """Compute the statistics of an update matrix [m, n] of any floating-point dtype. Raises DataError as `get_rank`."""
     spectrum = singular_values(delta, method, k=k)
     shape = (delta.shape[0], delta.shape[1])
-    largest = Figure(*(float(side[0]) for side in (spectrum.values, spectrum.lower, spectrum.upper)))
+    largest = Interval(*(float(side[0]) for side in (spectrum.values, spectrum.lower, spectrum.upper)))
     share_above, share_large = _shares(delta, tau)
     return RankStats(
         shape=shape,
@@ -230,20 +230,20 @@ def _relative_tolerance(matrix: Tensor) -> float:
     return max(matrix.shape) * eps
 
 
-def _rank(spectrum: Spectrum, relative: float, tolerance: float | None) -> Figure:
+def _rank(spectrum: Spectrum, relative: float, tolerance: float | None) -> Interval:
     # The default threshold moves with s_1, and by as little of it as s_1 is known.
     low, at, high = (
         float(side[0]) * relative if tolerance is None else tolerance
         for side in (spectrum.lower, spectrum.values, spectrum.upper)
     )
-    return Figure(
+    return Interval(
         int((spectrum.values > at).count_nonzero()),
         int((spectrum.lower > high).count_nonzero()),
         int((spectrum.upper > low).count_nonzero()) if spectrum.squared_norm else 0,
     )
 
 
-def _effective_rank(spectrum: Spectrum) -> Figure:
+def _effective_rank(spectrum: Spectrum) -> Interval:
     """Value, and bounds by the continuity of the entropy in the total variation T of p.
 
     abs(H(p) - H(q)) <= T ln(n - 1) + h(T), h the binary entropy, for T <= 1 - 1/n: Ho and Yeung, The interplay between
@@ -252,30 +252,30 @@ def _effective_rank(spectrum: Spectrum) -> Figure:
     """
     total = float(spectrum.values.sum())
     if not total:
-        return Figure(0.0, 0.0, 0.0)
+        return Interval(0.0, 0.0, 0.0)
     n = spectrum.values.numel()
     p = spectrum.values / total
     entropy = float(-torch.xlogy(p, p).sum())
     errors = torch.maximum(spectrum.upper - spectrum.values, spectrum.values - spectrum.lower)
     variation = float(errors.sum()) / total
     if variation >= 1 - 1 / n:
-        return Figure(math.exp(entropy), 1.0, float(n))
+        return Interval(math.exp(entropy), 1.0, float(n))
     slack = variation * math.log(max(n - 1, 1)) + _binary_entropy(variation)
-    return Figure(math.exp(entropy), max(1.0, math.exp(entropy - slack)), min(float(n), math.exp(entropy + slack)))
+    return Interval(math.exp(entropy), max(1.0, math.exp(entropy - slack)), min(float(n), math.exp(entropy + slack)))
 
 
 def _binary_entropy(share: float) -> float:
     return -sum(x * math.log(x) for x in (share, 1 - share) if x > 0)
 
 
-def _stable_rank(spectrum: Spectrum) -> Figure:
+def _stable_rank(spectrum: Spectrum) -> Interval:
     if not spectrum.squared_norm:
-        return Figure(0.0, 0.0, 0.0)
+        return Interval(0.0, 0.0, 0.0)
     value, low, high = (
         spectrum.squared_norm / max(float(side[0]) ** 2, spectrum.squared_norm / spectrum.values.numel())
         for side in (spectrum.values, spectrum.upper, spectrum.lower)
     )
-    return Figure(value, max(1.0, low), high)
+    return Interval(value, max(1.0, low), high)
 
 
 def _shares(delta: Tensor, tau: float) -> tuple[float, float]:

@@ -14,11 +14,7 @@ from ..delta.state import StateLog
 from . import plots
 from .coverage import TAUS, Coverage, measure_coverage
 from .ranks import TAU, RankStats, measure_ranks
-from .shapes import WeightShape, weight_shapes
-from .sparsity import TOLERANCES, StepChanges, measure_sparsity, sum_changes
-from .spectrum import LOWRANK_K, Method
-from .states import DEVICE_CPU, Progress, no_progress
-from .tables_and_json import (
+from .records import (
     Table,
     change_profile,
     change_tables,
@@ -28,6 +24,10 @@ from .tables_and_json import (
     shape_sums,
     shape_table,
 )
+from .shapes import WeightShape, weight_shapes
+from .sparsity import TOLERANCES, StepChanges, measure_sparsity, sum_changes
+from .spectrum import LOWRANK_K, Method
+from .states import DEVICE_CPU, Progress, no_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -213,12 +213,12 @@ footer { margin-top: 3rem; color: #555; font-size: 13px; }
 {% macro show(table) %}
 <div class="wide"><table>
 <caption>{{ table.title }}</caption>
-<thead><tr>{% for c in table.columns %}
-<th scope="col"{% if c.kind == "text" %} class="text"{% endif %}>{{ c.heading }}</th>
+<thead><tr>{% for c in table.headings %}
+<th scope="col"{% if loop.index0 < table.words %} class="text"{% endif %}>{{ c }}</th>
 {%- endfor %}</tr></thead>
 <tbody>
 {% for row in table.texts %}
-<tr>{% for cell in row %}<td{% if table.columns[loop.index0].kind == "text" %} class="text"{% endif %}>{{ cell }}</td>
+<tr>{% for cell in row %}<td{% if loop.index0 < table.words %} class="text"{% endif %}>{{ cell }}</td>
 {%- endfor %}</tr>
 {% endfor %}
 </tbody>

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..delta.state import StateLog
 from ..errors import DataError
-from ..masks.parameters import PART_LABELS, component_of, in_layer_order, layer_label
+from ..masks.parameters import PART_LABELS, group_by_layer, group_by_part, layer_label
 from ..tensors import as_bits
 from .states import (
     DEVICE_CPU,
@@ -113,21 +113,12 @@ def sum_changes(counts: Iterable[ChangeCounts]) -> ChangeCounts:
 
 def changes_by_component(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
     """Label of a component (`attention q`) -> the counts of its tensors in all layers, in the model's order."""
-    parts = {name: component_of(name).part for name in counts}
-    return {
-        PART_LABELS[part]: sum_changes(counts[name] for name in counts if parts[name] == part)
-        for part in PART_LABELS
-        if part in parts.values()
-    }
+    return {PART_LABELS[part]: sum_changes(of) for part, of in group_by_part(counts).items()}
 
 
 def changes_by_layer(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
     """Return label of a layer (`parameters.layer_label`) -> the counts of its tensors."""
-    layers = {name: component_of(name).layer for name in counts}
-    return {
-        layer_label(layer): sum_changes(counts[name] for name in counts if layers[name] == layer)
-        for layer in in_layer_order(layers.values())
-    }
+    return {layer_label(layer): sum_changes(of) for layer, of in group_by_layer(counts).items()}
 
 
 def measure_sparsity(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,13 @@ from ..tensors import (
     tensor_digest,
 )
 from . import files as mask_files
-from .parameters import PARTS, Part, component_of, in_layer_order, layer_of
+from .parameters import Part, group_by_layer, group_by_part
 from .patterns import PATTERNS, broken_unit, most_specific_pattern
 from .positions import intersection_size
 from .sampling import random_indices
 
 _SHOWN_MISMATCHES = 3
 _FIRST_INT64_NUMEL = 2**31
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,12 @@ class MaskStats:
 
     nnz: int
     numel: int
+
+    @classmethod
+    def sum(cls, stats: Iterable[MaskStats]) -> MaskStats:
+        """Return the statistics of several parameters together."""
+        stats = list(stats)
+        return cls(sum(s.nnz for s in stats), sum(s.numel for s in stats))
 
     @property
     def density(self) -> float:
@@ -303,21 +307,11 @@ class MaskSet:
 
     def per_layer(self) -> dict[int | None, MaskStats]:
         """Return the statistics of each layer (first integer in a dotted name), ascending; None, last, is the rest."""
-        sums = self.grouped(layer_of)
-        return {layer: sums[layer] for layer in in_layer_order(sums)}
+        return {layer: MaskStats.sum(of) for layer, of in group_by_layer(self.per_tensor()).items()}
 
     def per_part(self) -> dict[Part, MaskStats]:
         """Return the statistics of each listed part of the model (`parameters.component_of`), in `PARTS` order."""
-        sums = self.grouped(lambda name: component_of(name).part)
-        return {part: sums[part] for part in PARTS if part in sums}
-
-    def grouped(self, key_of: Callable[[str], _Key]) -> dict[_Key, MaskStats]:
-        """Return statistics summed over the parameters whose names have the same key."""
-        sums: dict[_Key, MaskStats] = {}
-        for name, figures in self.per_tensor().items():
-            before = sums.get(key_of(name), MaskStats(0, 0))
-            sums[key_of(name)] = MaskStats(before.nnz + figures.nnz, before.numel + figures.numel)
-        return sums
+        return {part: MaskStats.sum(of) for part, of in group_by_part(self.per_tensor()).items()}
 
     def density_of(self, model: nn.Module | Mapping[str, Tensor]) -> float:
         """Return active elements / elements of all the model's parameters, listed or not; tied ones count once.

@@ -9,10 +9,10 @@ the language model's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 Part = Literal[
     "embeddings",
@@ -82,6 +82,8 @@ _ATTENTION_BLOCKS = frozenset({"attn", "self_attn", "attention", "self_attention
 _MLP_BLOCKS = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "experts"})
 _CONV1D = frozenset({"c_attn", "c_proj", "c_fc"})
 _NORM = re.compile(r"norm|^ln_")
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,9 @@ def in_layer_order(layers: Iterable[int | None]) -> list[int | None]:
 
 
 def component_of(name: str) -> Component:
-    """Return the component of the parameter of this name; never raises, an unknown name has the part `other`."""
+    """Return the component of the parameter of this name, or of its slice `name[0]`; the part is `other` if unknown."""
     # GPT-OSS's experts have parameters of their own, gate_up_proj and gate_up_proj_bias, in place of modules.
-    words = [word.removesuffix("_bias") for word in name.split(".")]
+    words = [word.removesuffix("_bias") for word in name.partition("[")[0].split(".")]
     layer = layer_of(name)
     # From the end: `q_proj.lora_A.weight` belongs to q_proj, and a norm inside an attention block is a norm.
     for i in range(len(words) - 1, -1, -1):
@@ -152,6 +154,32 @@ def _part_of(word: str, before: list[str]) -> Part | None:
         if block in _MLP_BLOCKS:
             return _IN_MLP.get(word)
     return None
+
+
+def place_of(name: str) -> tuple[int | None, Part]:
+    """Return layer and part of a parameter."""
+    component = component_of(name)
+    return component.layer, component.part
+
+
+def group(values: Mapping[str, _Value], key_of: Callable[[str], _Key]) -> dict[_Key, list[_Value]]:
+    """Group values by a key of their parameters' names."""
+    groups: dict[_Key, list[_Value]] = {}
+    for name, value in values.items():
+        groups.setdefault(key_of(name), []).append(value)
+    return groups
+
+
+def group_by_layer(values: Mapping[str, _Value]) -> dict[int | None, list[_Value]]:
+    """Group values by the layer of their parameters, ascending; None, outside of all layers, is last."""
+    groups = group(values, layer_of)
+    return {layer: groups[layer] for layer in in_layer_order(groups)}
+
+
+def group_by_part(values: Mapping[str, _Value]) -> dict[Part, list[_Value]]:
+    """Group values by the part of their parameters, in the order of `PARTS`."""
+    groups = group(values, lambda name: component_of(name).part)
+    return {part: groups[part] for part in PARTS if part in groups}
 
 
 # Names of the feed-forward blocks in transformers: mlp in Llama, Qwen, Gemma and GPT-2; block_sparse_moe in Mixtral;

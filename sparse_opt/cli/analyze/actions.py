@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...analysis import coverage as coverages
-from ...analysis import plots
-from ...analysis import tables_and_json as result_json
-from ...analysis import tables_and_json as result_tables
+from ...analysis import plots, records
 from ...analysis.checkpoints import CheckpointPair
 from ...analysis.figures import require_matplotlib, save_png, write_text
 from ...analysis.ranks import TAU, measure_ranks
+from ...analysis.records import Table, write_csv
 from ...analysis.shapes import weight_shapes
 from ...analysis.sparsity import measure_sparsity
 from ...analysis.states import Progress
-from ...analysis.tables_and_json import Table, write_csv
 from ...delta.open import open_log
 from ...delta.state import StateLog
 from ...errors import ConfigError
@@ -41,7 +39,7 @@ def sparsity(args: Namespace) -> None:
         "source": str(log.directory),
         "base_step": log.steps[0],
         "tolerances": args.tolerance,
-        "steps": [result_json.changes_json(step) for step in found],
+        "steps": [records.changes_json(step) for step in found],
     }
     pictures: dict[str, Callable[[], Figure]] = {
         "density_by_step": lambda: plots.density_figure(found, args.tolerance),
@@ -50,10 +48,10 @@ def sparsity(args: Namespace) -> None:
     if found[-1].rounded is not None:
         pictures["sparsity_by_layer_bf16"] = lambda: plots.layer_figure(found[-1], "bf16")
     shown = [
-        *result_tables.change_tables(found, args.tolerance),
-        *result_tables.change_profile(found[-1], args.tolerance, args.by),
+        *records.change_tables(found, args.tolerance),
+        *records.change_profile(found[-1], args.tolerance, args.by),
     ]
-    _give(args, "sparsity", data, shown, result_tables.change_records(found, args.tolerance), pictures)
+    _give(args, "sparsity", data, shown, records.change_records(found, args.tolerance), pictures)
 
 
 def coverage(args: Namespace) -> None:
@@ -66,8 +64,8 @@ def coverage(args: Namespace) -> None:
         "coverage_combined": lambda: plots.coverage_figure(found),
         "density_combined": lambda: plots.coverage_density_figure(found),
     }
-    data = {"source": str(log.directory), "base_step": log.steps[0], **result_json.coverage_json(found)}
-    _give(args, "coverage", data, result_tables.coverage_tables(found), result_tables.coverage_records(found), pictures)
+    data = {"source": str(log.directory), "base_step": log.steps[0], **records.coverage_json(found)}
+    _give(args, "coverage", data, records.coverage_tables(found), records.coverage_records(found), pictures)
 
 
 def ranks(args: Namespace) -> None:
@@ -80,7 +78,7 @@ def ranks(args: Namespace) -> None:
         log, args.step, tau=args.tau, method=args.method, k=args.k, **_choice(args), progress=_bar("ranks")
     )
     step = log.steps[-1] if args.step is None else args.step
-    listed = result_tables.rank_table(stats, args.tau)
+    listed = records.rank_table(stats, args.tau)
     pictures = {"ranks_by_layer": lambda: plots.rank_figure(stats, args.tau, step)}
     data = {
         "source": str(log.directory),
@@ -88,9 +86,9 @@ def ranks(args: Namespace) -> None:
         "step": step,
         "tau": args.tau,
         "method": args.method,
-        "matrices": result_json.ranks_json(stats),
+        "matrices": records.ranks_json(stats),
     }
-    _give(args, "ranks", data, [listed, result_tables.rank_summary(stats)], listed, pictures)
+    _give(args, "ranks", data, [listed, records.rank_summary(stats)], listed, pictures)
 
 
 def shapes(args: Namespace) -> None:
@@ -102,14 +100,14 @@ def shapes(args: Namespace) -> None:
     _require_plots(args)
     hide_progress_bars()
     weights = weight_shapes(parameter_shapes(args.model_name))
-    listed = result_tables.shape_table(weights)
+    listed = records.shape_table(weights)
     data = {
         "model": args.model_name,
         "numel": sum(weight.numel for weight in weights),
-        "weights": result_json.shapes_json(weights),
+        "weights": records.shapes_json(weights),
     }
     pictures = {"shapes": lambda: plots.shape_figure(weights, f"Weights of {args.model_name} by component")}
-    _give(args, "shapes", data, [listed, result_tables.shape_sums(weights)], listed, pictures)
+    _give(args, "shapes", data, [listed, records.shape_sums(weights)], listed, pictures)
 
 
 def report(args: Namespace) -> None:
@@ -202,14 +200,14 @@ def _give(
     name: str,
     data: Mapping[str, Any],
     shown: Sequence[Table],
-    records: Table,
+    rows: Table,
     pictures: Mapping[str, Callable[[], Figure]],
 ) -> None:
     """Write the requested files, and print the tables or the JSON."""
     written: list[Path] = []
     if args.output is not None:
         written = [args.output / f"{name}.csv", args.output / f"{name}.json"]
-        write_csv(records, written[0])
+        write_csv(rows, written[0])
         write_text(written[1], json.dumps(data, indent=2, allow_nan=False) + "\n", "data")
         if not args.no_plots:
             for picture, draw in pictures.items():

@@ -14,7 +14,7 @@ from ..parser import add_json_flag
 
 if TYPE_CHECKING:
     from ...analysis.mask_overlap import Comparison, Overlap
-    from ...analysis.tables_and_json import Table
+    from ...analysis.records import Table
 
 _EPILOG = """For each pair of masks A and B:
   Jaccard   |A and B| / |A or B|
@@ -79,7 +79,7 @@ def run(args: Namespace) -> None:
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
     comparisons = compare(masks, common=args.common)
     if args.csv is not None:
-        from ...analysis.tables_and_json import write_csv
+        from ...analysis.records import write_csv
 
         write_csv(_records(comparisons), args.csv)
     if args.png is not None:
@@ -135,16 +135,15 @@ def _pair_json(pair: Comparison) -> dict[str, Any]:
 
 def _records(comparisons: Sequence[Comparison]) -> Table:
     """All statistics of every pair, for a CSV file."""
-    from ...analysis.tables_and_json import Column, Table
+    from ...analysis.records import Table
 
-    headings = ("first", "second", "level", "name", *(_ACTIVE.get(figure, figure) for figure in _FIGURES))
-    rows = [
-        (pair.first, pair.second, level, name, *_figures(overlap).values())
+    records = [
+        {"first": pair.first, "second": pair.second, "level": level, "name": name, **_figures(overlap)}
         for pair in comparisons
         for level, group in _groups(pair)
         for name, overlap in group.items()
     ]
-    return Table("overlap of masks by pair", tuple(Column(key, key) for key in headings), tuple(rows))
+    return Table("overlap of masks by pair", records)
 
 
 def _print_tables(comparisons: Sequence[Comparison], per_tensor: bool) -> None:

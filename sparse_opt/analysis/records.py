@@ -1,0 +1,382 @@
+"""The results of the analyses as records, which become tables of text, CSV files and JSON.
+
+A record maps the keys of the CSV and JSON files to raw values. `COLUMNS` gives each key the heading and the kind that
+it has in tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from ..masks.parameters import PART_LABELS, component_of, group_by_part
+from .coverage import Coverage
+from .figures import write_text
+from .ranks import RankStats
+from .shapes import WeightShape
+from .sparsity import ChangeCounts, StepChanges, changes_by_component, changes_by_layer, sum_changes
+from .states import threshold_text
+
+Kind = Literal["text", "shape", "count", "percent", "number", "interval"]
+Record = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """Heading and kind of the values. Values of the kind `percent` are fractions of 1."""
+
+    heading: str
+    kind: Kind = "text"
+
+
+# Key of a record -> its column in every table; other keys are headings themselves, of text.
+COLUMNS = {
+    "shape": Column("shape", "shape"),
+    "numel": Column("elements", "count"),
+    "weights": Column("weights", "count"),
+    "share": Column("share", "percent"),
+    "in_out": Column("in -> out"),
+    "density_bits": Column("bits", "percent"),
+    "sparsity_bits": Column("bits", "percent"),
+    "sign_flips": Column("flips", "percent"),
+    "active": Column("active", "count"),
+    "density": Column("density", "percent"),
+    "shared_with_final": Column("shared", "count"),
+    "coverage": Column("coverage", "percent"),
+    "matrices": Column("matrices", "count"),
+    "rank": Column("rank", "interval"),
+    "full_rank": Column("of", "count"),
+    "rank_of_full": Column("rank", "percent"),
+    "effective_rank": Column("effective rank", "interval"),
+    "effective_rank_of_full": Column("effective rank", "percent"),
+    "stable_rank": Column("stable rank", "interval"),
+    "mean_stable_rank": Column("stable rank", "number"),
+    "frobenius_norm": Column("Frobenius norm", "number"),
+    "spectral_norm": Column("spectral norm", "interval"),
+    "share_large": Column("large", "percent"),
+}
+
+
+class Table:
+    """Records of equal keys, with a title that describes the values and their unit.
+
+    Args:
+        columns: columns that only this table has; see `COLUMNS`.
+        keys: the keys to show, all by default.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        records: Sequence[Record],
+        columns: Mapping[str, Column] = MappingProxyType({}),
+        keys: Iterable[str] | None = None,
+    ) -> None:
+        self.title, self.records = title, records
+        shown = (records[0] if records else ()) if keys is None else keys
+        self.columns = {key: columns.get(key) or COLUMNS.get(key) or Column(key) for key in shown}
+
+    @property
+    def headings(self) -> list[str]:
+        return [column.heading for column in self.columns.values()]
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The cells of each row as text."""
+        return [[_text(record[key], column.kind) for key, column in self.columns.items()] for record in self.records]
+
+    @property
+    def words(self) -> int:
+        """Number of columns, from the left, that are text."""
+        kinds = [column.kind in ("text", "shape") for column in self.columns.values()]
+        return [*kinds, False].index(False)
+
+
+def write_csv(table: Table, path: Path) -> None:
+    """Write raw values: shares as fractions of 1, an interval as three columns. Raises DataError as `write_text`."""
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    ends = {key: ("", "_low", "_high") if c.kind == "interval" else ("",) for key, c in table.columns.items()}
+    writer.writerow([key + end for key in table.columns for end in ends[key]])
+    for record in table.records:
+        writer.writerow([value for key, c in table.columns.items() for value in _raw(record[key], c.kind)])
+    write_text(path, buffer.getvalue(), "table")
+
+
+def _raw(value: Any, kind: Kind) -> Sequence[Any]:
+    if kind == "interval":
+        return value.value, value.low, value.high
+    return (_text(value, kind) if kind == "shape" else value,)
+
+
+def _text(value: Any, kind: Kind) -> str:
+    if kind == "shape":
+        return "x".join(map(str, value))
+    if kind == "count":
+        return f"{value:,}"
+    if kind == "percent":
+        return f"{100 * value:.3f} %" if math.isfinite(value) else "-"
+    if kind == "number":
+        return f"{value:.4g}"
+    if kind == "interval":
+        ends = (value.value, value.low, value.high)
+        at, low, high = (str(x) if isinstance(x, int) else f"{x:.4g}" for x in ends)
+        return at if low == high == at else f"{at} [{low}, {high}]"
+    return "" if value is None else str(value)
+
+
+def _place(name: str) -> Record:
+    component = component_of(name)
+    return {"layer": component.layer, "component": PART_LABELS[component.part]}
+
+
+def change_tables(found: Sequence[StepChanges], tolerances: Sequence[float]) -> list[Table]:
+    """Density and sparsity of the update by step: two tables for each precision."""
+    density, sparsity = _density_columns(tolerances), _sparsity_columns(tolerances)
+    tables = []
+    for precision in found[0].by_precision:
+        where = _precision_text(precision)
+        records = [
+            {"step": step.step, **_shares(sum_changes(step.by_precision[precision].values()), tolerances)}
+            for step in found
+        ]
+        tables += [
+            Table(
+                f"density of the update, {where}: % of elements whose bits differ, that moved by more than T, and "
+                "whose sign flipped",
+                records,
+                density,
+                ("step", *density),
+            ),
+            Table(
+                f"sparsity of the update, {where}: % of elements whose bits are the same, and that moved by at most T",
+                records,
+                sparsity,
+                ("step", *sparsity),
+            ),
+        ]
+    return tables
+
+
+def change_profile(
+    step: StepChanges, tolerances: Sequence[float], by: Literal["component", "layer", "tensor"]
+) -> list[Table]:
+    """Density of the update at one step by component, layer or tensor: one table for each precision."""
+    columns = _density_columns(tolerances)
+    return [
+        Table(
+            f"density of the update by {by}, step {step.step}, {_precision_text(precision)}: % of elements that "
+            "changed",
+            [
+                {by: label, "numel": counts.numel, **_shares(counts, tolerances)}
+                for label, counts in _change_groups(tensors)[by].items()
+            ],
+            columns,
+            (by, "numel", *columns),
+        )
+        for precision, tensors in step.by_precision.items()
+    ]
+
+
+def change_records(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Table:
+    """Every count of every tensor, for a CSV file."""
+    records = [
+        {"step": step.step, "precision": precision, "tensor": name, **_place(name), "numel": counts.numel}
+        | _shares(counts, tolerances)
+        for step in found
+        for precision, tensors in step.by_precision.items()
+        for name, counts in tensors.items()
+    ]
+    return Table("density and sparsity of the update by step and tensor", records)
+
+
+def changes_json(step: StepChanges) -> Record:
+    """One step: for each precision the total, and by component, layer and tensor."""
+    return {"step": step.step} | {
+        precision: _counts_json(sum_changes(tensors.values()))
+        | {
+            f"{by}s": {label: _counts_json(counts) for label, counts in group.items()}
+            for by, group in _change_groups(tensors).items()
+        }
+        for precision, tensors in step.by_precision.items()
+    }
+
+
+def _change_groups(tensors: Mapping[str, ChangeCounts]) -> dict[str, Mapping[str, ChangeCounts]]:
+    return {"component": changes_by_component(tensors), "layer": changes_by_layer(tensors), "tensor": tensors}
+
+
+def _counts_json(counts: ChangeCounts) -> Record:
+    """`density` and `sparsity` are in the order of the tolerances."""
+    return {
+        "numel": counts.numel,
+        "density_bits": counts.share,
+        "sparsity_bits": 1 - counts.share,
+        "density": list(counts.shares_above),
+        "sparsity": [1 - share for share in counts.shares_above],
+        "sign_flips": counts.share_flipped,
+    }
+
+
+def _shares(counts: ChangeCounts, tolerances: Sequence[float]) -> Record:
+    densities = (counts.share, *counts.shares_above, counts.share_flipped)
+    sparsities = (1 - share for share in densities[:-1])
+    return dict(zip(_density_columns(tolerances), densities, strict=True)) | dict(
+        zip(_sparsity_columns(tolerances), sparsities, strict=True)
+    )
+
+
+def _density_columns(tolerances: Sequence[float]) -> dict[str, Column]:
+    above = {f"density_above_{text}": Column(f"> {text}", "percent") for text in map(threshold_text, tolerances)}
+    return {"density_bits": COLUMNS["density_bits"], **above, "sign_flips": COLUMNS["sign_flips"]}
+
+
+def _sparsity_columns(tolerances: Sequence[float]) -> dict[str, Column]:
+    at = {f"sparsity_at_{text}": Column(f"<= {text}", "percent") for text in map(threshold_text, tolerances)}
+    return {"sparsity_bits": COLUMNS["sparsity_bits"], **at}
+
+
+def _precision_text(name: str) -> str:
+    return "in the stored dtype" if name == "stored" else "rounded to bf16"
+
+
+def coverage_tables(coverage: Coverage) -> list[Table]:
+    """Coverage, and density, by step with a column for each tau."""
+    columns = {text: Column(f"tau {text}", "percent") for text in map(threshold_text, coverage.taus)}
+
+    def table(title: str, of: Callable[[int], Sequence[float]]) -> Table:
+        rows = zip(coverage.steps, *(of(i) for i in range(len(columns))), strict=True)
+        return Table(title, [dict(zip(("step", *columns), row, strict=True)) for row in rows], columns)
+
+    return [
+        table(
+            f"coverage: % of the elements active at step {coverage.steps[-1]} that are active at the step "
+            "(|W_t - W_0| > tau)",
+            coverage.coverage,
+        ),
+        table(f"density: % of all {coverage.numel:,} elements that are active at the step", coverage.density),
+    ]
+
+
+def coverage_records(coverage: Coverage) -> Table:
+    """A record for each tau and step, for a CSV file."""
+    records = [
+        {
+            "step": step,
+            "tau": tau,
+            "active": coverage.active[i][j],
+            "density": coverage.density(i)[j],
+            "shared_with_final": coverage.shared[i][j],
+            "coverage": coverage.coverage(i)[j],
+        }
+        for i, tau in enumerate(coverage.taus)
+        for j, step in enumerate(coverage.steps)
+    ]
+    return Table("coverage and density by step and tau", records)
+
+
+def coverage_json(coverage: Coverage) -> Record:
+    """The records by tau. Coverage is null if nothing is active at the final step."""
+    by_tau: list[Record] = []
+    for record in coverage_records(coverage).records:
+        if record["step"] == coverage.steps[0]:
+            by_tau.append({"tau": record["tau"], "steps": []})
+        share = record["coverage"]
+        by_tau[-1]["steps"].append(
+            {key: value for key, value in record.items() if key != "tau"}
+            | {"coverage": None if math.isnan(share) else share}
+        )
+    return {"final_step": coverage.steps[-1], "numel": coverage.numel, "taus": by_tau}
+
+
+def rank_table(stats: Mapping[str, RankStats], tau: float) -> Table:
+    """A record for each matrix."""
+    records = [
+        {
+            "matrix": name,
+            **_place(name),
+            "shape": s.shape,
+            "rank": s.rank,
+            "full_rank": s.full_rank,
+            "effective_rank": s.effective_rank,
+            "stable_rank": s.stable_rank,
+            "frobenius_norm": s.frobenius_norm,
+            "spectral_norm": s.spectral_norm,
+            "share_above_tau": s.share_above,
+            "share_large": s.share_large,
+        }
+        for name, s in stats.items()
+    ]
+    methods = ", ".join(sorted({s.method for s in stats.values()}))
+    above = f"> {threshold_text(tau)}"
+    title = (
+        f"rank and size of the update by weight matrix (singular values: {methods}; [low, high] where their error "
+        f"shows); {above}, large: % of elements that moved by more than this, than mean + 2 standard "
+        "deviations of the matrix"
+    )
+    return Table(title, records, {"share_above_tau": Column(above, "percent")})
+
+
+def rank_summary(stats: Mapping[str, RankStats]) -> Table:
+    """A record for each component, and one for all: means over the matrices."""
+    groups = {PART_LABELS[part]: group for part, group in group_by_part(stats).items()}
+    records = [
+        {
+            "component": label,
+            "matrices": len(group),
+            "rank_of_full": fmean(s.rank.value / s.full_rank for s in group),
+            "effective_rank_of_full": fmean(s.effective_rank.value / s.full_rank for s in group),
+            "mean_stable_rank": fmean(s.stable_rank.value for s in group),
+            "frobenius_norm": fmean(s.frobenius_norm for s in group),
+        }
+        for label, group in {**groups, "all": list(stats.values())}.items()
+    ]
+    title = "means over the matrices of a component; rank and effective rank: % of the full rank min(m, n)"
+    return Table(title, records)
+
+
+def ranks_json(stats: Mapping[str, RankStats]) -> Record:
+    """Return name -> statistics of each matrix, ranks with their intervals."""
+    return {name: asdict(of) for name, of in stats.items()}
+
+
+def shape_table(shapes: Sequence[WeightShape]) -> Table:
+    """A record for each weight."""
+    total = sum(shape.numel for shape in shapes)
+    records = [
+        {
+            "weight": s.name,
+            **_place(s.name),
+            "shape": s.shape,
+            "numel": s.numel,
+            "share": s.numel / total if total else 0.0,
+            "in_out": "" if s.features is None else "{} -> {}".format(*s.features),
+        }
+        for s in shapes
+    ]
+    return Table(f"weights, {total:,} elements in all; share: % of them", records)
+
+
+def shape_sums(shapes: Sequence[WeightShape]) -> Table:
+    """A record for each component."""
+    total = sum(shape.numel for shape in shapes)
+    groups = group_by_part({shape.name: shape.numel for shape in shapes})
+    records = [
+        {"component": PART_LABELS[part], "weights": len(n), "numel": sum(n), "share": sum(n) / total if total else 0.0}
+        for part, n in groups.items()
+    ]
+    return Table(f"weights by component, {total:,} elements in all; share: % of them", records)
+
+
+def shapes_json(shapes: Sequence[WeightShape]) -> list[Record]:
+    """Name, place and shape of each weight; layer and features are null where it has none."""
+    return [
+        {"weight": s.name, **_place(s.name), "shape": s.shape, "numel": s.numel, "in_out_features": s.features}
+        for s in shapes
+    ]
