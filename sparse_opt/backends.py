@@ -20,10 +20,10 @@ from torch import Tensor
 
 from . import cuda_archs
 from .errors import BackendUnavailable
+from .ops.step_ops import STEP_OPS
 
 OPS = (
-    "indexed_adamw_",
-    "indexed_sgd_",
+    *STEP_OPS,
     "masked_grad_gather_",
     "tile_weight_grad_",
     "indexed_swap_",

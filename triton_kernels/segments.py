@@ -37,7 +37,7 @@ def segments(
     """The programs of `slots` compact slots each that a list of segments takes."""
     if not len(tensors) == len(starts) == len(ends):
         raise ValueError(
-            f"{len(starts)} starts and {len(ends)} ends for {len(tensors)} tensors, wanted as many of each"
+            f"{len(starts)} starts and {len(ends)} ends for {len(tensors)} tensors, expected equal numbers"
         )
     if len(starts) == 1:
         start, end = starts[0], ends[0]

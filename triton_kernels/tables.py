@@ -142,11 +142,13 @@ def check_list(name: str, tensors: Sequence[Tensor], device: torch.device) -> No
     dtype = tensors[0].dtype
     for i, t in enumerate(tensors):
         if t.device != device:
-            raise ValueError(f"{name}[{i}] is on {t.device}, wanted {device}")
+            raise ValueError(f"{name}[{i}] is on {t.device}, expected {device}")
         if t.dtype != dtype:
             raise ValueError(f"{name}[{i}] is {t.dtype}, but {name}[0] is {dtype}; one call takes one dtype")
         if not t.is_contiguous():
-            raise ValueError(f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, wanted contiguous")
+            raise ValueError(
+                f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, expected contiguous"
+            )
 
 
 def pointer_table(name: str, tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -351,7 +351,7 @@ def tile_weight_grad_(
     if not n == len(inputs) == len(starts) == len(ends):
         raise ValueError(
             f"{len(inputs)} inputs, {len(starts)} starts and {len(ends)} ends for {n} grad_outputs, "
-            "wanted as many of each"
+            "expected equal numbers"
         )
     device = tiles.device
     with torch.cuda.device_of(tiles):

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import registry as registry
 from .narrow import can_narrow, narrow_indices
+from .step_functions import step_function
 from .step_ops import STEP_OPS
 from .tiles import tile_table
 
@@ -39,165 +40,17 @@ __all__ = [
     "can_narrow",
     "delta_apply_",
     "delta_encode",
-    "indexed_adamw_",
-    "indexed_sgd_",
     "indexed_swap_",
     "masked_grad_gather_",
     "narrow_indices",
     "tile_table",
     "tile_weight_grad_",
+    *STEP_OPS,
 ]
 
 
-@torch.no_grad()
-def indexed_adamw_(
-    params: Sequence[Tensor],
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: Tensor,
-    steps: Tensor,
-    *,
-    grad: Tensor | None = None,
-    dense_grads: Sequence[Tensor] | None = None,
-    master: Tensor | None = None,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    clip_coef: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
-    backend: str | None = None,
-) -> None:
-    """One AdamW step on the active elements: updates `params`, `exp_avg`, `exp_avg_sq` and `master` in place.
-
-    Implements Loshchilov and Hutter, "Decoupled weight decay regularization", https://arxiv.org/abs/1711.05101, in
-    fp32 arithmetic for every storage dtype. Nothing is read back from the device, so a call can be captured in a CUDA
-    graph (except with backend `reference`).
-
-    Args:
-        params: n tensors, bf16, fp16 or fp32, any shapes.
-        indices: [nnz / run_length] int32 or int64; or, with `index_bases`, [nnz] uint16.
-        starts, ends: n host integers each.
-        exp_avg, exp_avg_sq: [nnz], both fp32 or both bf16.
-        lr: one fp32 element on the device.
-        steps: [n] fp32, the number of this step for each tensor, counted from 1.
-        grad: [nnz] bf16, fp16 or fp32, the compact gradient. Pass exactly one of `grad` and `dense_grads`.
-        dense_grads: n tensors shaped like `params`, read at the indices.
-        master: [nnz] fp32 master weights; the update is applied to them, and `params` receives the rounded result.
-        beta1, beta2, eps, weight_decay: as in `torch.optim.AdamW`.
-        clip_coef: one fp32 element by which the gradient is multiplied.
-        grad_scale: one fp32 element by which the gradient is divided before clipping, as set by
-            `torch.amp.GradScaler`.
-        found_inf: one fp32 element; if it is not zero, nothing changes.
-        stochastic_rounding: round 16-bit stores (moments; parameters without a master) up or down at random. The
-            random bits are those of Philox2x32-7 with key `seed` and counter (compact slot, step), 32 bits each, with
-            their high words mixed in, so that a repeated step gives the same bits. A finite value stays finite: values
-            beyond the largest finite value of the dtype are rounded to it.
-        seed: 0 <= seed < 2**63.
-        run_length: number of consecutive elements per index, a power of two; 1 for a mask of single elements, 32 for a
-            mask of pattern `run32` (see `MaskSet`). Longer runs need fewer indices and move neighbours together.
-        index_bases: [nnz // 256 + n] int32, with `indices` in uint16 and run_length 1: see `narrow_indices`.
-
-    Raises:
-        ValueError: an argument of the wrong dtype, device, shape, length or layout.
-        BackendUnavailable: the named backend cannot run on these tensors.
-    """
-    torch.ops.sparse_opt.indexed_adamw_(
-        params,
-        indices,
-        starts,
-        ends,
-        exp_avg,
-        exp_avg_sq,
-        lr,
-        steps,
-        grad=grad,
-        dense_grads=dense_grads,
-        master=master,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        clip_coef=clip_coef,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        stochastic_rounding=stochastic_rounding,
-        seed=seed,
-        run_length=run_length,
-        index_bases=index_bases,
-        backend=backend,
-    )
-
-
-@torch.no_grad()
-def indexed_sgd_(
-    params: Sequence[Tensor],
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    momentum_buffer: Tensor | None,
-    lr: Tensor,
-    steps: Tensor,
-    *,
-    grad: Tensor | None = None,
-    dense_grads: Sequence[Tensor] | None = None,
-    master: Tensor | None = None,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    clip_coef: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
-    backend: str | None = None,
-) -> None:
-    """One step of `torch.optim.SGD` on the active elements: updates `params`, `momentum_buffer`, `master` in place.
-
-    Args:
-        momentum_buffer: [nnz] fp32 or bf16, or None with `momentum` 0. Step 1 sets it to the gradient; with `momentum`
-            0 it does not change.
-        momentum, dampening, nesterov, weight_decay: as in `torch.optim.SGD`; the decay is added to the gradient.
-        Others: as in `indexed_adamw_`.
-
-    Raises:
-        ValueError, BackendUnavailable: as in `indexed_adamw_`.
-    """
-    torch.ops.sparse_opt.indexed_sgd_(
-        params,
-        indices,
-        starts,
-        ends,
-        momentum_buffer,
-        lr,
-        steps,
-        grad=grad,
-        dense_grads=dense_grads,
-        master=master,
-        momentum=momentum,
-        dampening=dampening,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        clip_coef=clip_coef,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        stochastic_rounding=stochastic_rounding,
-        seed=seed,
-        run_length=run_length,
-        index_bases=index_bases,
-        backend=backend,
-    )
+indexed_adamw_ = step_function("indexed_adamw_")
+indexed_sgd_ = step_function("indexed_sgd_")
 
 
 @torch.no_grad()

@@ -6,18 +6,20 @@ its indices once when it is built; for other indices the caller is responsible.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .narrow import FRAME
+from .step_ops import STEP_OPS, StepOp
 from .tiles import TILE_SIZES
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 LONGEST_RUN = 2**30  # the native kernels hold it in 32 bits
 
@@ -33,13 +35,13 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 def _dense(op: str, name: str, tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
     for i, t in enumerate(tensors):
         if t.device != device:
-            _fail(op, f"{name}[{i}] is on {t.device}, wanted {device}")
+            _fail(op, f"{name}[{i}] is on {t.device}, expected {device}")
         if t.dtype not in dtypes:
-            _fail(op, f"{name}[{i}] is {t.dtype}, wanted {_names(dtypes)}")
+            _fail(op, f"{name}[{i}] is {t.dtype}, expected {_names(dtypes)}")
         if t.dtype != tensors[0].dtype:
             _fail(op, f"{name}[{i}] is {t.dtype}, but {name}[0] is {tensors[0].dtype}; one call takes one dtype")
         if not t.is_contiguous():
-            _fail(op, f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, wanted contiguous")
+            _fail(op, f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, expected contiguous")
 
 
 def _same_shapes(op: str, name: str, tensors: Sequence[Tensor], like_name: str, like: Sequence[Tensor]) -> None:
@@ -54,15 +56,15 @@ def _flat(
     op: str, name: str, t: Tensor, device: torch.device, dtypes: Sequence[torch.dtype], length: int | None = None
 ) -> None:
     if t.device != device:
-        _fail(op, f"{name} is on {t.device}, wanted {device}")
+        _fail(op, f"{name} is on {t.device}, expected {device}")
     if t.dtype not in dtypes:
-        _fail(op, f"{name} is {t.dtype}, wanted {_names(dtypes)}")
+        _fail(op, f"{name} is {t.dtype}, expected {_names(dtypes)}")
     if t.dim() != 1:
-        _fail(op, f"{name} has shape {list(t.shape)}, wanted one dimension")
+        _fail(op, f"{name} has shape {list(t.shape)}, expected one dimension")
     if length is not None and t.numel() != length:
-        _fail(op, f"{name} has {t.numel()} elements, wanted {length}")
+        _fail(op, f"{name} has {t.numel()} elements, expected {length}")
     if not t.is_contiguous():
-        _fail(op, f"{name} has stride {t.stride(0)}, wanted contiguous")
+        _fail(op, f"{name} has stride {t.stride(0)}, expected contiguous")
 
 
 def _compact(
@@ -72,16 +74,16 @@ def _compact(
     nnz = indices.numel() * run_length
     if t.numel() != nnz:
         runs = f" for {indices.numel()} indices of run_length {run_length}" if run_length > 1 else ""
-        _fail(op, f"{name} has {t.numel()} elements, wanted {nnz}{runs}")
+        _fail(op, f"{name} has {t.numel()} elements, expected {nnz}{runs}")
 
 
 def _scalar(op: str, name: str, t: Tensor | None, device: torch.device) -> None:
     if t is None:
         return
     if t.device != device:
-        _fail(op, f"{name} is on {t.device}, wanted {device}")
+        _fail(op, f"{name} is on {t.device}, expected {device}")
     if t.dtype != torch.float32 or t.numel() != 1:
-        _fail(op, f"{name} is {t.dtype} of shape {list(t.shape)}, wanted one float32 element")
+        _fail(op, f"{name} is {t.dtype} of shape {list(t.shape)}, expected one float32 element")
 
 
 def _segments(
@@ -95,7 +97,7 @@ def _segments(
     index_bases: Tensor | None = None,
 ) -> None:
     if not 1 <= run_length <= LONGEST_RUN or run_length & (run_length - 1):
-        _fail(op, f"run_length is {run_length}, wanted a power of two from 1 to {LONGEST_RUN}")
+        _fail(op, f"run_length is {run_length}, expected a power of two from 1 to {LONGEST_RUN}")
     if index_bases is None:
         _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
     else:
@@ -106,30 +108,30 @@ def _segments(
     runs = f", the slots of {indices.numel()} indices of run_length {run_length}" if run_length > 1 else ""
     for i, (t, start, end) in enumerate(zip(dense, starts, ends, strict=True)):
         if not 0 <= start <= end <= nnz:
-            _fail(op, f"segment {i} is [{start}, {end}), wanted within [0, {nnz}){runs}")
+            _fail(op, f"segment {i} is [{start}, {end}), expected within [0, {nnz}){runs}")
         if (start | end) % run_length:
-            _fail(op, f"segment {i} is [{start}, {end}), wanted multiples of run_length {run_length}")
+            _fail(op, f"segment {i} is [{start}, {end}), expected multiples of run_length {run_length}")
         if end - start > t.numel():
             _fail(op, f"segment {i} has {end - start} slots, but {name}[{i}] has {t.numel()} elements")
         if indices.dtype != torch.int64 and t.numel() > 2**31:
             found = "int32 indices" if index_bases is None else "int32 index_bases"
-            _fail(op, f"{name}[{i}] has {t.numel()} elements, which {found} cannot reach; wanted int64 indices")
+            _fail(op, f"{name}[{i}] has {t.numel()} elements, which {found} cannot reach; expected int64 indices")
     order = [(s, e) for s, e in zip(starts, ends, strict=True) if e > s]
     if index_bases is not None and any(b[0] < a[1] for a, b in itertools.pairwise(order)):
         _fail(
-            op, f"starts are {list(starts)}, wanted ascending segments with index_bases, as narrow_indices takes them"
+            op, f"starts are {list(starts)}, expected ascending segments with index_bases, as narrow_indices takes them"
         )
     order.sort()
     for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
-            _fail(op, f"two segments overlap at compact slot {start}; wanted disjoint segments")
+            _fail(op, f"two segments overlap at compact slot {start}; expected disjoint segments")
 
 
 def _narrow(op: str, indices: Tensor, count: int, run_length: int, index_bases: Tensor) -> None:
     _flat(op, "indices", indices, indices.device, (torch.uint16,))
     _flat(op, "index_bases", index_bases, indices.device, (torch.int32,), indices.numel() // FRAME + count)
     if run_length != 1:
-        _fail(op, f"run_length is {run_length}, wanted 1 with index_bases")
+        _fail(op, f"run_length is {run_length}, expected 1 with index_bases")
 
 
 def _gradient(
@@ -141,7 +143,7 @@ def _gradient(
     dense_grads: Sequence[Tensor] | None,
 ) -> None:
     if (grad is None) == (dense_grads is None):
-        _fail(op, f"{'neither' if grad is None else 'both'} of grad and dense_grads given, wanted exactly one")
+        _fail(op, f"{'neither' if grad is None else 'both'} of grad and dense_grads given, expected exactly one")
     if grad is not None:
         _compact(op, "grad", grad, FLOAT_DTYPES, indices, run_length)
     if dense_grads is not None:
@@ -149,47 +151,35 @@ def _gradient(
         _dense(op, "dense_grads", dense_grads, indices.device, FLOAT_DTYPES)
 
 
-def _step_arguments(
-    op: str, params: Sequence[Tensor], indices: Tensor, starts: Sequence[int], ends: Sequence[int], kw: dict[str, Any]
+# The checks take the arguments of the ops, which registry.py and step_functions.py type.
+
+
+def step(  # type: ignore[no-untyped-def]
+    op: StepOp, params, indices, starts, ends, *states_lr_steps, **kw: Any
 ) -> None:
+    """Check the arguments of a step op. States, `lr` and `steps` are positional, as in the op's signature."""
+    *states, lr, steps = states_lr_steps
     device, run_length = indices.device, kw["run_length"]
-    _segments(op, "params", params, indices, starts, ends, run_length, kw["index_bases"])
-    _dense(op, "params", params, device, FLOAT_DTYPES)
-    _gradient(op, params, indices, run_length, kw["grad"], kw["dense_grads"])
+    _segments(op.name, "params", params, indices, starts, ends, run_length, kw["index_bases"])
+    _dense(op.name, "params", params, device, FLOAT_DTYPES)
+    _gradient(op.name, params, indices, run_length, kw["grad"], kw["dense_grads"])
     if kw["master"] is not None:
-        _compact(op, "master", kw["master"], (torch.float32,), indices, run_length)
+        _compact(op.name, "master", kw["master"], (torch.float32,), indices, run_length)
     for name in ("clip_coef", "grad_scale", "found_inf"):
-        _scalar(op, name, kw[name], device)
+        _scalar(op.name, name, kw[name], device)
     if not 0 <= kw["seed"] < 2**63:
-        _fail(op, f"seed is {kw['seed']}, wanted 0 <= seed < 2**63")
-
-
-# The checks take the same arguments as the ops, which are typed in ops/__init__.py.
-
-
-def indexed_adamw_(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]
-    op, device = "indexed_adamw_", indices.device
-    _step_arguments(op, params, indices, starts, ends, kw)
-    _compact(op, "exp_avg", exp_avg, MOMENT_DTYPES, indices, kw["run_length"])
-    _compact(op, "exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), indices, kw["run_length"])
-    _scalar(op, "lr", lr, device)
-    _flat(op, "steps", steps, device, (torch.float32,), len(params))
-    for name in ("beta1", "beta2"):
-        if not 0.0 <= kw[name] < 1.0:
-            _fail(op, f"{name} is {kw[name]}, wanted 0 <= {name} < 1")
-
-
-def indexed_sgd_(params, indices, starts, ends, momentum_buffer, lr, steps, **kw: Any) -> None:  # type: ignore[no-untyped-def]
-    op, device = "indexed_sgd_", indices.device
-    _step_arguments(op, params, indices, starts, ends, kw)
-    if momentum_buffer is not None:
-        _compact(op, "momentum_buffer", momentum_buffer, MOMENT_DTYPES, indices, kw["run_length"])
-    elif kw["momentum"] != 0.0:
-        _fail(op, f"momentum is {kw['momentum']} but momentum_buffer is None")
-    if kw["nesterov"] and (kw["momentum"] <= 0.0 or kw["dampening"] != 0.0):
-        _fail(op, f"nesterov wants momentum > 0 and no dampening, got {kw['momentum']} and {kw['dampening']}")
-    _scalar(op, "lr", lr, device)
-    _flat(op, "steps", steps, device, (torch.float32,), len(params))
+        _fail(op.name, f"seed is {kw['seed']}, expected 0 <= seed < 2**63")
+    dtypes: tuple[torch.dtype, ...] = STATE_DTYPES
+    for name, state in zip(op.states, states, strict=True):
+        if state is not None:
+            _compact(op.name, name, state, dtypes, indices, run_length)
+            dtypes = (state.dtype,)
+        elif name in op.used_states(kw):
+            _fail(op.name, f"{op.optional[name]} is {kw[op.optional[name]]} but {name} is None")
+    _scalar(op.name, "lr", lr, device)
+    _flat(op.name, "steps", steps, device, (torch.float32,), len(params))
+    if reason := op.why_invalid(kw):
+        _fail(op.name, reason)
 
 
 def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
@@ -206,15 +196,15 @@ def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  
 def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
     op, device = "tile_weight_grad_", tiles.device
     if kw["tile_size"] not in TILE_SIZES:
-        _fail(op, f"tile_size is {kw['tile_size']}, wanted 64 or 128")
+        _fail(op, f"tile_size is {kw['tile_size']}, expected 64 or 128")
     if tiles.dtype != torch.int64 or tiles.dim() != 2 or tiles.shape[1] != 4 or not tiles.is_contiguous():
-        _fail(op, f"tiles is {tiles.dtype} of shape {list(tiles.shape)}, wanted contiguous int64 [tiles, 4]")
+        _fail(op, f"tiles is {tiles.dtype} of shape {list(tiles.shape)}, expected contiguous int64 [tiles, 4]")
     n = len(grad_outputs)
     if not n == len(inputs) == len(starts) == len(ends):
         _fail(
             op,
             f"grad_outputs holds {n} and inputs {len(inputs)} tensors, starts {len(starts)} and ends {len(ends)} "
-            "numbers, wanted as many of each",
+            "numbers, expected equal numbers",
         )
     _dense(op, "grad_outputs", grad_outputs, device, FLOAT_DTYPES)
     _dense(op, "inputs", inputs, device, FLOAT_DTYPES)
@@ -225,15 +215,15 @@ def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any)
             _fail(
                 op,
                 f"grad_outputs[{i}] has shape {list(g.shape)} and inputs[{i}] {list(x.shape)}, "
-                "wanted [..., rows] and [..., columns] of the same leading sizes",
+                "expected [..., rows] and [..., columns] of the same leading sizes",
             )
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if not 0 <= start <= end <= tiles.shape[0]:
-            _fail(op, f"matrix {i} has the tiles [{start}, {end}), wanted within [0, {tiles.shape[0]})")
+            _fail(op, f"matrix {i} has the tiles [{start}, {end}), expected within [0, {tiles.shape[0]})")
     order = sorted((s, e) for s, e in zip(starts, ends, strict=True) if e > s)
     for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
-            _fail(op, f"two matrices share tile {start}; wanted ranges of tiles that do not overlap")
+            _fail(op, f"two matrices share tile {start}; expected ranges of tiles that do not overlap")
     _flat(op, "out", out, device, FLOAT_DTYPES)
     _scalar(op, "scale", kw["scale"], device)
     _scalar(op, "found_inf", kw["found_inf"], device)
@@ -244,7 +234,7 @@ def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any)
 def _movable(op: str, name: str, tensors: Sequence[Tensor], device: torch.device) -> None:
     for i, t in enumerate(tensors):
         if t.element_size() not in (1, 2, 4, 8):
-            _fail(op, f"{name}[{i}] is {t.dtype} of {t.element_size()} bytes, wanted elements of 1, 2, 4 or 8 bytes")
+            _fail(op, f"{name}[{i}] is {t.dtype} of {t.element_size()} bytes, expected elements of 1, 2, 4 or 8 bytes")
     _dense(op, name, tensors, device, tuple({t.dtype for t in tensors}))
 
 
@@ -263,7 +253,7 @@ def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_ba
 def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]
     op = "delta_encode"
     if not len(new):
-        _fail(op, "new holds no tensor, wanted at least one")
+        _fail(op, "new holds no tensor, expected at least one")
     _same_shapes(op, "old", old, "new", new)
     _movable(op, "new", new, new[0].device)
     if new[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -278,3 +268,8 @@ def delta_apply_(dense, indices, values, starts, ends) -> None:  # type: ignore[
     _segments(op, "dense", dense, indices, starts, ends)
     _movable(op, "dense", dense, indices.device)
     _like_dense(op, "values", values, dense, indices)
+
+
+def of(name: str) -> Callable[..., None]:
+    """Return the check of an op's arguments. It takes all of them except `backend`, the keyword arguments by name."""
+    return functools.partial(step, STEP_OPS[name]) if name in STEP_OPS else globals()[name]

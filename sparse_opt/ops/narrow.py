@@ -62,7 +62,7 @@ def narrow_indices(indices: Tensor, starts: Sequence[int], ends: Sequence[int]) 
             raise ValueError(
                 f"narrow_indices: segment {i} has positions of one 256 slots from {int(offset.min())} to "
                 f"{int(offset.max())} past the first, up to {int(indices[end - 1])}; "
-                f"wanted 0 to {_REACH - 1}, below 2**31"
+                f"expected 0 to {_REACH - 1}, below 2**31"
             )
         offsets[start:end] = offset.to(torch.int32)
     return offsets.to(torch.uint16), bases

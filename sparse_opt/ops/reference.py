@@ -3,13 +3,16 @@
 A call takes n dense tensors and flat compact buffers over all of them. Segment i, the compact slots
 [starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened, each the first of
 `run_length` consecutive ones, or an offset from one of `index_bases`. Arithmetic is fp32 for every storage dtype, and
-each operation is rounded separately, so that every backend can give the same bits.
+each operation is rounded separately, so that every backend can give the same bits. The arithmetic of the optimizer
+steps is in step_ops.py.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch import Tensor
 from ..tensors import as_bits
 from .narrow import widened
 from .rounding import random_words, stochastic_round
+from .step_ops import STEP_OPS, StepOp
 
 
 def _segments(
@@ -65,111 +69,46 @@ def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor 
         target[where] = value.to(target.dtype)
 
 
-def _lerp(m: Tensor, g: Tensor, weight: float) -> Tensor:
-    """Compute torch.lerp from `m` to `g` with each operation rounded separately, as in ATen/native/Lerp.h.
-
-    The sum starts at the nearer end: from `m` with a weight near 1, g - m would round a small `g` away, and the result
-    for weight 1 would not be `g`.
-    """
-    weight = torch.tensor(weight, dtype=torch.float32, device="cpu").item()
-    return m + (g - m) * weight if weight < 0.5 else g - (g - m) * (1.0 - weight)
-
-
-def indexed_adamw_(
+def _step(
+    op: StepOp,
     params: Sequence[Tensor],
     indices: Tensor,
     starts: Sequence[int],
     ends: Sequence[int],
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: Tensor,
-    steps: Tensor,
-    *,
-    grad: Tensor | None = None,
-    dense_grads: Sequence[Tensor] | None = None,
-    master: Tensor | None = None,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    clip_coef: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
+    *states_lr_steps: Any,
+    grad: Tensor | None,
+    dense_grads: Sequence[Tensor] | None,
+    master: Tensor | None,
+    clip_coef: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    stochastic_rounding: bool,
+    seed: int,
+    run_length: int,
+    index_bases: Tensor | None,
+    **options: Any,
 ) -> None:
+    """A step op: `op.update` on the active elements of each tensor."""
+    *states, lr, steps = states_lr_steps
     if found_inf is not None and found_inf.item() != 0:
         return
-    decay = 1.0 - lr.float() * weight_decay
+    used = op.used_states(options)
+    states = [state if name in used else None for name, state in zip(op.states, states, strict=True)]
     for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
-        t = int(steps[i].item())
-        # lr / (1 - beta1^t) and sqrt(1 - beta2^t) in fp64: 1 - beta^t loses its digits in fp32 at small t.
-        step_size = (lr.double() / (1.0 - beta1**t)).float()
-        sqrt_bias_correction2 = torch.tensor(math.sqrt(1.0 - beta2**t), dtype=torch.float32, device=lr.device)
+        step = int(steps[i].item())
         g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
-        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 3
         p = param[positions].float() if master is None else master[where]
-        m, v = exp_avg[where].float(), exp_avg_sq[where].float()
+        old = [None if state is None else state[where].float() for state in states]
 
-        p = p * decay
-        m = _lerp(m, g, 1.0 - beta1)
-        v = v * beta2 + (g * g) * (1.0 - beta2)
-        # In fp64 and then rounded, which gives the correctly rounded root; torch's fp32 sqrt on a CPU does not.
-        denom = v.double().sqrt().float() / sqrt_bias_correction2 + eps
-        p = p - (m / denom) * step_size
+        p, *new = op.update(p, g, *old, lr=lr, step=step, **options)
 
-        _store(exp_avg, where, m, r[1])
-        _store(exp_avg_sq, where, v, r[2])
+        words = random_words(seed, step, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 3
+        for state, value, random in zip(states, new, words[1:], strict=False):
+            if state is not None:
+                _store(state, where, value, random)
         if master is not None:
             master[where] = p
-        _store(param, positions, p, r[0] if master is None else None)
-
-
-def indexed_sgd_(
-    params: Sequence[Tensor],
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    momentum_buffer: Tensor | None,
-    lr: Tensor,
-    steps: Tensor,
-    *,
-    grad: Tensor | None = None,
-    dense_grads: Sequence[Tensor] | None = None,
-    master: Tensor | None = None,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    clip_coef: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
-) -> None:
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
-        t = int(steps[i].item())
-        g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
-        r = random_words(seed, t, where.start, where.stop, g.device) if stochastic_rounding else (None,) * 3
-        p = param[positions].float() if master is None else master[where]
-
-        if weight_decay != 0.0:
-            g = g + p * weight_decay
-        if momentum_buffer is not None and momentum != 0.0:
-            b = g if t == 1 else momentum_buffer[where].float() * momentum + g * (1.0 - dampening)
-            g = g + b * momentum if nesterov else b
-            _store(momentum_buffer, where, b, r[1])
-        p = p - g * lr
-
-        if master is not None:
-            master[where] = p
-        _store(param, positions, p, r[0] if master is None else None)
+        _store(param, positions, p, words[0] if master is None else None)
 
 
 def masked_grad_gather_(
@@ -266,3 +205,6 @@ def delta_apply_(
 ) -> None:
     for _, where, tensor, positions in _segments(dense, indices, starts, ends):
         as_bits(tensor)[positions] = as_bits(values)[where]
+
+
+globals().update({name: functools.partial(_step, op) for name, op in STEP_OPS.items()})

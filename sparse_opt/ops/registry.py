@@ -13,27 +13,26 @@ from torch import Tensor
 
 from .. import backends
 from . import checks
+from .step_ops import STEP_OPS, StepOp
 
 _SEGMENTS = "Tensor indices, SymInt[] starts, SymInt[] ends"
-_STEP = "Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None"
-_SCALARS = "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None"
-_ROUNDING = "bool stochastic_rounding=False, int seed=0"
 _RUNS = "int run_length=1, Tensor? index_bases=None"
+
+
+def _step_arguments(op: StepOp) -> str:
+    states = (f"Tensor({x}!){'?' * (name in op.optional)} {name}" for x, name in zip("bc", op.states, strict=False))
+    options = (f"{type(value).__name__} {name}={value}" for name, value in op.options.items())
+    return (
+        f"(Tensor(a!)[] params, {_SEGMENTS}, {', '.join(states)}, Tensor lr, Tensor steps, *, "
+        f"Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None, {', '.join(options)}, "
+        "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, "
+        f"bool stochastic_rounding=False, int seed=0, {_RUNS}"
+    )
+
 
 # Without the argument `backend`, which the public ops add and the native ones do not have.
 SCHEMAS = {
-    "indexed_adamw_": (
-        f"(Tensor(a!)[] params, {_SEGMENTS}, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, "
-        f"{_STEP}, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
-        f"{_SCALARS}, {_ROUNDING}, {_RUNS}",
-        "()",
-    ),
-    "indexed_sgd_": (
-        f"(Tensor(a!)[] params, {_SEGMENTS}, Tensor(b!)? momentum_buffer, Tensor lr, Tensor steps, *, "
-        f"{_STEP}, float momentum=0.0, float dampening=0.0, bool nesterov=False, float weight_decay=0.0, "
-        f"{_SCALARS}, {_ROUNDING}, {_RUNS}",
-        "()",
-    ),
+    **{name: (_step_arguments(op), "()") for name, op in STEP_OPS.items()},
     "masked_grad_gather_": (
         f"(Tensor(a!) out, Tensor[] dense, {_SEGMENTS}, *, Tensor? scale=None, bool accumulate=False, "
         f"Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None, {_RUNS}",
@@ -88,7 +87,7 @@ def _register(name: str) -> None:
     arguments, returns = SCHEMAS[name]
 
     _library.define(f"{name}{arguments}, str? backend=None) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    check = getattr(checks, name)
+    check = checks.of(name)
     mutated = [
         (i, a.name)
         for i, a in enumerate(getattr(torch.ops.sparse_opt, name).default._schema.arguments)

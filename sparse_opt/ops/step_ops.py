@@ -28,7 +28,7 @@ class StepOp:
     name: str
     states: tuple[str, ...]  # compact buffers [nnz], all fp32 or all bf16; at most two, for random_words
     options: Mapping[str, float | bool]  # Python scalars and their defaults
-    update: Callable[..., tuple[Tensor | None, ...]]
+    update: Callable[..., tuple[Any, ...]]
     summary: str  # the first line of the docstring
     reference: str  # paper or implementation that the op follows
     arguments: Mapping[str, str]  # docstrings of the states and options
@@ -69,7 +69,7 @@ def _adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     # lr / (1 - beta1^step) and sqrt(1 - beta2^step) in fp64: 1 - beta^step loses its digits in fp32 at small steps.
     step_size = (lr.double() / (1.0 - beta1**step)).float()
     sqrt_bias_correction2 = torch.tensor(math.sqrt(1.0 - beta2**step), dtype=torch.float32, device=lr.device)
@@ -92,7 +92,7 @@ def _sgd(
     dampening: float,
     nesterov: bool,
     weight_decay: float,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     if weight_decay != 0.0:
         g = g + p * weight_decay
     if b is not None:

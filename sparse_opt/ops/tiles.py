@@ -31,9 +31,9 @@ def tile_table(positions: Tensor, shape: Sequence[int], tile_size: int, *, first
             whole tiles.
     """
     if tile_size not in TILE_SIZES:
-        raise ValueError(f"tile_table: tile_size is {tile_size}, wanted 64 or 128")
+        raise ValueError(f"tile_table: tile_size is {tile_size}, expected 64 or 128")
     if len(shape) != 2:
-        raise ValueError(f"tile_table: shape is {list(shape)}, wanted (rows, columns)")
+        raise ValueError(f"tile_table: shape is {list(shape)}, expected (rows, columns)")
     rows, columns = shape
     position = positions.long()
     row, column = position // columns, position % columns
@@ -48,6 +48,6 @@ def tile_table(positions: Tensor, shape: Sequence[int], tile_size: int, *, first
     if not torch.equal(tile, begun) or not torch.equal(held, sizes):
         raise ValueError(
             f"tile_table: {position.numel()} positions lie in {tile.numel()} tiles of {tile_size}, of which "
-            f"{first.numel()} begin among them and hold {int(sizes.sum())}; wanted whole aligned tiles"
+            f"{first.numel()} begin among them and hold {int(sizes.sum())}; expected whole aligned tiles"
         )
     return torch.stack([tile_row, tile_column, first + first_slot, stride], dim=1)

@@ -90,7 +90,7 @@ def prepare(bucket: Bucket, op: str, received: list[bool] | None, arguments: dic
     return BucketStep(
         bucket,
         getattr(bucket.ops, op),
-        getattr(checks, op),
+        checks.of(op),
         (params, bucket.indices, starts, ends),
         {**arguments, "steps": steps, "dense_grads": dense_grads, **bucket.layout(present)},
         dense,

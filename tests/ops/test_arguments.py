@@ -1,4 +1,4 @@
-"""Bad arguments raise an error that names the tensor, what was found and what was wanted."""
+"""Bad arguments raise an error that names the tensor, what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adamw(case, **changes):
 BAD = {
     "dtype of a parameter": (
         lambda c: {"params": [c.params[0].double(), *c.params[1:]]},
-        r"params\[0\] is torch.float64, wanted bfloat16 or float16 or float32",
+        r"params\[0\] is torch.float64, expected bfloat16 or float16 or float32",
     ),
     "mixed dtypes": (
         lambda c: {"params": [*c.params[:1], c.params[1].half(), *c.params[2:]]},
@@ -38,16 +38,16 @@ BAD = {
     ),
     "layout": (
         lambda c: {"params": [torch.empty(33, 7).t(), *c.params[1:]]},
-        r"params\[0\] of shape \[7, 33\] has strides \[1, 7\], wanted contiguous",
+        r"params\[0\] of shape \[7, 33\] has strides \[1, 7\], expected contiguous",
     ),
     "device": (
         lambda c: {"params": [c.params[0].to("meta"), *c.params[1:]]},
-        r"params\[0\] is on meta, wanted cpu",
+        r"params\[0\] is on meta, expected cpu",
     ),
-    "index dtype": (lambda c: {"indices": c.indices.short()}, r"indices is torch.int16, wanted int32 or int64"),
+    "index dtype": (lambda c: {"indices": c.indices.short()}, r"indices is torch.int16, expected int32 or int64"),
     "segment out of range": (
         lambda c: {"ends": [*c.ends[:-1], c.indices.numel() + 1]},
-        r"segment 5 is \[\d+, \d+\), wanted within \[0, \d+\)",
+        r"segment 5 is \[\d+, \d+\), expected within \[0, \d+\)",
     ),
     "overlap": (
         lambda c: {"starts": [c.starts[0], c.starts[0], *c.starts[2:]]},
@@ -58,47 +58,50 @@ BAD = {
         r"segment 1 has 8 slots, but params\[1\] has 1 elements",
     ),
     "list lengths": (lambda c: {"starts": c.starts[1:]}, "starts holds 5 and ends 6 numbers, params holds 6 tensors"),
-    "no gradient": (lambda c: {"grad": None}, "neither of grad and dense_grads given, wanted exactly one"),
+    "no gradient": (lambda c: {"grad": None}, "neither of grad and dense_grads given, expected exactly one"),
     "two gradients": (lambda c: {"dense_grads": c.dense_grads}, "both of grad and dense_grads given"),
-    "gradient length": (lambda c: {"grad": c.grad[:-1]}, r"grad has \d+ elements, wanted \d+"),
+    "gradient length": (lambda c: {"grad": c.grad[:-1]}, r"grad has \d+ elements, expected \d+"),
     "gradient shape": (
         lambda c: {"grad": None, "dense_grads": [c.dense_grads[0].view(-1), *c.dense_grads[1:]]},
         r"dense_grads\[0\] has shape \[231\], params\[0\] has \[7, 33\]",
     ),
-    "moment dtype": (lambda c: {"exp_avg": c.exp_avg.half()}, "exp_avg is torch.float16, wanted float32 or bfloat16"),
+    "moment dtype": (lambda c: {"exp_avg": c.exp_avg.half()}, "exp_avg is torch.float16, expected float32 or bfloat16"),
     "moments differ": (
         lambda c: {"exp_avg_sq": c.exp_avg_sq.bfloat16()},
-        "exp_avg_sq is torch.bfloat16, wanted float32",
+        "exp_avg_sq is torch.bfloat16, expected float32",
     ),
-    "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, wanted float32"),
+    "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, expected float32"),
     "lr": (
         lambda c: {"lr": torch.tensor([1e-3, 1e-3])},
-        r"lr is torch.float32 of shape \[2\], wanted one float32 element",
+        r"lr is torch.float32 of shape \[2\], expected one float32 element",
     ),
-    "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, wanted 6"),
-    "beta": (lambda c: {"beta1": 1.0}, "beta1 is 1.0, wanted 0 <= beta1 < 1"),
-    "seed": (lambda c: {"seed": -1}, "seed is -1, wanted 0 <= seed"),
+    "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, expected 6"),
+    "beta": (lambda c: {"beta1": 1.0}, "beta1 is 1.0, expected 0 <= beta1 < 1"),
+    "seed": (lambda c: {"seed": -1}, "seed is -1, expected 0 <= seed"),
     "run length": (
         lambda c: {"run_length": 12},
-        "run_length is 12, wanted a power of two from 1 to 1073741824",
+        "run_length is 12, expected a power of two from 1 to 1073741824",
     ),
-    "run length of nothing": (lambda c: {"run_length": 0}, "run_length is 0, wanted a power of two"),
-    "run length past what kernels hold": (lambda c: {"run_length": 2**31}, "run_length is 2147483648, wanted a power"),
+    "run length of nothing": (lambda c: {"run_length": 0}, "run_length is 0, expected a power of two"),
+    "run length past what kernels hold": (
+        lambda c: {"run_length": 2**31},
+        "run_length is 2147483648, expected a power",
+    ),
     "start inside a run": (
         lambda c: {"run_length": 16},
-        r"segment 0 is \[\d+, \d+\), wanted multiples of run_length 16",
+        r"segment 0 is \[\d+, \d+\), expected multiples of run_length 16",
     ),
     "end inside a run": (
         lambda c: {"run_length": 2, "starts": [0] * 6, "ends": [2, 3, 0, 0, 0, 0]},
-        r"segment 1 is \[0, 3\), wanted multiples of run_length 2",
+        r"segment 1 is \[0, 3\), expected multiples of run_length 2",
     ),
     "too few indices of runs": (
         lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [12, 0, 0, 0, 0, 0]},
-        r"segment 0 is \[0, 12\), wanted within \[0, 8\), the slots of 2 indices of run_length 4",
+        r"segment 0 is \[0, 12\), expected within \[0, 8\), the slots of 2 indices of run_length 4",
     ),
     "buffers for other runs": (
         lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [8, 0, 0, 0, 0, 0]},
-        r"grad has \d+ elements, wanted 8 for 2 indices of run_length 4",
+        r"grad has \d+ elements, expected 8 for 2 indices of run_length 4",
     ),
     "clip_coef": (lambda c: {"clip_coef": torch.ones(1).double()}, "clip_coef is torch.float64"),
 }
@@ -117,26 +120,26 @@ def test_adamw(what):
 def test_other_ops():
     c = make(torch.device("cpu"))
     segments = (c.indices, c.starts, c.ends)
-    with pytest.raises(ValueError, match=r"indexed_swap_: compact is torch.bfloat16, wanted float32"):
+    with pytest.raises(ValueError, match=r"indexed_swap_: compact is torch.bfloat16, expected float32"):
         ops.indexed_swap_(c.params, c.grad.bfloat16(), *segments)
     with pytest.raises(ValueError, match=r"indexed_swap_: dense\[0\] is torch.complex128 of 16 bytes"):
         ops.indexed_swap_([c.params[0].to(torch.complex128)], c.grad, c.indices, c.starts[:1], c.ends[:1])
-    with pytest.raises(ValueError, match=r"masked_grad_gather_: sum_sq has 2 elements, wanted 6"):
+    with pytest.raises(ValueError, match=r"masked_grad_gather_: sum_sq has 2 elements, expected 6"):
         ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, sum_sq=torch.zeros(2))
     with pytest.raises(ValueError, match=r"masked_grad_gather_: out has 3 elements"):
         ops.masked_grad_gather_(c.grad[:3], c.dense_grads, *segments)
     with pytest.raises(ValueError, match=r"delta_encode: old\[1\] has shape \[2\], new\[1\] has \[1\]"):
         ops.delta_encode([c.params[0], torch.zeros(2)], c.params[:2])
-    with pytest.raises(ValueError, match=r"delta_encode: old\[0\] is torch.float16, wanted float32"):
+    with pytest.raises(ValueError, match=r"delta_encode: old\[0\] is torch.float16, expected float32"):
         ops.delta_encode([c.params[0].half()], c.params[:1])
     with pytest.raises(ValueError, match="delta_encode: new holds no tensor"):
         ops.delta_encode([], [])
     with pytest.raises(ValueError, match=r"delta_apply_: values has 4 elements"):
         ops.delta_apply_(c.params, c.indices, c.grad[:4], c.starts, c.ends)
-    with pytest.raises(ValueError, match=r"indexed_swap_: run_length is 6, wanted a power of two"):
+    with pytest.raises(ValueError, match=r"indexed_swap_: run_length is 6, expected a power of two"):
         ops.indexed_swap_(c.params, c.grad, *segments, run_length=6)
     with pytest.raises(
-        ValueError, match=r"masked_grad_gather_: segment 0 is \[\d+, \d+\), wanted multiples of run_length 64"
+        ValueError, match=r"masked_grad_gather_: segment 0 is \[\d+, \d+\), expected multiples of run_length 64"
     ):
         ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, run_length=64)
     with pytest.raises(ValueError, match="momentum is 0.9 but momentum_buffer is None"):
@@ -147,17 +150,17 @@ def test_narrow_indices():
     case = make(torch.device("cpu"), layout="narrow")
     segments = (case.indices, case.starts, case.ends)
     swap = ops.indexed_swap_
-    with pytest.raises(ValueError, match=r"indices is torch.uint16, wanted int32 or int64"):
+    with pytest.raises(ValueError, match=r"indices is torch.uint16, expected int32 or int64"):
         swap(case.params, case.grad, *segments)
-    with pytest.raises(ValueError, match=r"indices is torch.int32, wanted uint16"):
+    with pytest.raises(ValueError, match=r"indices is torch.int32, expected uint16"):
         swap(case.params, case.grad, case.indices.int(), case.starts, case.ends, index_bases=case.index_bases)
-    with pytest.raises(ValueError, match=r"index_bases has \d+ elements, wanted \d+"):
+    with pytest.raises(ValueError, match=r"index_bases has \d+ elements, expected \d+"):
         swap(case.params, case.grad, *segments, index_bases=case.index_bases[1:])
-    with pytest.raises(ValueError, match=r"index_bases is torch.int64, wanted int32"):
+    with pytest.raises(ValueError, match=r"index_bases is torch.int64, expected int32"):
         swap(case.params, case.grad, *segments, index_bases=case.index_bases.long())
-    with pytest.raises(ValueError, match=r"run_length is 2, wanted 1 with index_bases"):
+    with pytest.raises(ValueError, match=r"run_length is 2, expected 1 with index_bases"):
         swap(case.params, case.grad, *segments, index_bases=case.index_bases, run_length=2)
-    with pytest.raises(ValueError, match="wanted ascending segments with index_bases"):
+    with pytest.raises(ValueError, match="expected ascending segments with index_bases"):
         swap(
             case.params[:2],
             case.grad[:4],
@@ -169,7 +172,7 @@ def test_narrow_indices():
     far = torch.tensor([0, 70_000, 3, 2**31], dtype=torch.int64)
     with pytest.raises(ValueError, match=r"segment 0 has positions .* from 0 to 70000 past the first"):
         ops.narrow_indices(far, [0], [2])
-    with pytest.raises(ValueError, match=r"segment 1 has .* up to 2147483648; wanted"):
+    with pytest.raises(ValueError, match=r"segment 1 has .* up to 2147483648; expected"):
         ops.narrow_indices(far, [2, 3], [3, 4])
     with pytest.raises(ValueError, match="not in ascending order"):
         ops.narrow_indices(far, [2, 0], [4, 2])

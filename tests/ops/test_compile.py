@@ -277,7 +277,7 @@ def test_parameters_that_require_gradients():
 def test_a_wrong_argument_is_named_when_the_function_is_traced():
     case = make(torch.device("cpu"))
     case.exp_avg = case.exp_avg[:3]
-    with pytest.raises(TorchRuntimeError, match=r"indexed_adamw_: exp_avg has 3 elements, wanted \d+"):
+    with pytest.raises(TorchRuntimeError, match=r"indexed_adamw_: exp_avg has 3 elements, expected \d+"):
         torch.compile(adamw, fullgraph=True, backend="aot_eager")(case, "cpu")
 
 
@@ -352,7 +352,7 @@ def test_segments_read_from_a_tensor_are_checked_when_the_graph_runs():
     compiled = torch.compile(apply_counted, fullgraph=True, backend="aot_eager")
     compiled(dense, indices, values, torch.tensor([2, 1]))
     assert [t.tolist() for t in dense] == [[0, 1, 1, 0], [0, 0, 0, 1]]
-    with pytest.raises(ValueError, match=r"delta_apply_: segment 1 is \[2, 5\), wanted within \[0, 3\)"):
+    with pytest.raises(ValueError, match=r"delta_apply_: segment 1 is \[2, 5\), expected within \[0, 3\)"):
         compiled(dense, indices, values, torch.tensor([2, 3]))
 
 
@@ -404,10 +404,10 @@ def test_replays_are_eager_calls(op, compiler, dtype, layout, gpu_backend):
     graph = capture(work, lambda: captured(other, gpu_backend))
     assert_same_bits(got, case, "capturing alone")
     for i in range(4):
-        wanted = function(want, gpu_backend)
+        expected = function(want, gpu_backend)
         want.steps += 1
         graph.replay()
-        assert_equal_bits(results, wanted)
+        assert_equal_bits(results, expected)
         assert_same_bits(got, want, f"replay {i}")
         for c in (want, got):  # the graph reads the tensors that it was captured with, whatever they hold by now
             c.lr *= 0.5

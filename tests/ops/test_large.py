@@ -100,6 +100,6 @@ def test_changes_that_a_sample_misses(place, n_tensors):
     new.view(torch.int16)[torch.arange(new.numel(), device=device) // 8192 % 512 > 1] = 1  # all but the sampled
     olds, news = ([t[i * numel : (i + 1) * numel] for i in range(n_tensors)] for t in (old, new))
     found = ops.delta_encode(olds, news, backend=backend)
-    wanted = ops.delta_encode(olds, news, backend="reference")
-    for got, want in zip(found, wanted, strict=True):
+    expected = ops.delta_encode(olds, news, backend="reference")
+    for got, want in zip(found, expected, strict=True):
         assert torch.equal(got, want)

@@ -21,7 +21,7 @@ def name_of(value: object) -> str:
 
 # Known answers that come with Random123, https://github.com/DEShawResearch/random123 (tests/kat_vectors).
 @pytest.mark.parametrize(
-    ("rounds", "counter", "key", "wanted"),
+    ("rounds", "counter", "key", "expected"),
     [
         (7, (0, 0), 0, (0x257A3673, 0xCD26BE2A)),
         (7, (0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, (0xAB302C4D, 0x3DC9D239)),
@@ -31,9 +31,9 @@ def name_of(value: object) -> str:
         (10, (0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
     ],
 )
-def test_philox_gives_the_known_answers(rounds, counter, key, wanted):
+def test_philox_gives_the_known_answers(rounds, counter, key, expected):
     words = philox2x32(torch.tensor([key]), tuple(torch.tensor([c]) for c in counter), rounds)
-    assert tuple(int(w) for w in words) == wanted
+    assert tuple(int(w) for w in words) == expected
 
 
 def test_words_differ_by_seed_step_and_slot_also_in_their_high_words():
@@ -143,7 +143,7 @@ def test_no_backend_rounds_a_finite_value_to_infinity(stored, dtype, seed, place
         )
         return stepped if of_params else buffer
 
-    wanted, got = step("reference"), step(backend)
+    expected, got = step("reference"), step(backend)
     assert got[:-3].isfinite().all()
     assert got[-3] == math.inf and got[-2] == -math.inf and got[-1].isnan()
-    assert torch.equal(bits_of(got[:-1]), bits_of(wanted[:-1]))
+    assert torch.equal(bits_of(got[:-1]), bits_of(expected[:-1]))

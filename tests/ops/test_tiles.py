@@ -152,11 +152,11 @@ def test_tile_table_lists_the_tiles_of_a_mask(shape, tile_size):
 def test_tile_table_refuses_what_is_not_whole_tiles():
     whole = MaskSet.random({"w": (128, 128)}, density=0.5, pattern="tile64")["w"]
     for positions in (whole[1:], whole[:-1], torch.arange(64), torch.tensor([5])):
-        with pytest.raises(ValueError, match=rf"tile_table: {len(positions)} positions lie in .* wanted whole aligned"):
+        with pytest.raises(ValueError, match=rf"tile_table: {len(positions)} positions .* expected whole aligned"):
             ops.tile_table(positions, (128, 128), 64)
-    with pytest.raises(ValueError, match="tile_table: tile_size is 32, wanted 64 or 128"):
+    with pytest.raises(ValueError, match="tile_table: tile_size is 32, expected 64 or 128"):
         ops.tile_table(whole, (128, 128), 32)
-    with pytest.raises(ValueError, match=r"tile_table: shape is \[128\], wanted \(rows, columns\)"):
+    with pytest.raises(ValueError, match=r"tile_table: shape is \[128\], expected \(rows, columns\)"):
         ops.tile_table(whole, (128,), 64)
 
 
@@ -398,36 +398,36 @@ def test_tiles_opcheck(dtype, any_place):
 
 
 BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
-    "tile size": (lambda c: {"tile_size": 32}, "tile_size is 32, wanted 64 or 128"),
+    "tile size": (lambda c: {"tile_size": 32}, "tile_size is 32, expected 64 or 128"),
     "tiles dtype": (
         lambda c: {"tiles": c.tiles.int()},
-        r"tiles is torch.int32 of shape \[\d+, 4\], wanted contiguous int64 \[tiles, 4\]",
+        r"tiles is torch.int32 of shape \[\d+, 4\], expected contiguous int64 \[tiles, 4\]",
     ),
     "tiles shape": (lambda c: {"tiles": c.tiles[:, :3].contiguous()}, r"tiles is torch.int64 of shape \[\d+, 3\]"),
-    "tiles layout": (lambda c: {"tiles": c.tiles.T.contiguous().T}, "tiles is .*, wanted contiguous int64"),
+    "tiles layout": (lambda c: {"tiles": c.tiles.T.contiguous().T}, "tiles is .*, expected contiguous int64"),
     "lengths": (
         lambda c: {"inputs": c.inputs[1:]},
-        "grad_outputs holds 2 and inputs 1 tensors, starts 2 and ends 2 numbers, wanted as many of each",
+        "grad_outputs holds 2 and inputs 1 tensors, starts 2 and ends 2 numbers, expected equal numbers",
     ),
     "more tiles than there are": (
         lambda c: {"ends": [c.ends[0], c.ends[1] + 1]},
-        r"matrix 1 has the tiles \[\d+, \d+\), wanted within \[0, \d+\)",
+        r"matrix 1 has the tiles \[\d+, \d+\), expected within \[0, \d+\)",
     ),
     "shared tiles": (
         lambda c: {"starts": [0, 0]},
-        "two matrices share tile 0; wanted ranges of tiles that do not overlap",
+        "two matrices share tile 0; expected ranges of tiles that do not overlap",
     ),
     "leading sizes": (
         lambda c: {"inputs": [c.inputs[0][:2].contiguous(), c.inputs[1]]},
-        r"grad_outputs\[0\] has shape \[5, 65\] and inputs\[0\] \[2, 70\], wanted .* of the same leading sizes",
+        r"grad_outputs\[0\] has shape \[5, 65\] and inputs\[0\] \[2, 70\], expected .* of the same leading sizes",
     ),
     "no leading size": (
         lambda c: {"grad_outputs": [c.grad_outputs[0][0], c.grad_outputs[1]], "inputs": [c.inputs[0][0], c.inputs[1]]},
-        r"grad_outputs\[0\] has shape \[65\] and inputs\[0\] \[70\], wanted",
+        r"grad_outputs\[0\] has shape \[65\] and inputs\[0\] \[70\], expected",
     ),
     "layout": (
         lambda c: {"inputs": [c.inputs[0].T.contiguous().T, c.inputs[1]]},
-        r"inputs\[0\] of shape \[5, 70\] has strides \[1, 5\], wanted contiguous",
+        r"inputs\[0\] of shape \[5, 70\] has strides \[1, 5\], expected contiguous",
     ),
     "operands of two dtypes": (
         lambda c: {"inputs": [x.half() for x in c.inputs]},
@@ -439,17 +439,20 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
     ),
     "dtype of operands": (
         lambda c: {"grad_outputs": [g.double() for g in c.grad_outputs]},
-        r"grad_outputs\[0\] is torch.float64, wanted bfloat16 or float16 or float32",
+        r"grad_outputs\[0\] is torch.float64, expected bfloat16 or float16 or float32",
     ),
     "device": (
         lambda c: {"inputs": [c.inputs[0], c.inputs[1].to("meta")]},
-        r"inputs\[1\] is on meta, wanted cpu",
+        r"inputs\[1\] is on meta, expected cpu",
     ),
-    "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, wanted"),
+    "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, expected"),
     "shape of out": (lambda c: {"out": c.out.view(1, -1)}, "out "),
-    "scale": (lambda c: {"scale": torch.ones(2)}, r"scale is torch.float32 of shape \[2\], wanted one float32 element"),
+    "scale": (
+        lambda c: {"scale": torch.ones(2)},
+        r"scale is torch.float32 of shape \[2\], expected one float32 element",
+    ),
     "found_inf": (lambda c: {"found_inf": torch.ones(1).int()}, "found_inf is torch.int32"),
-    "sum_sq": (lambda c: {"sum_sq": torch.ones(3)}, "sum_sq has 3 elements, wanted 2"),
+    "sum_sq": (lambda c: {"sum_sq": torch.ones(3)}, "sum_sq has 3 elements, expected 2"),
 }
 
 
@@ -471,5 +474,5 @@ def test_tile_table_refuses_smaller_tiles_that_are_as_many_elements():
         mask[64 * row : 64 * row + 64, 64 * column : 64 * column + 64] = True
     positions = mask.view(-1).nonzero().view(-1)
     assert len(ops.tile_table(positions, (256, 256), 64)) == 4
-    with pytest.raises(ValueError, match="wanted whole aligned tiles"):
+    with pytest.raises(ValueError, match="expected whole aligned tiles"):
         ops.tile_table(positions, (256, 256), 128)

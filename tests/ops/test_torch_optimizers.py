@@ -151,5 +151,5 @@ def test_sgd_steps_as_torch_does(options, any_place):
     if options["momentum"] == 0.0:
         assert torch.equal(buffer, held)
     else:
-        wanted = optimizer.state[theirs]["momentum_buffer"]
-        torch.testing.assert_close(buffer[1:], wanted[1:], rtol=rounding * (1 + steps * LR), atol=0)
+        expected = optimizer.state[theirs]["momentum_buffer"]
+        torch.testing.assert_close(buffer[1:], expected[1:], rtol=rounding * (1 + steps * LR), atol=0)

@@ -208,22 +208,22 @@ ON_OTHER_GPUS = (
 )
 
 
-def _options(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
+def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
     """In the child: what the launcher has a variant compiled with."""
     from sparse_opt.triton_kernels import launch, tile_weight_grad
 
     if name in PRODUCTS:
-        tile = tile_weight_grad.TILE_OPTIONS[wanted["TILE"], 4 if wanted["OPERAND"] == "float32" else 2]
-        assert tile.step == wanted["STEP"]
-        return tile.compiler_options(aligned=wanted["ALIGN"] > 1)
+        tile = tile_weight_grad.TILE_OPTIONS[expected["TILE"], 4 if expected["OPERAND"] == "float32" else 2]
+        assert tile.step == expected["STEP"]
+        return tile.compiler_options(aligned=expected["ALIGN"] > 1)
     if name in TILES:
-        assert tile_weight_grad.BAND == wanted["ROWS"]
+        assert tile_weight_grad.BAND == expected["ROWS"]
         return tile_weight_grad.BAND_OPTIONS
     if name.startswith(("delta-mark", "delta-write")):
-        assert wanted["BLOCK"] == launch.ELEMENTS and wanted.get("CHANGES", launch.CHANGES) == launch.CHANGES
-        return launch.CHANGE_OPTIONS if "CHANGES" in wanted else launch.ELEMENT_OPTIONS
+        assert expected["BLOCK"] == launch.ELEMENTS and expected.get("CHANGES", launch.CHANGES) == launch.CHANGES
+        return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
     few = name.startswith(("adamw", "sgd", "delta-apply"))
-    assert wanted.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
+    assert expected.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
     return launch.SLOT_OPTIONS
 
 
@@ -238,11 +238,11 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
 
     compiled = {}
     for name in names:
-        module, kernel_name, wanted = VARIANTS[name]
+        module, kernel_name, expected = VARIANTS[name]
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         signature, constants, specialized = {}, {}, []
         for p in kernel.params:
-            kind = wanted[p.name]
+            kind = expected[p.name]
             if p.is_constexpr or kind is None:
                 signature[p.name] = "constexpr"
                 constants[p.name] = getattr(tl, kind) if isinstance(kind, str) else kind
@@ -252,9 +252,9 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
                     specialized.append(p.name)
                 if kind in ("i32", "i64") and p.annotation_type != kind:
                     specialized.append(f"{p.name} (width by value)")
-        assert set(signature) == set(wanted), name
+        assert set(signature) == set(expected), name
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(name, wanted))
+        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(name, expected))
         compiled[name] = {
             "ptx": result.asm["ptx"],
             "cubin": len(result.asm["cubin"]),
@@ -423,16 +423,16 @@ def test_aligned_compare_loads_16_bytes(compiled: dict[str, dict[str, Any]]) -> 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_tiles_are_multiplied_exactly(compiled: dict[str, dict[str, Any]], name: str) -> None:
     """16 bits: tensor cores with fp32 sums. fp32: FMAs, as many as a step has products, and no TF32."""
-    ptx, wanted = compiled[name]["ptx"], VARIANTS[name][2]
+    ptx, expected = compiled[name]["ptx"], VARIANTS[name][2]
     multiplied = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))
     fmas = len(re.findall(r"\bfma\.\S*f(?:32|64)", ptx))
     assert ".ftz" not in ptx
-    if wanted["OPERAND"] == "float32":
+    if expected["OPERAND"] == "float32":
         assert not multiplied
-        assert fmas * compiled[name]["threads"] == wanted["TILE"] ** 2 * wanted["STEP"]
+        assert fmas * compiled[name]["threads"] == expected["TILE"] ** 2 * expected["STEP"]
     else:
-        kind = {"bfloat16": "bf16", "float16": "f16"}[wanted["OPERAND"]]
-        assert multiplied == {f"m64n{wanted['TILE']}k16.f32.{kind}.{kind}"}
+        kind = {"bfloat16": "bf16", "float16": "f16"}[expected["OPERAND"]]
+        assert multiplied == {f"m64n{expected['TILE']}k16.f32.{kind}.{kind}"}
         assert fmas == 0
 
 

@@ -83,17 +83,17 @@ def _compile_delta_encode() -> list[str]:
 
     compiled = []
     for name in ("delta-mark", "delta-write"):
-        module, kernel_name, wanted = variants.VARIANTS[name]
+        module, kernel_name, expected = variants.VARIANTS[name]
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         constants = {
-            p.name: getattr(tl, wanted[p.name]) if isinstance(wanted[p.name], str) else wanted[p.name]
+            p.name: getattr(tl, expected[p.name]) if isinstance(expected[p.name], str) else expected[p.name]
             for p in kernel.params
             if p.is_constexpr
         }
-        signature = {p.name: "constexpr" if p.is_constexpr else wanted[p.name] for p in kernel.params}
+        signature = {p.name: "constexpr" if p.is_constexpr else expected[p.name] for p in kernel.params}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         target = GPUTarget("hip", "gfx942", WAVEFRONT)
-        assert "amdgcn" in triton.compile(source, target=target, options=variants._options(name, wanted)).asm
+        assert "amdgcn" in triton.compile(source, target=target, options=variants._options(name, expected)).asm
         compiled.append(kernel_name)
     return compiled
 

@@ -44,9 +44,9 @@ def test_order_is_content() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (torch.zeros(4, 4).t(), r"params\[1\] of shape \[4, 4\] has strides \[1, 4\], wanted contiguous"),
+        (torch.zeros(4, 4).t(), r"params\[1\] of shape \[4, 4\] has strides \[1, 4\], expected contiguous"),
         (torch.zeros(4, dtype=torch.float64), r"params\[1\] is torch.float64, but params\[0\] is torch.float32"),
-        (torch.zeros(4, device="meta"), r"params\[1\] is on meta, wanted cpu"),
+        (torch.zeros(4, device="meta"), r"params\[1\] is on meta, expected cpu"),
     ],
     ids=["strides", "dtype", "device"],
 )
@@ -88,17 +88,17 @@ def test_least_recently_used_table_goes_first() -> None:
 )
 def test_blocks_cover_each_segment_once(starts: list[int], ends: list[int]) -> None:
     block = 8
-    wanted, firsts = [], [0]
+    expected, firsts = [], [0]
     for tensor, (start, end) in enumerate(zip(starts, ends, strict=True)):
         while start < end:
             stop = min(end, (start // block + 1) * block)
-            wanted.append((tensor, start, stop - start))
+            expected.append((tensor, start, stop - start))
             start = stop
-        firsts.append(len(wanted))
+        firsts.append(len(expected))
     blocks = tables.block_table(starts, ends, block, CPU)
-    assert [(packed >> 32, first, packed & 0xFFFFFFFF) for first, packed in blocks.rows.tolist()] == wanted
+    assert [(packed >> 32, first, packed & 0xFFFFFFFF) for first, packed in blocks.rows.tolist()] == expected
     assert blocks.firsts.tolist() == firsts
-    assert blocks.programs == len(wanted)
+    assert blocks.programs == len(expected)
 
 
 def test_blocks_are_kept_by_segments_and_size() -> None:

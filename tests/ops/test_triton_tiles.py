@@ -60,10 +60,10 @@ def test_parts_make_the_same_gradient(
             found_inf=found_inf,
         )
         made.append((out, sum_sq, found_inf))
-    (wanted, _, _), (out, sum_sq, found_inf) = made
-    assert torch.equal(out, wanted)
+    (expected, _, _), (out, sum_sq, found_inf) = made
+    assert torch.equal(out, expected)
     assert found_inf.item() == 0
-    squares = [wanted[:9100].double().square().sum(), wanted[9100:-5].double().square().sum()][:matrices]
+    squares = [expected[:9100].double().square().sum(), expected[9100:-5].double().square().sum()][:matrices]
     # Positive terms, so each addition rounds by 2^-24 of the sum at most. The longest chain, where everything is added
     # one by one: 32 columns, 4 parts, 16 rows, 48 bands (6 tiles of 64).
     torch.testing.assert_close(sum_sq.double(), torch.stack(squares), rtol=100 * 2.0**-24, atol=0)
