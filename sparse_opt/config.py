@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import operator
 import reprlib
 import types
 import typing
@@ -35,14 +36,32 @@ SEEDS = range(-(2**63), 2**64)  # that torch.manual_seed takes
 _LARGEST_COUNT = 2**31 - 1
 _LARGEST_FLOAT = 3.4028234663852886e38  # torch.finfo(torch.float32).max
 _LOWEST_TEMPERATURE = 1e-6
+_COMPARE = {"at least": operator.ge, "more than": operator.gt, "at most": operator.le, "less than": operator.lt}
 
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", *, aliases: Sequence[str] = ()) -> Any:
-    """Return a dataclass field with its help text, required if it has no default; `aliases` are other names of it."""
-    metadata = {"help": help, "aliases": tuple(aliases)}
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    aliases: Sequence[str] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Return a dataclass field with its help text, required if it has no default; `aliases` are other names of it.
+
+    `require_number_ranges` checks the bounds. A subclass that redefines an option keeps the bounds of its base classes.
+    """
+    bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
+    metadata = {
+        "help": help,
+        "aliases": tuple(aliases),
+        "bounds": {words: limit for words, limit in bounds.items() if limit is not None},
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -85,7 +104,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
 
 
 def require_number_ranges(config: Any) -> None:
-    """Raise ConfigError if a number of a dataclass is not finite or out of range.
+    """Raise ConfigError if a number of a dataclass is not finite, or outside the bounds of its `option`.
 
     Floats must fit fp32; counts must be below 2**31, so that their products do not overflow; a `seed` must be valid for
     torch; a temperature other than 0 must not be so low that logits divided by it overflow.
@@ -99,9 +118,20 @@ def require_number_ranges(config: Any) -> None:
                 raise ConfigError(f"option '{field.name}' is {number}: wanted at least {_LOWEST_TEMPERATURE}")
             if isinstance(number, int) and field.name != "seed":
                 require_count(f"option '{field.name}'", number)
+            if isinstance(number, int | float):
+                _require_bounds(config, field.name, number)
     seed = getattr(config, "seed", 0)
     if seed not in SEEDS:
         raise ConfigError(f"option 'seed' is {seed}: wanted {SEEDS.start} to {SEEDS.stop - 1}")
+
+
+def _require_bounds(config: Any, name: str, number: float) -> None:
+    for config_class in type(config).__mro__:
+        field = getattr(config_class, "__dataclass_fields__", {}).get(name)
+        bounds = {} if field is None else field.metadata.get("bounds", {})
+        if not all(_COMPARE[words](number, limit) for words, limit in bounds.items()):
+            expected = ", ".join(f"{words} {limit:g}" for words, limit in bounds.items())
+            raise ConfigError(f"option '{name}' is {number}: expected {expected}")
 
 
 def require_count(what: str, number: int) -> None:

@@ -65,32 +65,32 @@ class ArithmeticConfig:
     """Write generated arithmetic: a small model with its tokenizer, and questions with their answers."""
 
     output_dir: Path = option(Path("arithmetic"), "new or empty folder")
-    max_operand: int = option(19, "operands are 0 to this")
+    max_operand: int = option(19, "operands are 0 to this", at_least=1, at_most=_LARGEST_OPERAND)
     operations: list[str] = option(["+"], "operations asked for: + or - or both; no answer is negative")
     answers: Literal["plain", "think"] = option(
         "plain", "demonstrations answer '42', or work it out before: '<think>7+5+0=12,1+2+1=4</think>42'"
     )
-    p_right: float = option(0.5, "share of demonstrations and explanations that are right; the others are near misses")
-    n_train: int = option(350, "questions to train on, in demonstrations, rollouts and preferences")
-    n_test: int = option(50, "held-out questions")
-    n_demonstrations: int = option(20000, "demonstrations; beyond n_train, questions are answered more than once")
+    p_right: float = option(
+        0.5,
+        "share of demonstrations and explanations that are right; the others are near misses",
+        at_least=0,
+        at_most=1,
+    )
+    n_train: int = option(350, "questions to train on, in demonstrations, rollouts and preferences", at_least=1)
+    n_test: int = option(50, "held-out questions", at_least=1)
+    n_demonstrations: int = option(
+        20000, "demonstrations; beyond n_train, questions are answered more than once", at_least=1
+    )
     hidden_size: int = option(128, f"width of the model, a multiple of {_HEAD_DIM}")
-    n_layers: int = option(2, "layers of the model")
+    n_layers: int = option(2, "layers of the model", at_least=1)
     seed: int = option(0, "seed of questions, answers and weights")
 
     def __post_init__(self) -> None:
         require_number_ranges(self)
-        if self.max_operand > _LARGEST_OPERAND:
-            raise ConfigError(f"option 'max_operand' is {self.max_operand}: wanted at most {_LARGEST_OPERAND}")
-        for name in ("max_operand", "n_train", "n_test", "n_demonstrations", "n_layers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted at least 1")
         if self.hidden_size < _HEAD_DIM or self.hidden_size % _HEAD_DIM:
-            raise ConfigError(f"option 'hidden_size' is {self.hidden_size}: wanted a multiple of {_HEAD_DIM}")
-        if not 0 <= self.p_right <= 1:
-            raise ConfigError(f"option 'p_right' is {self.p_right}: wanted 0 to 1")
+            raise ConfigError(f"option 'hidden_size' is {self.hidden_size}: expected a multiple of {_HEAD_DIM}")
         if not self.operations or not set(self.operations) <= {"+", "-"}:
-            raise ConfigError(f"option 'operations' is {','.join(self.operations)!r}: wanted + or - or both")
+            raise ConfigError(f"option 'operations' is {','.join(self.operations)!r}: expected + or - or both")
         n_questions = len(all_questions(self.max_operand, self.operations))
         if self.n_train + self.n_test > n_questions:
             raise ConfigError(

@@ -40,10 +40,13 @@ Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
 class DPOConfig(ReferenceOptions):
     """Train a causal language model on preference pairs by DPO, dense, under a mask or with adapters."""
 
-    beta: float = option(0.1, "strength of the pull towards the reference policy")
+    beta: float = option(0.1, "strength of the pull towards the reference policy", above=0)
     loss_type: LossType = option("sigmoid", "loss of a pair: sigmoid (DPO), robust, hinge (SLiC) or ipo")
     label_smoothing: float = option(
-        0.0, "share of pairs taken to be labelled the wrong way round; of the losses sigmoid (then cDPO) and robust"
+        0.0,
+        "assumed share of pairs with swapped labels, for the losses sigmoid (then cDPO) and robust",
+        at_least=0,
+        below=0.5,
     )
     ipo_average: bool = option(False, "loss ipo: take log-probabilities per token, as TRL does, not their sums")
     reference: Literal["weights", "precomputed"] = option(
@@ -53,13 +56,9 @@ class DPOConfig(ReferenceOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta > 0:
-            raise ConfigError(f"option 'beta' is {self.beta}: wanted more than 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"option 'label_smoothing' is {self.label_smoothing}: wanted at least 0, less than 0.5")
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ConfigError(
-                f"option 'label_smoothing' is {self.label_smoothing}: loss_type '{self.loss_type}' has none; wanted "
+                f"option 'label_smoothing' is {self.label_smoothing}: loss_type '{self.loss_type}' has none; expected "
                 "sigmoid or robust"
             )
         if self.ipo_average and self.loss_type != "ipo":

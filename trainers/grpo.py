@@ -23,7 +23,7 @@ from sparse_opt.errors import ConfigError, DataError
 
 from .data.encoding import TokenSequence
 from .data.prompts import PromptExample
-from .options import RolloutOptions, require_at_least
+from .options import RolloutOptions
 from .policy.logprobs import token_logprobs
 from .policy.reference import rollout_logprobs
 from .rewards.functions import Rewards, Scores, load_rewards
@@ -56,9 +56,9 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "gro
         ValueError: fewer than two completions per group, or the number of rewards is not a multiple of n_generations.
     """
     if n_generations < 2:
-        raise ValueError(f"n_generations is {n_generations}, wanted at least 2: a group of one has no advantage")
+        raise ValueError(f"n_generations is {n_generations}, expected at least 2: a group of one has no advantage")
     if rewards.dim() != 1 or rewards.numel() % n_generations:
-        raise ValueError(f"rewards have shape {list(rewards.shape)}, wanted groups of n_generations {n_generations}")
+        raise ValueError(f"rewards have shape {list(rewards.shape)}, expected groups of n_generations {n_generations}")
     groups = rewards.float().view(-1, n_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale == "group":
@@ -70,7 +70,7 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "gro
         if found.numel() > 1:
             advantages = advantages / (found.std() + _STD_FLOOR)
     elif scale != "none":
-        raise ValueError(f"scale is {scale!r}, wanted group, batch or none")
+        raise ValueError(f"scale is {scale!r}, expected group, batch or none")
     return torch.where(groups.isnan() | is_flat(groups), 0.0, advantages).view(-1)
 
 
@@ -144,9 +144,9 @@ def grpo_loss(
     """
     if not logprobs.shape == old_logprobs.shape == mask.shape or logprobs.shape[:1] != advantages.shape:
         shapes = [list(tensor.shape) for tensor in (logprobs, old_logprobs, mask, advantages)]
-        raise ValueError(f"logprobs, old_logprobs, mask and advantages have shapes {shapes}, wanted [R, P] and [R]")
+        raise ValueError(f"logprobs, old_logprobs, mask and advantages have shapes {shapes}, expected [R, P] and [R]")
     if beta != 0.0 and ref_logprobs is None:
-        raise ValueError(f"beta is {beta}, which wants ref_logprobs")
+        raise ValueError(f"beta is {beta}, which needs ref_logprobs")
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     token_ratio = ratio = log_ratio.exp()
@@ -170,10 +170,10 @@ def grpo_loss(
         loss = per_token.sum() / (mask.sum().clamp(min=1) if n_tokens is None else n_tokens)
     elif loss_type == "dr_grpo":
         if max_completion_length is None:
-            raise ValueError("loss_type 'dr_grpo' wants max_completion_length")
+            raise ValueError("loss_type 'dr_grpo' needs max_completion_length")
         loss = per_token.sum() / (n_sequences * max_completion_length)
     else:
-        raise ValueError(f"loss_type is {loss_type!r}, wanted grpo, bnpo, dapo, dr_grpo or gspo")
+        raise ValueError(f"loss_type is {loss_type!r}, expected grpo, bnpo, dapo, dr_grpo or gspo")
     ratio = torch.where(mask, ratio.detach(), 1.0)
     return loss, ratio, None if k3 is None else k3.detach()
 
@@ -182,33 +182,40 @@ def grpo_loss(
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(RolloutOptions):
+class GroupOptions(RolloutOptions):
+    """Options of `update_on_rollout`: of loops that compare the completions of a prompt."""
+
+    n_generations: int = option(8, "completions per prompt", at_least=2)
+    loss_type: LossType = option("dapo", "how the loss is averaged over tokens; gspo: one ratio per sequence")
+    beta: float = option(
+        0.0, "weight of the k3 divergence from the reference in the loss; 0 needs no reference", at_least=0
+    )
+    correct_k3: bool = option(False, "multiply k3 by the ratio, which makes its gradient that of the divergence")
+    epsilon: float = option(
+        0.2, "how far a ratio may go below 1 before it is clipped; gspo's paper has 3e-4", above=0, below=1
+    )
+    epsilon_high: float | None = option(
+        None, "how far above 1; none is epsilon, 0.28 is DAPO's clip-higher; gspo's paper has 4e-4", above=0
+    )
+    mask_truncated_completions: bool = option(
+        False, "exclude completions truncated at max_completion_length from the loss, as DAPO does"
+    )
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(GroupOptions):
     """Train a causal language model on rewarded completions by GRPO, dense, under a mask, or by adapters."""
 
     max_completion_length: int = option(512, "longest completion in tokens")
-    loss_type: LossType = option("dapo", "how the loss is averaged over tokens; gspo: one ratio a sequence")
-    beta: float = option(0.0, "weight of the k3 divergence from the reference in the loss; 0 needs no reference")
-    correct_k3: bool = option(False, "multiply k3 by the ratio, which makes its gradient that of the divergence")
-    epsilon: float = option(0.2, "how far a ratio may go below 1 before it is clipped; gspo's paper has 3e-4")
-    epsilon_high: float | None = option(
-        None, "how far above 1; none is epsilon, 0.28 is DAPO's clip-higher; gspo's paper has 4e-4"
-    )
     scale_rewards: Literal["auto", "group", "batch", "none"] = option(
         "auto", "divide advantages by the rewards' standard deviation; auto is none for dr_grpo, group for the others"
     )
-    mask_truncated_completions: bool = option(
-        False, "leave completions that max_completion_length cut out of the loss, as DAPO does"
+    eval_temperature: float = option(
+        0.0, "sampling temperature of evaluation; 0 takes the most likely tokens", at_least=0
     )
-    eval_temperature: float = option(0.0, "sampling temperature of evaluation; 0 takes the likeliest tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(self, 2, "n_generations")
-        require_at_least(self, 0, "beta eval_temperature")
-        if not 0 < self.epsilon < 1:
-            raise ConfigError(f"option 'epsilon' is {self.epsilon}: wanted more than 0 and less than 1")
-        if self.epsilon_high is not None and not self.epsilon_high > 0:
-            raise ConfigError(f"option 'epsilon_high' is {self.epsilon_high}: wanted more than 0, or none")
         if self.ref_name is not None and self.beta == 0:
             raise ConfigError(f"a reference ({self.ref_name}) is used with beta only: set --beta above 0")
 
@@ -226,12 +233,6 @@ def update_on_rollout(
     advantages: Tensor,
     *,
     ref_logprobs: Tensor | None = None,
-    loss_type: LossType = "dapo",
-    beta: float = 0.0,
-    correct_k3: bool = False,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    mask_truncated_completions: bool = False,
 ) -> dict[str, Tensor | None]:
     """Make `num_iterations` passes over a rollout, each of `n_minibatches` optimizer steps.
 
@@ -240,11 +241,10 @@ def update_on_rollout(
     (`rows_per_pass`), the ratios are exactly 1 until the first optimizer step.
 
     Args:
-        run: its config is a `RolloutOptions`.
+        run: its config is a `GroupOptions`. With `mask_truncated_completions`, completions without EOS are excluded
+            from the loss; they still count as sequences.
         advantages: [R] fp32.
         ref_logprobs: [R, P] under the reference, see `rollout_logprobs`; required if beta is not 0.
-        mask_truncated_completions: exclude completions without EOS from the loss; they still count as sequences.
-        loss_type, beta, correct_k3, epsilon, epsilon_high: see `grpo_loss`; epsilon_high None takes epsilon.
 
     Returns:
         loss, the mean over the optimizer steps; and over all trained tokens: the mean ratio and its largest distance
@@ -252,11 +252,11 @@ def update_on_rollout(
         (clip_low, clip_high), and the mean of k3 (kl; None without a reference).
     """
     config = run.config
-    assert isinstance(config, RolloutOptions)
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    assert isinstance(config, GroupOptions)
+    epsilon, epsilon_high = config.epsilon, config.epsilon_high or config.epsilon
     size, rows_per_step = config.batch_size, config.batch_size * config.gradient_accumulation_steps
     counts = sampled.batch.completion_mask.sum(dim=1)
-    if mask_truncated_completions:
+    if config.mask_truncated_completions:
         counts = torch.where(sampled.ended, counts, 0)
     loss_sum, ratio_error, sums = (torch.zeros(n, dtype=torch.float32, device=run.device) for n in (1, 1, 4))
     for _ in range(config.num_iterations):
@@ -266,7 +266,7 @@ def update_on_rollout(
             for start in range(first, end, size):
                 rows = slice(start, min(start + size, end))
                 part = sampled.select(rows)
-                mask = part.mask & part.ended[:, None] if mask_truncated_completions else part.mask
+                mask = part.mask & part.ended[:, None] if config.mask_truncated_completions else part.mask
                 with run.time("forward_backward"):
                     loss, ratio, k3 = grpo_loss(
                         token_logprobs(run.model, part.batch, config.temperature),
@@ -274,11 +274,11 @@ def update_on_rollout(
                         advantages[rows],
                         mask,
                         ref_logprobs=None if ref_logprobs is None else sampled.cut(ref_logprobs, rows),
-                        beta=beta,
-                        correct_k3=correct_k3,
+                        beta=config.beta,
+                        correct_k3=config.correct_k3,
                         epsilon_low=epsilon,
                         epsilon_high=epsilon_high,
-                        loss_type=loss_type,
+                        loss_type=config.loss_type,
                         n_sequences=end - first,
                         n_tokens=n_tokens,
                         max_completion_length=config.max_completion_length,
@@ -391,25 +391,14 @@ def train(config: GRPOConfig) -> dict[str, Any]:
                     ref_logprobs = rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
 
             advantages = group_advantages(scores.total, config.n_generations, scale=config.scale)
-            figures = update_on_rollout(
-                run,
-                sampled,
-                advantages.to(run.device),
-                ref_logprobs=ref_logprobs,
-                loss_type=config.loss_type,
-                beta=config.beta,
-                correct_k3=config.correct_k3,
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high,
-                mask_truncated_completions=config.mask_truncated_completions,
-            )
+            statistics = update_on_rollout(run, sampled, advantages.to(run.device), ref_logprobs=ref_logprobs)
             if run.samples_due(step):
                 run.log_samples(step, sample_rows(examples, texts, scores, advantages))
             groups = scores.total.view(-1, config.n_generations)
             run.log(
                 step,
                 n_tokens=sampled.batch.n_tokens,
-                **figures,
+                **statistics,
                 **reward_metrics(scores),
                 reward_std=scores.total[~scores.total.isnan()].std(correction=0),
                 zero_std_groups=is_flat(groups).float().mean(),

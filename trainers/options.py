@@ -25,8 +25,8 @@ class TrainingOptions:
     )
     dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file")
     dataset_split: str = option("train", "split of a hub dataset")
-    subset_size: int | None = option(None, "train on this many examples, drawn with the seed")
-    max_length: int = option(1024, "longest sequence in tokens, prompt and completion together")
+    subset_size: int | None = option(None, "train on this many examples, drawn with the seed", at_least=1)
+    max_length: int = option(1024, "longest sequence in tokens, prompt and completion together", at_least=2)
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start", "which end of a sequence longer than max_length stays (as in TRL)"
     )
@@ -35,7 +35,9 @@ class TrainingOptions:
         "dense", "train all weights, the mask's active elements only, or low-rank adapters (peft)"
     )
     mask: Path | None = option(None, "mask file of mode sparse")
-    lora_rank: int = option(16, "rank of mode lora's adapters, on all linear layers but the output; alpha is twice it")
+    lora_rank: int = option(
+        16, "rank of mode lora's adapters, on all linear layers but the output; alpha is twice it", at_least=1
+    )
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
     device: str = option("auto", "torch device; auto is cuda where there is one, else cpu")
@@ -50,25 +52,27 @@ class TrainingOptions:
         "compiling",
     )
 
-    n_steps: int = option(100, "steps, each with a batch of its own")
-    batch_size: int = option(4, "examples per forward pass")
-    gradient_accumulation_steps: int = option(1, "forward passes per optimizer step")
-    learning_rate: float = option(1e-6, "peak learning rate")
+    n_steps: int = option(100, "steps, each with a batch of its own", at_least=1)
+    batch_size: int = option(4, "examples per forward pass", at_least=1)
+    gradient_accumulation_steps: int = option(1, "forward passes per optimizer step", at_least=1)
+    learning_rate: float = option(1e-6, "peak learning rate", at_least=0)
     lr_schedule: Literal["linear", "cosine", "constant"] = option(
         "linear", "learning rate after warm-up, to step n_steps"
     )
-    warmup_steps: int = option(0, "steps of linear warm-up from 0")
-    weight_decay: float = option(0.0, "decoupled weight decay")
-    adam_beta1: float = option(0.9, "AdamW beta1")
-    adam_beta2: float = option(0.999, "AdamW beta2")
-    adam_epsilon: float = option(1e-8, "AdamW epsilon")
-    max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it")
+    warmup_steps: int = option(0, "steps of linear warm-up from 0", at_least=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
+    adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
+    adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
+    adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=0)
+    max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it", above=0)
     seed: int = option(0, "seed of the example order and of all sampling; on a CPU the same seed gives the same run")
 
     eval_dataset: str | None = option(None, "evaluate on this dataset: hub name or local file, of the training format")
     eval_dataset_split: str = option("test", "split of a hub eval_dataset")
-    eval_subset_size: int | None = option(None, "evaluate on this many examples, drawn with the seed")
-    eval_steps: int = option(50, "with an eval_dataset: evaluate every so many steps, before the first, after the last")
+    eval_subset_size: int | None = option(None, "evaluate on this many examples, drawn with the seed", at_least=1)
+    eval_steps: int = option(
+        50, "with an eval_dataset: evaluate every so many steps, before the first, after the last", at_least=1
+    )
 
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
     output_dir: Path | None = option(
@@ -78,11 +82,15 @@ class TrainingOptions:
         False, "go on from the newest checkpoint in output_dir; from the beginning where there is none yet"
     )
     resume_step: int | None = option(
-        None, "with resume: go on from the checkpoint of this step, and remove later ones; 0 is the beginning"
+        None,
+        "with resume: go on from the checkpoint of this step, and remove later ones; 0 is the beginning",
+        at_least=0,
     )
-    save_steps: int | None = option(None, "write a checkpoint to resume from every so many steps; none writes none")
-    save_total_limit: int = option(2, "keep this many of the newest checkpoints to resume from")
-    sample_steps: int | None = option(25, "write sample completions every so many steps; none writes none")
+    save_steps: int | None = option(
+        None, "write a checkpoint to resume from every so many steps; none writes none", at_least=1
+    )
+    save_total_limit: int = option(2, "keep this many of the newest checkpoints to resume from", at_least=1)
+    sample_steps: int | None = option(25, "write sample completions every so many steps; none writes none", at_least=1)
     report_to: list[Literal["wandb", "tensorboard"]] = option([], "send metrics to wandb, tensorboard, or both")
     project_name: str | None = option(None, "project at wandb; none is {model}-{algorithm}-subnetwork-emergence")
     run_name: str | None = option(None, "name of the run at wandb; none is the output folder's")
@@ -99,27 +107,11 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         require_number_ranges(self)
-        require_at_least(
-            self,
-            1,
-            "n_steps batch_size gradient_accumulation_steps subset_size lora_rank eval_subset_size eval_steps "
-            "save_steps save_total_limit sample_steps",
-        )
-        if self.max_length < 2:
-            raise ConfigError(
-                f"option 'max_length' is {self.max_length}: wanted at least 2 (a prompt and a completion token)"
-            )
-        require_at_least(self, 0, "learning_rate weight_decay adam_epsilon warmup_steps resume_step")
         if self.resume_step is not None and not self.resume:
             raise ConfigError(f"option 'resume_step' is {self.resume_step}: it is used with --resume only")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted at least 0, less than 1")
         require_count("batch_size x gradient_accumulation_steps", self.batch_size * self.gradient_accumulation_steps)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(f"option 'max_grad_norm' is {self.max_grad_norm}: wanted more than 0, or none")
         if self.mode == "sparse" and self.mask is None:
-            raise ConfigError("mode sparse wants a mask file: --mask FILE")
+            raise ConfigError("mode sparse needs a mask file: --mask FILE")
         if self.mode != "sparse" and self.mask is not None:
             raise ConfigError(f"a mask ({self.mask}) is used in mode sparse only: add --mode sparse")
         if self.mode == "lora" and self.mlp_only:
@@ -149,33 +141,26 @@ class RolloutOptions(ReferenceOptions):
     """Of loops that train on what the policy writes. Their batches count completions, not prompts, as TRL's do."""
 
     batch_size: int = option(8, "completions per forward pass of training")
-    n_minibatches: int = option(1, "optimizer steps in one pass over a rollout")
-    num_iterations: int = option(1, "passes over each rollout")
-    n_generations: int = option(8, "completions per prompt")
-    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out")
-    max_completion_length: int = option(256, "longest completion in tokens")
-    temperature: float = option(1.0, "sampling temperature, of the log-probabilities too")
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
-    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all")
+    n_minibatches: int = option(1, "optimizer steps in one pass over a rollout", at_least=1)
+    num_iterations: int = option(1, "passes over each rollout", at_least=1)
+    n_generations: int = option(8, "completions per prompt", at_least=1)
+    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
+    max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
+    temperature: float = option(1.0, "sampling temperature, of the log-probabilities too", above=0)
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", above=0, at_most=1)
+    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all", at_least=0)
     rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "what writes completions")
-    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take")
+    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take", above=0, at_most=1)
     reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")
     reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(self, 1, "n_minibatches num_iterations n_generations max_prompt_length max_completion_length")
-        require_at_least(self, 0, "top_k")
-        if not self.temperature > 0:
-            raise ConfigError(f"option 'temperature' is {self.temperature}: wanted more than 0")
-        for name in ("top_p", "vllm_gpu_memory_utilization"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted more than 0, at most 1")
         require_count("batch_size x gradient_accumulation_steps x n_minibatches", self.completions_per_step)
         if self.completions_per_step % self.n_generations:
             raise ConfigError(
                 f"batch_size {self.batch_size} x gradient_accumulation_steps {self.gradient_accumulation_steps} x "
-                f"n_minibatches {self.n_minibatches} = {self.completions_per_step} completions a step: wanted a "
+                f"n_minibatches {self.n_minibatches} = {self.completions_per_step} completions a step: expected a "
                 f"multiple of n_generations {self.n_generations}"
             )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
@@ -193,14 +178,6 @@ class RolloutOptions(ReferenceOptions):
     def examples_per_step(self) -> int:
         """Number of prompts per rollout."""
         return self.completions_per_step // self.n_generations
-
-
-def require_at_least(options: object, least: int, names: str) -> None:
-    """Raise ConfigError if one of the space-separated options `names` is set and smaller than `least`."""
-    for name in names.split():
-        value = getattr(options, name)
-        if value is not None and not value >= least:
-            raise ConfigError(f"option '{name}' is {value}: wanted at least {least}")
 
 
 def model_slug(name: str) -> str:

@@ -26,7 +26,7 @@ from .data.loaders import LoadData, data_loader
 from .data.prompts import PromptExample
 from .data.query_prompts import is_text_data, load_queries
 from .data.records import load_records
-from .options import RolloutOptions, require_at_least
+from .options import RolloutOptions
 from .policy.models import resolve_device
 from .policy.reference import rollout_logprobs
 from .policy.update_statistics import FILE as STATISTICS_FILE
@@ -59,7 +59,7 @@ def token_rewards(
     """
     empty = int((~mask.any(dim=1)).sum())
     if empty:
-        raise ValueError(f"{empty} of {len(mask)} completions have no token, wanted at least one in each")
+        raise ValueError(f"{empty} of {len(mask)} completions have no token, expected at least one in each")
     rewards = torch.where(mask, -kl_coefficient * (logprobs - ref_logprobs), 0.0)
     last = mask.long().cumsum(dim=1).argmax(dim=1, keepdim=True)  # the first of the largest counts
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
@@ -94,7 +94,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """
     inside = values[mask]
     if inside.numel() < 2:
-        raise ValueError(f"the mask has {inside.numel()} tokens, wanted at least 2 to whiten")
+        raise ValueError(f"the mask has {inside.numel()} tokens, expected at least 2 to whiten")
     variance, mean = torch.var_mean(inside)
     whitened = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
     return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
@@ -205,21 +205,25 @@ class PPOConfig(RolloutOptions):
     n_generations: int = option(1, "completions per prompt")
     max_completion_length: int = option(32, "longest completion in tokens")
 
-    gamma: float = option(1.0, "discount of later rewards, per token")
-    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation")
-    clip_range: float = option(0.2, "how far a token's ratio may go from 1")
-    value_clip_range: float = option(0.2, "how far a value may go from that of the rollout")
-    value_coefficient: float = option(0.1, "weight of the value loss")
+    gamma: float = option(1.0, "discount of later rewards, per token", at_least=0, at_most=1)
+    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation", at_least=0, at_most=1)
+    clip_range: float = option(0.2, "how far a token's ratio may go from 1", above=0)
+    value_clip_range: float = option(0.2, "how far a value may go from that of the rollout", above=0)
+    value_coefficient: float = option(0.1, "weight of the value loss", at_least=0)
     value_head_learning_rate: float | None = option(
-        None, "peak learning rate of the value head, which follows the same schedule; none is learning_rate"
+        None, "peak learning rate of the value head, which follows the same schedule; none is learning_rate", at_least=0
     )
-    kl_coefficient: float = option(0.2, "price of a token's divergence from the reference, at the first step")
+    kl_coefficient: float = option(
+        0.2, "price of a token's divergence from the reference, at the first step", at_least=0
+    )
     kl_target: float | None = option(
-        6.0, "divergence of a whole completion that the coefficient is adapted to; none keeps the coefficient"
+        6.0, "divergence of a whole completion that the coefficient is adapted to; none keeps the coefficient", above=0
     )
-    kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted")
+    kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted", above=0)
     early_stop_kl: float | None = option(
-        None, "no further pass over a rollout when the policy has moved from it by 1.5 times this per token"
+        None,
+        "end the passes over a rollout once the policy's divergence from it exceeds 1.5 times this per token",
+        above=0,
     )
 
     reward_model: str | None = option(
@@ -228,12 +232,16 @@ class PPOConfig(RolloutOptions):
     reward_label: str = option("POSITIVE", "label of the reward model, by name or number")
     reward_model_dtype: Literal["bf16", "fp32"] = option("fp32", "dtype of the reward model")
 
-    query_min_tokens: int = option(2, "of a dataset of texts: a prompt is at least so many of a text's first tokens")
-    query_max_tokens: int = option(8, "of a dataset of texts: a prompt is at most so many of a text's first tokens")
-    query_min_characters: int = option(200, "of a dataset of texts: texts are used that are longer")
+    query_min_tokens: int = option(
+        2, "for a dataset of texts: a prompt is at least this many of a text's first tokens", at_least=1
+    )
+    query_max_tokens: int = option(8, "for a dataset of texts: a prompt is at most this many of a text's first tokens")
+    query_min_characters: int = option(200, "for a dataset of texts: use longer texts only", at_least=0)
 
     statistics_steps: int | None = option(
-        None, "measure the update's sparsity and ranks every so many steps; keeps the start weights on the CPU"
+        None,
+        "measure the update's sparsity and ranks every so many steps; keeps the start weights on the CPU",
+        at_least=1,
     )
     statistics_include: list[str] | None = option(
         None, "shell patterns of the weight matrices whose ranks are taken; none takes all"
@@ -242,22 +250,13 @@ class PPOConfig(RolloutOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(self, 0, "value_coefficient value_head_learning_rate kl_coefficient query_min_characters")
-        require_at_least(self, 1, "query_min_tokens statistics_steps")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted 0 to 1")
-        for name in ("clip_range", "value_clip_range", "kl_target", "kl_horizon", "early_stop_kl"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"option '{name}' is {value}: wanted more than 0")
         if self.query_max_tokens < self.query_min_tokens:
             raise ConfigError(
-                f"option 'query_max_tokens' is {self.query_max_tokens}: wanted at least query_min_tokens "
+                f"option 'query_max_tokens' is {self.query_max_tokens}: expected at least query_min_tokens "
                 f"{self.query_min_tokens}"
             )
         if (self.reward_model is None) == (not self.reward_functions):
-            raise ConfigError("wanted a reward: --reward_model or --reward_functions, and not both")
+            raise ConfigError("expected a reward: --reward_model or --reward_functions, and not both")
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ class Scorer:
         if unscored:
             raise DataError(
                 f"no reward function applies to {len(unscored)} of {len(found.total)} completions, the first of the "
-                f"prompt {examples[unscored[0]].text!r}; PPO wants a score for each"
+                f"prompt {examples[unscored[0]].text!r}; PPO needs a score for each"
             )
         return found.total.to(run.device), {f"rewards/{name}": mean for name, mean in found.means().items()}
 

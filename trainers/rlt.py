@@ -33,8 +33,7 @@ from sparse_opt.errors import ConfigError
 from .data.lessons import Templates
 from .data.loaders import LoadData
 from .data.teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
-from .grpo import LossType, completion_metrics, group_advantages, update_on_rollout
-from .options import RolloutOptions, require_at_least
+from .grpo import GroupOptions, LossType, completion_metrics, group_advantages, update_on_rollout
 from .policy.models import resolve_device
 from .policy.reference import Reference, rollout_logprobs
 from .rewards.student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
@@ -47,7 +46,7 @@ PARTS_FILE = "reward_parts.jsonl"
 
 
 @dataclass(kw_only=True)
-class RLTConfig(Templates, RolloutOptions):
+class RLTConfig(Templates, GroupOptions):
     """Train a teacher to explain known solutions so that a student finds them likely."""
 
     learning_rate: float = option(1e-6, "peak learning rate")
@@ -57,8 +56,6 @@ class RLTConfig(Templates, RolloutOptions):
     temperature: float = option(0.7, "sampling temperature, of the teacher's log-probabilities too")
     beta: float = option(0.04, "weight of the k3 divergence from the reference in the loss; 0 needs no reference")
     loss_type: LossType = option("grpo", "how the loss is averaged over tokens; grpo is the paper's")
-    epsilon: float = option(0.2, "how far a token's ratio may go below 1 before it is clipped")
-    epsilon_high: float | None = option(None, "how far above 1; none is epsilon")
 
     student_model: str | None = option(
         None, "student: hub name or local folder, with the policy's vocabulary; none is the reference"
@@ -67,12 +64,15 @@ class RLTConfig(Templates, RolloutOptions):
         None,
         "of the student's log-probabilities; none is the sampling temperature",
         aliases=("unbias_student_log_probs_temp",),
+        above=0,
     )
     offload_untrained_models: bool = option(
         False, "keep student and reference in the host's memory but while they are used"
     )
     generation_aggregation_steps: int | None = option(
-        None, "sample for so many forward passes of training at once; none samples the step's whole rollout at once"
+        None,
+        "sample for so many forward passes of training at once; none samples the step's whole rollout at once",
+        at_least=1,
     )
     activate_debugging_logs: bool = option(
         False, f"write the parts of every completion's reward to {PARTS_FILE} in the output folder"
@@ -89,13 +89,11 @@ class RLTConfig(Templates, RolloutOptions):
     kl_reductions: list[Reduction] = option(
         ["mean", "max"], "of teacher's less student's log-probabilities", aliases=("reduction_kl_fn",)
     )
-    format_penalty: float = option(1.0, "what an explanation without its end tag costs")
+    format_penalty: float = option(1.0, "penalty of an explanation without its end tag", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_templates()
-        if self.n_generations < 2:
-            raise ConfigError(f"option 'n_generations' is {self.n_generations}: wanted at least 2, to compare")
         if self.reward_functions:
             raise ConfigError("option 'reward_functions': rlt has its own reward; give none")
         for name in ("solution", "kl"):
@@ -104,25 +102,17 @@ class RLTConfig(Templates, RolloutOptions):
                 raise ConfigError(
                     f"option '{name}_coefficients' has {len(coefficients)} values, {name}_reductions {len(reductions)}"
                 )
-        require_at_least(self, 0, "beta format_penalty")
-        if not 0 < self.epsilon < 1:
-            raise ConfigError(f"option 'epsilon' is {self.epsilon}: wanted more than 0 and less than 1")
-        if self.epsilon_high is not None and not self.epsilon_high > 0:
-            raise ConfigError(f"option 'epsilon_high' is {self.epsilon_high}: wanted more than 0, or none")
         if self.ref_name is not None and self.student_model is not None and self.beta == 0:
             raise ConfigError(
                 f"a reference ({self.ref_name}) is used with beta, or as the student: set --beta above 0, or no "
                 "student_model"
             )
-        require_at_least(self, 1, "generation_aggregation_steps")
-        if self.student_temperature is not None and not self.student_temperature > 0:
-            raise ConfigError(f"option 'student_temperature' is {self.student_temperature}: wanted more than 0")
         if self.generation_aggregation_steps is not None:
             at_once = self.batch_size * self.generation_aggregation_steps
             if at_once % self.n_generations or self.completions_per_step % at_once:
                 raise ConfigError(
                     f"batch_size {self.batch_size} x generation_aggregation_steps {self.generation_aggregation_steps} "
-                    f"= {at_once} completions sampled at once: wanted a multiple of n_generations "
+                    f"= {at_once} completions sampled at once: expected a multiple of n_generations "
                     f"{self.n_generations} that divides the step's {self.completions_per_step}"
                 )
 
@@ -178,10 +168,10 @@ def teacher_reward(
     ):
         shapes = [list(t.shape) for t in (solution_logprobs, solution_mask)]
         spans = [list(t.shape) for t in (teacher_logprobs, student_logprobs, explanation_mask)]
-        raise ValueError(f"solutions have shapes {shapes} and explanations {spans}, wanted [R, S] and [R, E]")
+        raise ValueError(f"solutions have shapes {shapes} and explanations {spans}, expected [R, S] and [R, E]")
     empty = int((~solution_mask.any(dim=1)).sum())
     if empty:
-        raise ValueError(f"{empty} of {len(solution_mask)} solutions have no token, wanted at least one in each")
+        raise ValueError(f"{empty} of {len(solution_mask)} solutions have no token, expected at least one in each")
     divergence = teacher_logprobs - student_logprobs
     reduced: dict[str, Tensor] = {}
     for how in solution_reductions:
@@ -211,7 +201,7 @@ def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -
         inside = torch.where(mask, values, outside)
         result = inside.amin(dim=1) if how == "min" else inside.amax(dim=1)
     else:
-        raise ValueError(f"reduction is {how!r}, wanted mean, sum, min or max")
+        raise ValueError(f"reduction is {how!r}, expected mean, sum, min or max")
     return torch.where(mask.any(dim=1), result, empty)
 
 
@@ -386,16 +376,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
                 assert reference is not None
                 with run.time("reference"):
                     ref_logprobs = rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
-            figures = update_on_rollout(
-                run,
-                sampled,
-                advantages,
-                ref_logprobs=ref_logprobs,
-                loss_type=config.loss_type,
-                beta=config.beta,
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high,
-            )
+            statistics = update_on_rollout(run, sampled, advantages, ref_logprobs=ref_logprobs)
             if run.samples_due(step) or parts is not None:
                 rows = judged.rows(sampled, examples, run.tokenizer)
                 run.log_samples(step, rows)
@@ -406,7 +387,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
             run.log(
                 step,
                 sampled.batch.n_tokens,
-                **figures,
+                **statistics,
                 **judged.means(),
                 **completion_metrics(sampled.sequences, sampled.ended),
                 reward_std=groups.std(dim=1).mean(),

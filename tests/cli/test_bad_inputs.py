@@ -70,13 +70,13 @@ def test_a_float_that_is_none_to_compute_with(train, algorithm, option, value):
         ("sft", "seed", "1" * 5000, "wanted int"),
         *(("sft", name, LARGE, "wanted at most 2147483647") for name in ("n_steps", "batch_size", "max_length")),
         ("sft", "gradient_accumulation_steps", 2**31 - 1, "wanted at most 2147483647"),
-        ("sft", "save_steps", 0, "wanted at least 1"),
-        ("sft", "adam_beta1", 1, "wanted at least 0, less than 1"),
+        ("sft", "save_steps", 0, "expected at least 1"),
+        ("sft", "adam_beta1", 1, "expected at least 0, less than 1"),
         ("grpo", "n_minibatches", 2**31 - 1, "wanted at most 2147483647"),
         ("grpo", "temperature", "1e-300", "wanted at least 1e-06"),
         ("sft", "delta_log_steps", "9" * 5000, "cannot read"),
-        *(("sft", "device", name, "wanted auto, cpu, cuda or cuda:N") for name in ("meta", "tpu:x", "mps", "xpu", "")),
-        ("sft", "resume_step", -1, "wanted at least 0"),
+        *(("sft", "device", name, "expected auto, cpu, cuda or") for name in ("meta", "tpu:x", "mps", "xpu", "")),
+        ("sft", "resume_step", -1, "expected at least 0"),
         ("sft", "resume_step", 3, "it is used with --resume only"),
     ],
 )
@@ -163,7 +163,7 @@ PAIR = b'{"prompt": "What?", "chosen": "a", "rejected": "b"}\n'
         (DEEP, "rows.jsonl"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"\n", "rows.jsonl"),
         (b"{}\n{}\n", "rows.jsonl"),
-        (b'{"prompt": 1, "chosen": 2, "rejected": 3}\n', "row 0: found 1; wanted a string"),
+        (b'{"prompt": 1, "chosen": 2, "rejected": 3}\n', "row 0: found 1; expected a string"),
         (
             b'{"prompt": [{"role": ["x"], "content": "a"}], "chosen": "b", "rejected": "c"}\n',
             "row 0: found the message",
@@ -217,7 +217,7 @@ def test_a_dataset_without_a_name(train):
         ("def f(**columns): 1 / 0", 1, "'f' failed: ZeroDivisionError: division by zero (own_rewards.py:1)"),
         ("f = dict", 1, "'f': no signature found for builtin type"),
         ("def f(**columns): return 3", 1, "'f' failed: TypeError"),
-        ("def f(completions, **columns): return ['x'] * len(completions)", 1, "returned 'x'; wanted a finite number"),
+        ("def f(completions, **columns): return ['x'] * len(completions)", 1, "returned 'x'; expected a finite number"),
     ],
 )
 def test_a_reward_function_that_fails(train, tmp_path, monkeypatch, source, code, said):

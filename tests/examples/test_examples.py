@@ -184,14 +184,14 @@ def test_lightning_clips_where_the_module_says_how():
         ).fit(module)
         return module.model
 
-    wanted = names["main"](["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)])
+    expected = names["main"](["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)])
     unclipped = names["main"](["--density", "0.1", "--max_grad_norm", "1e9"])
     for p, q, r, s in zip(
-        *(m.parameters() for m in (wanted, trained(Clipping), unclipped, trained(names["SparseTuning"]))), strict=True
+        *(m.parameters() for m in (expected, trained(Clipping), unclipped, trained(names["SparseTuning"]))), strict=True
     ):
         assert torch.equal(p, q)
         assert torch.equal(r, s)  # Lightning's own, which has nothing to clip
-    assert not all(torch.equal(p, r) for p, r in zip(wanted.parameters(), unclipped.parameters(), strict=True))
+    assert not all(torch.equal(p, r) for p, r in zip(expected.parameters(), unclipped.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", [p for p in ALL if "manual" not in p.values[0]])

@@ -108,9 +108,9 @@ def test_clip_higher_by_hand():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss_type": "ppo"}, "loss_type is 'ppo', wanted grpo, bnpo, dapo, dr_grpo or gspo"),
-        ({"loss_type": "dr_grpo"}, "wants max_completion_length"),
-        ({"beta": 0.1}, "beta is 0.1, which wants ref_logprobs"),
+        ({"loss_type": "ppo"}, "loss_type is 'ppo', expected grpo, bnpo, dapo, dr_grpo or gspo"),
+        ({"loss_type": "dr_grpo"}, "needs max_completion_length"),
+        ({"beta": 0.1}, "beta is 0.1, which needs ref_logprobs"),
         ({"advantages": torch.zeros(3)}, r"have shapes \[\[2, 3\], \[2, 3\], \[2, 3\], \[3\]\]"),
     ],
 )
@@ -324,19 +324,16 @@ def test_an_optimizer_step_agrees_with_trl(trl_trainer, loss_type, beta, correct
     model.zero_grad()
     sampled, ref = make_rollout(model)
 
-    run = grpo_run(model)
-    figures = update_on_rollout(
-        run,
-        sampled,
-        STEP_ADVANTAGES,
-        ref_logprobs=ref if beta else None,
+    run = grpo_run(
+        model,
         loss_type=loss_type,
         beta=beta,
         correct_k3=correct_k3,
         epsilon_high=0.28,
         mask_truncated_completions=mask_truncated,
     )
-    assert figures["clip_low"] > 0 and figures["clip_high"] > 0
+    statistics = update_on_rollout(run, sampled, STEP_ADVANTAGES, ref_logprobs=ref if beta else None)
+    assert statistics["clip_low"] > 0 and statistics["clip_high"] > 0
 
     counted = sampled.ended.tolist() if mask_truncated else [True] * len(sampled)
     losses = [
@@ -345,21 +342,20 @@ def test_an_optimizer_step_agrees_with_trl(trl_trainer, loss_type, beta, correct
     their_loss = sum(losses)
     their_loss.backward()
     # Per-token losses of about 1, from log-probabilities of up to 8, each from 320 logits reduced in another order.
-    assert figures["loss"].item() == pytest.approx(their_loss.item(), abs=8 * 8 * FP32_EPS)
+    assert statistics["loss"].item() == pytest.approx(their_loss.item(), abs=8 * 8 * FP32_EPS)
     assert len(run.grads) == 1
     for name, parameter in model.named_parameters():
         scale = parameter.grad.abs().max().item()
         torch.testing.assert_close(run.grads[0][name], parameter.grad, rtol=0, atol=200 * FP32_EPS * scale, msg=name)
 
 
-def test_the_ratios_figures(model):
-    """Counted by hand, beside what `update_on_rollout` reports."""
+def test_statistics_of_the_ratios(model):
+    """Counts by hand, compared with those of `update_on_rollout`."""
     disable_dropout(model)
     sampled, ref = make_rollout(model)
-    run = grpo_run(model, gradient_accumulation_steps=1, n_minibatches=2)
-    figures = update_on_rollout(
-        run, sampled, STEP_ADVANTAGES, ref_logprobs=ref, beta=0.05, epsilon=0.1, mask_truncated_completions=True
-    )
+    changes = {"beta": 0.05, "epsilon": 0.1, "mask_truncated_completions": True}
+    run = grpo_run(model, gradient_accumulation_steps=1, n_minibatches=2, **changes)
+    statistics = update_on_rollout(run, sampled, STEP_ADVANTAGES, ref_logprobs=ref)
     assert len(run.grads) == 2
     with torch.no_grad():
         logprobs = token_logprobs(model, sampled.batch)
@@ -380,7 +376,7 @@ def test_the_ratios_figures(model):
         "clip_high": high / len(ratios),
         "kl": sum(k3s) / len(k3s),
     }
-    assert {name: figures[name].item() for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert {name: statistics[name].item() for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_minibatch_is_averaged_over_its_own_tokens(model):

@@ -255,12 +255,12 @@ def test_dr_grpo_does_not_scale(options):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n_generations": 1}, r"'n_generations' is 1: wanted at least 2"),
-        ({"n_generations": 5}, r"= 16 completions a step: wanted a multiple of n_generations 5"),
-        ({"beta": -0.1}, r"'beta' is -0.1: wanted at least 0"),
-        ({"epsilon": 0.0}, r"'epsilon' is 0.0: wanted more than 0 and less than 1"),
+        ({"n_generations": 1}, r"'n_generations' is 1: expected at least 2"),
+        ({"n_generations": 5}, r"= 16 completions a step: expected a multiple of n_generations 5"),
+        ({"beta": -0.1}, r"'beta' is -0.1: expected at least 0"),
+        ({"epsilon": 0.0}, r"'epsilon' is 0.0: expected more than 0, less than 1"),
         ({"epsilon": 1.5}, r"'epsilon' is 1.5"),
-        ({"epsilon_high": -0.28}, r"'epsilon_high' is -0.28: wanted more than 0, or none"),
+        ({"epsilon_high": -0.28}, r"'epsilon_high' is -0.28: expected more than 0"),
         ({"eval_temperature": -1.0}, r"'eval_temperature' is -1.0"),
         ({"ref_name": "other"}, r"a reference \(other\) is used with beta only"),
     ],

@@ -44,6 +44,6 @@ def test_accuracy_rises_by_rejection_sampling(results, trained):
 
 
 def run_of(results, algorithm, trained, seed):
-    wanted = (algorithm, trained, seed)
-    (run,) = (r for r in results["runs"].values() if (r["algorithm"], r["trained"], r["seed"]) == wanted)
+    expected = (algorithm, trained, seed)
+    (run,) = (r for r in results["runs"].values() if (r["algorithm"], r["trained"], r["seed"]) == expected)
     return run

@@ -207,8 +207,8 @@ def test_compact_gradients_are_those_of_the_plain_computation():
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         compact = optimizer.compact_grad(parameter)
-        wanted = expected[name].view(-1)[mask[name].long()]
-        torch.testing.assert_close(compact, wanted, rtol=0, atol=200 * 2**-23 * expected[name].abs().max().item())
+        active = expected[name].view(-1)[mask[name].long()]
+        torch.testing.assert_close(compact, active, rtol=0, atol=200 * 2**-23 * expected[name].abs().max().item())
 
 
 def test_frozen_output_layer_gets_no_gradient():

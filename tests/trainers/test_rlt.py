@@ -278,7 +278,7 @@ def test_parts_of_a_rollout_are_sampled_in_turn():
     ("changes", "said"),
     [
         ({"reward_functions": ["math"]}, "'reward_functions': rlt has its own"),
-        ({"n_generations": 1}, "'n_generations' is 1: wanted at least 2"),
+        ({"n_generations": 1}, "'n_generations' is 1: expected at least 2"),
         ({"kl_coefficients": [3.0]}, "'kl_coefficients' has 1 values, kl_reductions 2"),
         ({"student_temperature": 0.0}, "'student_temperature' is 0.0"),
         ({"beta": -0.1}, "'beta' is -0.1"),
@@ -286,7 +286,10 @@ def test_parts_of_a_rollout_are_sampled_in_turn():
         ({"epsilon_high": 0.0}, "'epsilon_high' is 0.0"),
         ({"ref_name": "other", "student_model": "another", "beta": 0.0}, r"a reference \(other\) is used with beta"),
         ({"generation_aggregation_steps": 0}, "'generation_aggregation_steps' is 0"),
-        ({"generation_aggregation_steps": 3}, "= 12 completions sampled at once: wanted a multiple of n_generations 4"),
+        (
+            {"generation_aggregation_steps": 3},
+            "= 12 completions sampled at once: expected a multiple of n_gen",
+        ),
         ({"batch_size": 2, "generation_aggregation_steps": 1}, "= 2 completions sampled at once"),
         ({"student_answer": "{solution}"}, r"'student_answer' have no \{explanation\}"),
     ],

@@ -354,15 +354,15 @@ def test_engines_by_name(tokenizer):
         assert type(engine) is engine_class
         assert (engine.pad_id, engine.max_rows) == (tokenizer.pad_token_id, 3)
         assert engine.eos_ids == (tokenizer.eos_token_id, 1)
-    with pytest.raises(ConfigError, match="rollout_engine is 'sglang', wanted generate, continuous_batching or vllm"):
+    with pytest.raises(ConfigError, match="rollout_engine is 'sglang', expected generate, continuous_batching or vllm"):
         make_engine("sglang", model, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, wanted at least 1"),
-        ({"min_new_tokens": 9}, "min_new_tokens is 9, wanted 0 to max_new_tokens 8"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
+        ({"min_new_tokens": 9}, "min_new_tokens is 9, expected 0 to max_new_tokens 8"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0"),
@@ -382,7 +382,7 @@ def test_wrong_rollouts(engine_class):
         options = {"n_generations": 2, "sampling": Sampling(6), "pad_id": 0}
         return rollout(engine, model, prompts, **{**options, **changes})
 
-    with pytest.raises(ConfigError, match=r"2 prompts, of lengths \[2, 0\]: wanted none empty"):
+    with pytest.raises(ConfigError, match=r"2 prompts, of lengths \[2, 0\]: expected none empty"):
         run([[1, 2], []])
     with pytest.raises(ConfigError, match="0 prompts"):
         run([])
@@ -413,9 +413,9 @@ def test_positions_from_an_attention_mask():
 @pytest.mark.parametrize(
     ("completions", "message"),
     [
-        ([[5]], "1 completions, wanted 2"),
+        ([[5]], "1 completions, expected 2"),
         ([[5], []], "1 has 0 tokens"),
-        ([[5], [5] * 4], "1 has 4 tokens, wanted 1 to 3"),
+        ([[5], [5] * 4], "1 has 4 tokens, expected 1 to 3"),
     ],
 )
 def test_an_engine_that_returns_something_else(completions, message):

@@ -262,7 +262,7 @@ def test_a_mixture_of_experts_is_refused(make):
 
 def test_without_vllm_the_error_says_how_to_install_it(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"wants the package vllm .*: pip install 'sparse-opt\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package vllm .*: pip install 'sparse-opt\[vllm\]'"):
         make_engine("vllm", small(LlamaConfig), tokenizer)
 
 
@@ -282,7 +282,7 @@ def test_the_stand_in_has_vllms_arguments():
 @pytest.mark.gpu
 def test_vllm_itself_writes_what_the_policy_would_as_it_is_now():
     pytest.importorskip("vllm", reason="needs vllm: pip install 'sparse-opt[vllm]'")
-    # vLLM's kernels want heads of 32 numbers or more.
+    # vLLM's kernels need heads of 32 numbers or more.
     model = small(LlamaConfig, head_dim=64, max_position_embeddings=256).to("cuda", torch.bfloat16).train()
     before = snapshot(model)
     engine = VLLMEngine(model, eos_ids=NEVER, gpu_memory_utilization=0.2, max_length=64)

@@ -66,7 +66,7 @@ class Templates:
                 getattr(self, field_.name).encode()
             except UnicodeEncodeError as error:
                 raise ConfigError(f"option '{field_.name}' cannot be written as UTF-8: {error.reason}") from error
-        for names, wanted, others in (
+        for names, required, others in (
             (("teacher_system", "teacher_user", "teacher_start"), ("question", "solution"), ("explanation",)),
             (("student_system", "student_user"), ("question",), ("explanation", "solution")),
             (("student_answer",), ("explanation", "solution"), ("question",)),
@@ -74,16 +74,16 @@ class Templates:
         ):
             found = [field for name in names for field in FIELD.findall(getattr(self, name))]
             label = ", ".join(f"'{name}'" for name in names)
-            for field in wanted:
+            for field in required:
                 if field not in found:
                     raise ConfigError(f"the templates {label} have no {{{field}}}")
             for field in others:
                 if field in found:
                     raise ConfigError(f"the templates {label} have {{{field}}}, which does not belong there")
         if FIELD.findall(self.student_answer) != ["explanation", "solution"]:
-            raise ConfigError("option 'student_answer': wanted {explanation} and after it {solution}, each once")
+            raise ConfigError("option 'student_answer': expected {explanation} and after it {solution}, each once")
         if not self.explanation_end:
-            raise ConfigError("option 'explanation_end' is empty: wanted a tag, by which explanations are told to end")
+            raise ConfigError("option 'explanation_end' is empty: expected a tag that ends an explanation")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Ca
     """
     found = set(columns)
     question, solution, explanation = (
-        next((column for column in wanted if column in found), None)
-        for wanted in (QUESTION_COLUMNS, SOLUTION_COLUMNS, EXPLANATION_COLUMNS)
+        next((column for column in names if column in found), None)
+        for names in (QUESTION_COLUMNS, SOLUTION_COLUMNS, EXPLANATION_COLUMNS)
     )
     if question is not None and solution is not None:
 
@@ -145,7 +145,7 @@ def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Ca
         answer = _answer_pattern(templates.student_answer)
         return lambda row: _read_conversation(row["conversations"], answer)
     raise DataError(
-        f"dataset {name}: found columns ({', '.join(sorted(found))}); wanted one of ({', '.join(QUESTION_COLUMNS)}) "
+        f"dataset {name}: found columns ({', '.join(sorted(found))}); expected one of ({', '.join(QUESTION_COLUMNS)}) "
         f"with one of ({', '.join(SOLUTION_COLUMNS)}), or (conversations)"
     )
 
@@ -153,7 +153,7 @@ def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Ca
 def _text(row: dict[str, Any], column: str) -> str:
     value = row[column]
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"column '{column}' is {str(value)[:80]!r}: wanted text that is not empty")
+        raise DataError(f"column '{column}' is {str(value)[:80]!r}: expected text that is not empty")
     return value
 
 
@@ -171,10 +171,10 @@ def _answer_pattern(student_answer: str) -> re.Pattern[str]:
 def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
     said = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
     if not isinstance(said.get("user"), str) or not isinstance(said.get("assistant"), str):
-        raise DataError("column 'conversations': wanted a list of {from, value} with user and assistant")
+        raise DataError("column 'conversations': expected a list of {from, value} with user and assistant")
     match = answer.fullmatch(said["assistant"])
     if match is None:
         raise DataError(
-            f"the assistant says {said['assistant'][:80]!r}...: wanted an answer as template student_answer"
+            f"the assistant says {said['assistant'][:80]!r}...: expected an answer as template student_answer"
         )
     return Lesson(said["user"], match["solution"].strip(), match["explanation"])

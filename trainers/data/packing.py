@@ -39,7 +39,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
         if not 1 <= length <= capacity:
-            raise ValueError(f"sequence {index} has {length} tokens: wanted 1 to {capacity}")
+            raise ValueError(f"sequence {index} has {length} tokens: expected 1 to {capacity}")
         place = bisect.bisect_left(spaces, length)
         if place < len(spaces):
             space = spaces[place]
@@ -155,7 +155,7 @@ def check_packing(model: Any) -> None:
     if not error_norm <= allowed:
         raise ConfigError(
             f"option 'packing': {name} gives a packed sequence other logits than alone (by {error_norm:.2g} of their "
-            f"norm, wanted at most {allowed:.2g}); train it without"
+            f"norm, expected at most {allowed:.2g}); train it without"
         )
 
 

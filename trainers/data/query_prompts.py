@@ -55,7 +55,7 @@ def load_queries(
     """
     records = load_records(dataset, split)
     if not is_text_data(records.column_names):
-        raise DataError(f"dataset {dataset}: found columns ({', '.join(sorted(records.column_names))}); wanted text")
+        raise DataError(f"dataset {dataset}: found columns ({', '.join(sorted(records.column_names))}); expected text")
     rows = chosen_rows(records, dataset, subset_size, seed)
     generator = random.Random(seed)
     report = QueryReport(n_rows=len(rows))
@@ -67,7 +67,7 @@ def load_queries(
             raise DataError(f"dataset {dataset}, row {row}: {error}") from error
         text = columns[TEXT_COLUMN]
         if not isinstance(text, str):
-            raise DataError(f"dataset {dataset}, row {row}: text is {text!r}, wanted a string")
+            raise DataError(f"dataset {dataset}, row {row}: text is {text!r}, expected a string")
         # Drawn for every row, so that the length of one row does not affect the others.
         n_tokens = generator.randint(min_tokens, max_tokens)
         # The whole text: cut by the tokenizer, it would end with an EOS where it adds one. No warning of its length.

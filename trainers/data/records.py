@@ -64,7 +64,7 @@ def load_records(dataset: str, split: str = "train") -> Any:
     path = Path(dataset).expanduser()
     reader = _LOCAL_READERS.get(path.suffix)
     if reader is None and path.is_file():
-        raise DataError(f"dataset {path}: unknown file type '{path.suffix}', wanted {', '.join(_LOCAL_READERS)}")
+        raise DataError(f"dataset {path}: unknown file type '{path.suffix}', expected {', '.join(_LOCAL_READERS)}")
     if reader is not None and not path.is_file():
         raise DataError(f"dataset {path}: no such file")
     if reader is not None and path.stat().st_size == 0:
@@ -176,11 +176,11 @@ def prompt_reader(columns: Iterable[str], name: str) -> PromptReader:
 
 def _reader(columns: Iterable[str], name: str, formats: list[tuple[set[str], ReaderT]]) -> ReaderT:
     found = set(columns)
-    for wanted, read in formats:
-        if wanted <= found:
+    for needed, read in formats:
+        if needed <= found:
             return read
-    alternatives = " or ".join(f"({_listed(wanted)})" for wanted, _ in formats)
-    raise DataError(f"dataset {name}: found columns ({_listed(found)}); wanted {alternatives}")
+    alternatives = " or ".join(f"({_listed(needed)})" for needed, _ in formats)
+    raise DataError(f"dataset {name}: found columns ({_listed(found)}); expected {alternatives}")
 
 
 def _read_trl_pair(row: dict[str, Any]) -> Example:
@@ -225,7 +225,7 @@ def _read_messages(row: dict[str, Any]) -> Example:
     messages = _messages(row["messages"], "user")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         roles = [message["role"] for message in messages]
-        raise DataError(f"messages have the roles {roles}; wanted a prompt, and the assistant's answer last")
+        raise DataError(f"messages have the roles {roles}; expected a prompt, and the assistant's answer last")
     return Example(messages[:-1], (messages[-1:],))
 
 
@@ -249,7 +249,7 @@ def _read_question(row: dict[str, Any]) -> list[Message]:
 
 def _asking(messages: list[Message]) -> list[Message]:
     if messages[-1]["role"] == "assistant":
-        raise DataError("the prompt's last message is the assistant's; wanted the user's, for the assistant to answer")
+        raise DataError("the prompt's last message is the assistant's; expected a message of the user")
     return messages
 
 
@@ -264,7 +264,7 @@ def _messages(value: Any, role: str) -> list[Message]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise DataError(f"found {_shortened(value)}; wanted a string, a message or a list of messages")
+        raise DataError(f"found {_shortened(value)}; expected a string, a message or a list of messages")
     return [_message(message) for message in value]
 
 
@@ -274,8 +274,8 @@ def _message(message: Any) -> Message:
         content = message.get("content", message.get("value"))
         if isinstance(speaker, str) and speaker in _ROLES and isinstance(content, str):
             return {"role": _ROLES[speaker], "content": content}
-    wanted = f"wanted role and content, or from and value; roles are {_listed(_ROLES)}"
-    raise DataError(f"found the message {_shortened(message)}; {wanted}")
+    expected = f"expected role and content, or from and value; roles are {_listed(_ROLES)}"
+    raise DataError(f"found the message {_shortened(message)}; {expected}")
 
 
 def _shortened(value: Any) -> str:

@@ -131,7 +131,7 @@ def encode_lesson(
     if apart != whole:
         raise DataError(
             f"the tokenizer writes {_around_difference(apart, whole)!r} for pieces tokenized apart, "
-            f"{_around_difference(whole, apart)!r} for the whole; wanted the same"
+            f"{_around_difference(whole, apart)!r} for the whole; expected the same"
         )
     return TeacherExample(lesson, ids, text, *pieces)
 
@@ -149,7 +149,7 @@ def teacher_demonstration(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, te
         DataError: the lesson has no explanation.
     """
     if lesson.explanation is None:
-        raise DataError(f"no explanation; wanted a column of ({', '.join(EXPLANATION_COLUMNS)})")
+        raise DataError(f"no explanation; expected a column of ({', '.join(EXPLANATION_COLUMNS)})")
     prompt = teacher_prompt(tokenizer, lesson, templates)
     return {"prompt": prompt, "completion": lesson.explanation + templates.explanation_end}
 
@@ -243,7 +243,7 @@ def read_templates(file: Path) -> Templates:
     found = {field.name: options[field.name] for field in fields(Templates) if field.name in options}
     for name, value in found.items():
         if not isinstance(value, str):
-            raise ConfigError(f"option '{name}' in {file} is {value!r}: wanted text")
+            raise ConfigError(f"option '{name}' in {file} is {value!r}: expected text")
     templates = Templates(**found)
     templates.check_templates()
     return templates

@@ -24,7 +24,7 @@ def add_lora(model: Any, rank: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ConfigError(f"LoRA wants peft, which cannot be imported ({error}): pip install peft") from error
+        raise ConfigError(f"LoRA needs peft, which cannot be imported ({error}): pip install peft") from error
 
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -52,7 +52,7 @@ def shira_rank(model: Any, density: float) -> int:
     highest = min(m * n // (m + n) for m, n in shapes)
     if rank > highest:
         raise ConfigError(
-            f"SHiRA cannot have density {density:.3g}: it wants rank {rank}, and the smallest of this model's linear "
+            f"SHiRA cannot have density {density:.3g}: it needs rank {rank}, and the smallest of this model's linear "
             f"layers allows {highest}"
         )
     return rank
@@ -62,7 +62,7 @@ def require_shira_rank(model: Any, rank: int) -> None:
     """Raise ConfigError if `add_shira` does not support this rank; the model may be on the meta device."""
     for m, n in _shira_shapes(model):
         if rank * (m + n) > m * n:
-            raise ConfigError(f"SHiRA of rank {rank} wants {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
+            raise ConfigError(f"SHiRA of rank {rank} needs {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
 
 
 def _shira_shapes(model: Any) -> list[tuple[int, int]]:

@@ -94,8 +94,8 @@ class DenseAdamW(torch.optim.AdamW):
         """Restore the result of `state_dict()`; master weights are copied in place, bit for bit."""
         masters = state_dict["masters"]
         if (masters is None) != (self.masters is None):
-            saved, wanted = (value is not None for value in (masters, self.masters))
-            raise ValueError(f"the state was saved with master_weights={saved}, this optimizer has {wanted}")
+            saved, expected = (value is not None for value in (masters, self.masters))
+            raise ValueError(f"the state was saved with master_weights={saved}, this optimizer has {expected}")
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         if self.masters is not None:
             with torch.no_grad():

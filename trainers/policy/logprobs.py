@@ -216,7 +216,7 @@ def _linear_logprobs(
     fused: bool,
 ) -> Tensor:
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden states are {hidden.dtype} and the output layer's weight {weight.dtype}, wanted one")
+        raise ValueError(f"hidden states are {hidden.dtype} and the output layer's weight {weight.dtype}, expected one")
     flat: Tensor = _LinearLogprobs.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight.detach(),

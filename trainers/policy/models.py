@@ -34,9 +34,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"option 'device' is {name!r}: wanted auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"option 'device' is {name!r}: expected auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):  # meta has no values, and other devices are untested
-        raise ConfigError(f"option 'device' is '{name}': wanted auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"option 'device' is '{name}': expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -64,7 +64,7 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
     source = config.policy_name
     if config.checkpoint is not None:
         if not (config.checkpoint / "config.json").is_file():
-            raise DataError(f"checkpoint {config.checkpoint}: wanted a folder with config.json and weights")
+            raise DataError(f"checkpoint {config.checkpoint}: expected a folder with config.json and weights")
         source = str(config.checkpoint)
         _require_same_sizes(config.policy_name, source)
     model = load_model(source, config.dtype)

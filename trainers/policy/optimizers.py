@@ -74,7 +74,7 @@ def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | D
 def load_mask(config: TrainingOptions, model: nn.Module) -> MaskSet:
     """The mask from the file, checked against the model and restricted to MLP weights with `mlp_only`."""
     if config.mask is None:
-        raise ConfigError("mode sparse wants a mask file: --mask FILE")
+        raise ConfigError("mode sparse needs a mask file: --mask FILE")
     mask = MaskSet.load(config.mask, model)
     if config.mlp_only:
         names = [name for name in mask.names if is_mlp_parameter(name)]

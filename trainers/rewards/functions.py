@@ -50,8 +50,8 @@ _THINK, _END_OF_THINK = "<think>", "</think>"
 def exact_match(completions: Sequence[Text], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """1.0 if the completion's answer equals the row's, ignoring surrounding spaces; None if the row has no answer."""
     return [
-        None if wanted is None else float(answer_text(completion_text(completion)) == str(wanted).strip())
-        for completion, wanted in zip(completions, answer, strict=True)
+        None if expected is None else float(answer_text(completion_text(completion)) == str(expected).strip())
+        for completion, expected in zip(completions, answer, strict=True)
     ]
 
 
@@ -191,7 +191,7 @@ def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -
             missing.
     """
     if not names:
-        raise ConfigError(f"option 'reward_functions' is empty: wanted {', '.join(_BY_NAME)}, or module:function")
+        raise ConfigError(f"option 'reward_functions' is empty: expected {', '.join(_BY_NAME)}, or module:function")
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:
         raise ConfigError(f"option 'reward_functions' has '{twice[0]}' twice; weigh it with reward_weights")
@@ -199,7 +199,7 @@ def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -
         raise ConfigError(f"option 'reward_weights' has {len(weights)} values, reward_functions {len(names)}")
     for weight in weights or ():
         if not math.isfinite(weight):
-            raise ConfigError(f"option 'reward_weights' has {weight}: wanted finite numbers")
+            raise ConfigError(f"option 'reward_weights' has {weight}: expected finite numbers")
     short = [name.rpartition(":")[2] for name in names]
     functions = {
         shorter if short.count(shorter) == 1 else name: _load(name) for name, shorter in zip(names, short, strict=True)
@@ -221,7 +221,7 @@ def _load(name: str) -> RewardFunction:
         raise ConfigError(f"reward function '{name}': {module_name} has no function {function_name}")
     # An instance is a coroutine function if its class's __call__ is one.
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise ConfigError(f"reward function '{name}' is a coroutine (async def): wanted a plain function")
+        raise ConfigError(f"reward function '{name}' is a coroutine (async def): expected a plain function")
     loaded: RewardFunction = function
     return loaded
 
@@ -248,7 +248,7 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) 
     except (TypeError, ValueError) as error:  # a builtin may have no signature
         raise DataError(
             f"reward function '{name}': {error}; it is called with {', '.join(arguments)} (a function that does not "
-            "want all of them takes **kwargs)"
+            "accept all of them takes **kwargs)"
         ) from error
     try:
         returned = list(function(**arguments))
@@ -278,5 +278,5 @@ def _number(name: str, row: int, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"reward function '{name}', row {row}: returned {value!r}; wanted a finite number, or None")
+        raise DataError(f"reward function '{name}', row {row}: returned {value!r}; expected a finite number, or None")
     return number

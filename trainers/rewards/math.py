@@ -42,18 +42,18 @@ def math_reward(
         SparseOptError: called outside the main thread.
     """
     if answer is not None:
-        wanted = [None if value is None else _as_formula(str(value)) for value in answer]
+        expected = [None if value is None else _as_formula(str(value)) for value in answer]
     elif solution is not None:
-        wanted = [None if value is None else str(value) for value in solution]
+        expected = [None if value is None else str(value) for value in solution]
     else:
-        raise DataError("reward function 'math' wants a column answer or solution, and the dataset has neither")
+        raise DataError("reward function 'math' needs a column answer or solution, and the dataset has neither")
     from math_verify import parse, verify
 
     _require_main_thread()
     # The completions of a prompt share their expected answer.
-    golds = {text: parse(text, parsing_timeout=_PARSE_SECONDS) for text in set(wanted) if text is not None}
+    golds = {text: parse(text, parsing_timeout=_PARSE_SECONDS) for text in set(expected) if text is not None}
     rewards: list[float | None] = []
-    for completion, text in zip(completions, wanted, strict=True):
+    for completion, text in zip(completions, expected, strict=True):
         gold = golds[text] if text is not None else []
         right = verify(gold, _parsed(completion), timeout_seconds=_VERIFY_SECONDS) if gold else None
         rewards.append(None if right is None else float(right))
@@ -72,7 +72,7 @@ def require_math_verify() -> None:
         import math_verify  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"reward function 'math' wants math-verify, which cannot be imported ({error}): "
+            f"reward function 'math' needs math-verify, which cannot be imported ({error}): "
             "pip install 'sparse-opt[math]'"
         ) from error
 
@@ -101,5 +101,5 @@ def _require_main_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise SparseOptError(
             f"reward function 'math' was called in thread {threading.current_thread().name}: math-verify bounds its "
-            "time by an alarm signal, which wants the main thread"
+            "time by an alarm signal, which only the main thread can set"
         )

@@ -56,7 +56,7 @@ class DatagenConfig(SamplingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature == 0:
-            raise ConfigError("option 'temperature' is 0: rejection sampling draws, wanted more than 0")
+            raise ConfigError("option 'temperature' is 0: rejection sampling draws, expected more than 0")
 
 
 @dataclass

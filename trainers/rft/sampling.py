@@ -28,7 +28,7 @@ from sparse_opt.tensors import compact_json
 
 from ..data.encoding import require_known_tokens
 from ..data.prompts import PromptExample, load_prompts
-from ..options import TrainingOptions, model_slug, require_at_least
+from ..options import TrainingOptions, model_slug
 from ..policy.models import load_policy, load_tokenizer, resolve_device
 from ..rewards.functions import Rewards, load_rewards
 from ..rollouts import Engine, Sampling, make_engine
@@ -53,18 +53,20 @@ class SamplingOptions:
     checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name")
     dataset: str = option(help="prompts with what the rewards read, as a rule the answer: hub name or local file")
     dataset_split: str = option("train", "split of a hub dataset")
-    subset_size: int | None = option(None, "take this many prompts, drawn with the seed")
+    subset_size: int | None = option(None, "take this many prompts, drawn with the seed", at_least=1)
 
-    n_generations: int = option(8, "completions per prompt")
-    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out")
-    max_completion_length: int = option(256, "longest completion in tokens")
-    temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token")
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
-    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all")
-    prompts_per_batch: int = option(32, "prompts whose completions are sampled together, seeded and kept as one block")
+    n_generations: int = option(8, "completions per prompt", at_least=1)
+    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
+    max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
+    temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token", at_least=0)
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", above=0, at_most=1)
+    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all", at_least=0)
+    prompts_per_batch: int = option(
+        32, "prompts whose completions are sampled together, seeded and kept as one block", at_least=1
+    )
     max_rows: int | None = option(None, "completions in flight at once; none is all of a block's")
     rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "what writes completions")
-    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take")
+    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take", above=0, at_most=1)
 
     reward_functions: list[str] = option(["math"], "rewards by name or as module:function, several with commas")
     reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
@@ -87,15 +89,8 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         require_number_ranges(self)
         require_count("prompts_per_batch x n_generations", self.prompts_per_batch * self.n_generations)
-        require_at_least(self, 1, "subset_size n_generations max_prompt_length max_completion_length prompts_per_batch")
-        require_at_least(self, 0, "temperature top_k")
-        for name in ("top_p", "vllm_gpu_memory_utilization"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"option '{name}' is {getattr(self, name)}: wanted more than 0, at most 1")
-        if not math.isfinite(self.reward_threshold):
-            raise ConfigError(f"option 'reward_threshold' is {self.reward_threshold}: wanted a number")
         if not self.reward_functions:
-            raise ConfigError("option 'reward_functions' is empty: wanted what verifies a completion")
+            raise ConfigError("option 'reward_functions' is empty: expected what verifies a completion")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
             raise ConfigError(
                 f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
@@ -104,7 +99,7 @@ class SamplingOptions:
         if self.temperature == 0 and self.n_generations > 1:
             raise ConfigError(
                 f"option 'n_generations' is {self.n_generations} at temperature 0: all completions of a prompt would "
-                "be the same; wanted 1"
+                "be the same; expected 1"
             )
 
     def folder(self, stage: str) -> Path:

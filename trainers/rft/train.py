@@ -12,7 +12,6 @@ This stage is `sft.train` with the paper's learning rate; the other stages are i
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,10 +38,15 @@ class RFTConfig(sft.SFTConfig):
 
     learning_rate: float = option(2e-5, "peak learning rate")
     learning_rate_scale: float = option(
-        1.0, "multiplies the learning rate: for profiles, whose masks may want another rate than dense training"
+        1.0,
+        "multiplies the learning rate; for profiles, because masks and dense training need different rates",
+        above=0,
     )
     mask_density: float | None = option(
-        None, "in mode sparse without a mask file: make a random mask of this share, drawn with the seed, in masks/"
+        None,
+        "in mode sparse without a mask file: make a random mask of this share, drawn with the seed, in masks/",
+        above=0,
+        at_most=1,
     )
     mask_pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = option(
         "element", "how the random mask takes elements"
@@ -64,10 +68,6 @@ class RFTConfig(sft.SFTConfig):
         return presets
 
     def __post_init__(self) -> None:
-        if not 0 < self.learning_rate_scale < math.inf:
-            raise ConfigError(f"option 'learning_rate_scale' is {self.learning_rate_scale}: wanted more than 0, finite")
-        if self.mask_density is not None and not 0 < self.mask_density <= 1:
-            raise ConfigError(f"option 'mask_density' is {self.mask_density}: wanted more than 0, at most 1")
         if self.mode == "sparse" and self.mask is None and self.mask_density is not None:
             self.mask = self._random_mask_file()
         super().__post_init__()

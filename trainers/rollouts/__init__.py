@@ -71,7 +71,7 @@ def make_engine(
             max_length=max_length,
             max_rows=max_rows,
         )
-    raise ConfigError(f"rollout_engine is {name!r}, wanted generate, continuous_batching or vllm")
+    raise ConfigError(f"rollout_engine is {name!r}, expected generate, continuous_batching or vllm")
 
 
 def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any) -> Engine:

@@ -65,12 +65,12 @@ class ContinuousBatchingEngine:
         self.attention = attention
         if not hasattr(self.model, "init_continuous_batching"):
             raise ConfigError(
-                f"rollout_engine continuous_batching wants a transformers model, found {type(self.model).__name__}"
+                f"rollout_engine continuous_batching needs a transformers model, found {type(self.model).__name__}"
             )
         takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         if not takes_positions or getattr(self.model.config.get_text_config(), "alibi", False):
             raise ConfigError(
-                f"rollout_engine continuous_batching wants a model that takes position ids, which "
+                f"rollout_engine continuous_batching needs a model that takes position ids, which "
                 f"{type(self.model).__name__} does not: use generate"
             )
 

@@ -31,17 +31,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}, wanted at least 1")
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ConfigError(
-                f"min_new_tokens is {self.min_new_tokens}, wanted 0 to max_new_tokens {self.max_new_tokens}"
+                f"min_new_tokens is {self.min_new_tokens}, expected 0 to max_new_tokens {self.max_new_tokens}"
             )
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}, wanted at least 0 (0: the most likely token)")
+            raise ConfigError(f"temperature is {self.temperature}, expected at least 0 (0: the most likely token)")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}, wanted more than 0 and at most 1")
+            raise ConfigError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
         if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}, wanted at least 0 (0: all tokens)")
+            raise ConfigError(f"top_k is {self.top_k}, expected at least 0 (0: all tokens)")
 
     @property
     def greedy(self) -> bool:
@@ -166,7 +166,7 @@ def rollout(
         SparseOptError: the engine failed, or returned completions that do not match the request.
     """
     if rows_per_pass is not None and rows_per_pass < 1:
-        raise ConfigError(f"rows_per_pass is {rows_per_pass}, wanted at least 1")
+        raise ConfigError(f"rows_per_pass is {rows_per_pass}, expected at least 1")
     device = next(model.parameters()).device
     batch, ended, sequences = sample(
         engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device
@@ -204,9 +204,9 @@ def sample(
         SparseOptError: the engine failed, or returned completions that do not match the request.
     """
     if not prompts or not all(map(len, prompts)):
-        raise ConfigError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: wanted none empty")
+        raise ConfigError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: expected none empty")
     if n_generations < 1:
-        raise ConfigError(f"n_generations is {n_generations}, wanted at least 1")
+        raise ConfigError(f"n_generations is {n_generations}, expected at least 1")
     completions = engine.generate(prompts, n_generations, sampling)
     _check(completions, len(prompts) * n_generations, sampling.max_new_tokens)
     repeated = [prompt for prompt in prompts for _ in range(n_generations)]
@@ -221,11 +221,11 @@ def sample(
 
 def _check(completions: Sequence[Sequence[int]], n: int, longest: int) -> None:
     if len(completions) != n:
-        raise SparseOptError(f"the rollout engine returned {len(completions)} completions, wanted {n}")
+        raise SparseOptError(f"the rollout engine returned {len(completions)} completions, expected {n}")
     for row, completion in enumerate(completions):
         if not 1 <= len(completion) <= longest:
             raise SparseOptError(
-                f"the rollout engine's completion {row} has {len(completion)} tokens, wanted 1 to {longest}"
+                f"the rollout engine's completion {row} has {len(completion)} tokens, expected 1 to {longest}"
             )
 
 
@@ -244,13 +244,13 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     for token in tokens:
         if type(token) is not int or token < 0:
             raise DataError(
-                f"eos_token_id of the generation settings of {type(model).__name__} is {own!r}: wanted token ids"
+                f"eos_token_id of the generation settings of {type(model).__name__} is {own!r}: expected token ids"
             )
     found += tokens
     if not found:
         raise ConfigError(
             f"neither the tokenizer nor the generation settings of {type(model).__name__} name an EOS token, "
-            "which a rollout wants"
+            "which a rollout needs"
         )
     return tuple(dict.fromkeys(found))
 

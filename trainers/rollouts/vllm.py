@@ -133,7 +133,7 @@ class VLLMEngine:
                     self._llm.sleep(level=2)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         if len(completions) != len(rows):
-            raise SparseOptError(f"vLLM returned {len(completions)} completions, wanted {len(rows)}")
+            raise SparseOptError(f"vLLM returned {len(completions)} completions, expected {len(rows)}")
         return completions
 
     def _wake_up(self, tag: str) -> None:
@@ -210,7 +210,7 @@ def _import_vllm() -> Any:
         return importlib.import_module("vllm")
     except ImportError as error:
         raise ConfigError(
-            f"rollout_engine vllm wants the package vllm ({error}): pip install 'sparse-opt[vllm]', on a machine with "
+            f"rollout_engine vllm needs the package vllm ({error}): pip install 'sparse-opt[vllm]', on a machine with "
             "a CUDA GPU"
         ) from error
 

@@ -92,7 +92,7 @@ def test_demonstration_formats(row, expected):
 
 
 @pytest.mark.parametrize(
-    ("reader", "columns", "wanted"),
+    ("reader", "columns", "expected"),
     [
         (preference_reader, ["prompt", "chosen"], ["(chosen, prompt)", "(chosen, prompt, rejected)", "question"]),
         (preference_reader, ["prompt", "completion"], ["(completion, prompt)", "(chosen, conversations, rejected)"]),
@@ -103,12 +103,12 @@ def test_demonstration_formats(row, expected):
         ),
     ],
 )
-def test_missing_column_names_file_found_and_wanted(reader, columns, wanted):
+def test_missing_column_names_file_found_and_expected(reader, columns, expected):
     with pytest.raises(DataError) as error:
         reader(columns, "my/file.jsonl")
     message = str(error.value)
     assert "my/file.jsonl" in message
-    assert [part for part in wanted if part not in message] == [], message
+    assert [part for part in expected if part not in message] == [], message
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_missing_column_names_file_found_and_wanted(reader, columns, wanted):
         ({"chosen": "2 + 2? 4", "rejected": "2 + 2? 5"}, "'prompt' is missing"),
         ({"chosen": [RIGHT, RIGHT], "rejected": [WRONG, WRONG]}, "share no first message"),
         ({"prompt": [{"role": "wizard", "content": "x"}], "chosen": [RIGHT], "rejected": [WRONG]}, "wizard"),
-        ({"prompt": [{"role": "user"}], "chosen": [RIGHT], "rejected": [WRONG]}, "wanted role and content"),
+        ({"prompt": [{"role": "user"}], "chosen": [RIGHT], "rejected": [WRONG]}, "expected role and content"),
         ({"messages": [USER]}, "roles ['user']"),
     ],
 )
@@ -132,7 +132,7 @@ def test_files_that_cannot_be_read_give_one_error(tmp_path, caplog, capsys):
     with pytest.raises(DataError, match=r"nothing\.jsonl: no such file"):
         load_records(str(tmp_path / "nothing.jsonl"))
     (tmp_path / "data.csv").write_text("a,b\n")
-    with pytest.raises(DataError, match=r"unknown file type '\.csv', wanted \.json"):
+    with pytest.raises(DataError, match=r"unknown file type '\.csv', expected \.json"):
         load_records(str(tmp_path / "data.csv"))
     (tmp_path / "torn.jsonl").write_text('{"prompt": "a", "cho')
     with pytest.raises(DataError, match=r"torn\.jsonl: cannot be read"):

@@ -63,7 +63,7 @@ def test_best_fit():
 
 @pytest.mark.parametrize("length", [0, 9])
 def test_a_length_that_fits_no_row_is_refused(length):
-    with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens: wanted 1 to 8"):
+    with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens: expected 1 to 8"):
         pack([3, length], 8)
 
 

@@ -132,7 +132,7 @@ def test_subset_is_drawn_with_the_seed(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "part"),
     [
-        ([{"text": "2 plus 2"}], r"found columns \(text\); wanted \(prompt\) or \(problem\) or \(question\)"),
+        ([{"text": "2 plus 2"}], r"found columns \(text\); expected \(prompt\) or \(problem\) or \(question\)"),
         ([{"prompt": [USER]}, {"prompt": [USER, ANSWER]}], "row 1: the prompt's last message is the assistant's"),
         ([{"problem": "2 plus 2"}, {"problem": None}], "row 1: found null"),
     ],

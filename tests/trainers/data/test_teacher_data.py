@@ -127,13 +127,13 @@ def test_rows_by_their_columns(row, lesson):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"question": "q", "chosen": "c"}, r"rows: found columns \(chosen, question\); wanted one of \(question, "),
+        ({"question": "q", "chosen": "c"}, r"rows: found columns \(chosen, question\); expected one of \(question, "),
         ({"question": "q", "solution": " "}, "column 'solution' is ' '"),
         ({"question": None, "solution": "s"}, "column 'question' is 'None'"),
         ({"conversations": [{"from": "user", "value": "q"}]}, "with user and assistant"),
         (
             {"conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "It is 4."}]},
-            r"says 'It is 4\.'\.\.\.: wanted an answer as template student_answer",
+            r"says 'It is 4\.'\.\.\.: expected an answer as template student_answer",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
     [
         ({"teacher_start": "explain: "}, r"'teacher_start' have no \{solution\}"),
         ({"student_user": "{question} {solution}"}, r"have \{solution\}, which does not belong there"),
-        ({"student_answer": "{solution} {explanation}"}, r"'student_answer': wanted \{explanation\} and after it"),
+        ({"student_answer": "{solution} {explanation}"}, r"'student_answer': expected \{explanation\} and after it"),
         ({"explanation_end": ""}, "'explanation_end' is empty"),
     ],
 )
@@ -218,5 +218,5 @@ def test_demonstrations_are_trained_after_the_prompt_that_a_teacher_gets(
         assert completion == f"{lesson.explanation}<|end_of_explanation|></s>"
     assert main(words) == 2
     assert f"{output} exists" in capsys.readouterr().err
-    with pytest.raises(DataError, match="no explanation; wanted a column of"):
+    with pytest.raises(DataError, match="no explanation; expected a column of"):
         teacher_demonstration(chat_tokenizer, Lesson("q", "s"), Templates())

@@ -221,8 +221,8 @@ def test_all_gradients_beside_a_plain_computation():
     (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
     for name, parameter in model.named_parameters():
         if (compact := tiles.compact_grad(parameter)) is not None:
-            wanted = expected[name][tiles.mask.bool(name)]
-            torch.testing.assert_close(compact, wanted, rtol=0, atol=200 * EPS32 * expected[name].abs().max().item())
+            active = expected[name][tiles.mask.bool(name)]
+            torch.testing.assert_close(compact, active, rtol=0, atol=200 * EPS32 * expected[name].abs().max().item())
 
 
 def test_a_tile_that_begins_above_a_slice_is_an_error(monkeypatch):

@@ -245,7 +245,7 @@ def test_the_rank_of_sparse_adapters_is_the_closest(density):
 
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu", "tpu:x", "cuda:x", ""])
 def test_devices_that_cannot_train(name):
-    with pytest.raises(ConfigError, match="wanted auto, cpu, cuda or cuda:N$"):
+    with pytest.raises(ConfigError, match="expected auto, cpu, cuda or cuda:N$"):
         resolve_device(name)
 
 
@@ -260,7 +260,7 @@ def test_a_gpu_that_is_not_there():
 def test_sparse_adapters_that_cannot_be():
     with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.01: .* of rank 1, is 0.0604$"):
         shira_rank(small(LlamaConfig), 0.01)
-    with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.9: it wants rank 15, .* allows 10$"):
+    with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.9: it needs rank 15, .* allows 10$"):
         shira_rank(small(LlamaConfig), 0.9)
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1))
     with pytest.raises(
@@ -268,7 +268,7 @@ def test_sparse_adapters_that_cannot_be():
     ):
         shira_rank(gpt2, 0.5)
     pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
-    with pytest.raises(ConfigError, match="^SHiRA of rank 11 wants 528 values of a weight of 16 x 32 = 512$"):
+    with pytest.raises(ConfigError, match="^SHiRA of rank 11 needs 528 values of a weight of 16 x 32 = 512$"):
         add_shira(small(LlamaConfig), rank=11, seed=0)
     with pytest.raises(ConfigError, match="c_attn is a Conv1D$"):
         add_shira(gpt2, rank=1, seed=0)

@@ -85,7 +85,7 @@ def test_a_plain_model_is_found_to_be_one(all_logits, caplog, config_class, tied
     expected_grads = grads_of(model, plain_logprobs(model, batch))
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.enable_input_require_grads()  # the reentrant kind wants an input with a gradient
+        model.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
     found_grads = grads_of(model, token_logprobs(model, batch))
     assert_same_gradients(found_grads, expected_grads)
     assert not all_logits and not caplog.records

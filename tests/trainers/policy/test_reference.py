@@ -62,9 +62,9 @@ def test_another_model_as_the_reference(dpo_options, mask_file, model, tokenizer
     )
     _, reference, _ = trained_a_little(config)
     with torch.no_grad():
-        wanted = completion_logprobs(model, BATCH)
+        expected = completion_logprobs(model, BATCH)
     with torch.no_grad(), reference.weights():
-        assert torch.equal(completion_logprobs(reference.model, BATCH), wanted)
+        assert torch.equal(completion_logprobs(reference.model, BATCH), expected)
 
 
 def test_a_reference_that_is_missing_is_named(dpo_options, tmp_path):

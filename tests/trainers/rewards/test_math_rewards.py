@@ -36,11 +36,11 @@ PAIRS = [
 def test_solutions_are_judged_as_trl_judges_them():
     texts, solutions = map(list, zip(*PAIRS, strict=True))
     completions = [[{"role": "assistant", "content": text}] for text in texts]
-    wanted = accuracy_reward(completions, solutions)
-    assert {1.0, 0.0, None} == set(wanted)
-    assert math_reward(completions, solution=solutions) == wanted
-    assert math_reward(texts, solution=solutions) == wanted
-    assert math_reward(completions, answer=None, solution=solutions) == wanted
+    expected = accuracy_reward(completions, solutions)
+    assert {1.0, 0.0, None} == set(expected)
+    assert math_reward(completions, solution=solutions) == expected
+    assert math_reward(texts, solution=solutions) == expected
+    assert math_reward(completions, answer=None, solution=solutions) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_answer_goes_before_solution():
 def test_no_right_answer_is_none():
     assert math_reward([r"\boxed{4}"] * 2, answer=[None, "4"]) == [None, 1.0]
     assert math_reward([r"\boxed{4}"], solution=["No solution."]) == [None]
-    with pytest.raises(DataError, match="wants a column answer or solution"):
+    with pytest.raises(DataError, match="needs a column answer or solution"):
         math_reward([r"\boxed{4}"])
 
 
@@ -82,7 +82,7 @@ def test_another_thread_is_refused():
 
     def call() -> None:
         for function in (lambda: math_reward([r"\boxed{4}"], answer=["4"]), lambda: answered([r"\boxed{4}"])):
-            with pytest.raises(SparseOptError, match="in thread elsewhere.*wants the main thread") as error:
+            with pytest.raises(SparseOptError, match="in thread elsewhere.*only the main thread can set") as error:
                 function()
             errors.append(error)
 
@@ -94,6 +94,6 @@ def test_another_thread_is_refused():
 
 def test_missing_math_verify_says_how_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match=r"wants math-verify.*pip install 'sparse-opt\[math\]'"):
+    with pytest.raises(ConfigError, match=r"needs math-verify.*pip install 'sparse-opt\[math\]'"):
         load_rewards(["think_format", "math"])
     load_rewards(["think_format"])

@@ -27,8 +27,8 @@ def score(rewards: Rewards, completions: list[str], prompts: list | None = None,
     return rewards.score(prompts or ["2+2="] * len(completions), completions, [[7]] * len(completions), columns)
 
 
-def same(values: torch.Tensor, wanted: list[float]) -> bool:
-    return torch.equal(values.nan_to_num(nan=-99.0), torch.tensor(wanted).nan_to_num(nan=-99.0))
+def same(values: torch.Tensor, expected: list[float]) -> bool:
+    return torch.equal(values.nan_to_num(nan=-99.0), torch.tensor(expected).nan_to_num(nan=-99.0))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ THOUGHTS = [
 
 def test_think_format_is_trls():
     completions = [[{"role": "assistant", "content": text}] for text in THOUGHTS]
-    wanted = think_format_reward(completions)
-    assert 0 < sum(wanted) < len(wanted)
-    assert think_format(completions) == wanted
-    assert think_format(THOUGHTS) == wanted
+    expected = think_format_reward(completions)
+    assert 0 < sum(expected) < len(expected)
+    assert think_format(completions) == expected
+    assert think_format(THOUGHTS) == expected
 
 
 def test_boxed_format():
@@ -151,16 +151,16 @@ def test_sum_is_trls():
     values = torch.randn(40, 3, generator=generator)
     values[torch.rand(40, 3, generator=generator) < 0.5] = math.nan
     weights = torch.tensor([0.3, -1.7, 2.0])
-    wanted = (values * weights.unsqueeze(0)).nansum(dim=1)
-    wanted[torch.isnan(values).all(dim=1)] = math.nan
-    assert wanted.isnan().any()
+    expected = (values * weights.unsqueeze(0)).nansum(dim=1)
+    expected[torch.isnan(values).all(dim=1)] = math.nan
+    assert expected.isnan().any()
 
     def column(index: int):
         returned = [None if math.isnan(value) else value for value in values[:, index].tolist()]
         return lambda **kwargs: returned
 
     rewards = Rewards({str(index): column(index) for index in range(3)}, tuple(weights.tolist()))
-    assert same(score(rewards, ["x"] * 40).total, wanted.tolist())
+    assert same(score(rewards, ["x"] * 40).total, expected.tolist())
 
 
 def test_a_function_that_applies_to_nothing_has_no_mean():
@@ -173,7 +173,7 @@ def test_a_function_that_applies_to_nothing_has_no_mean():
 )
 def test_no_number_is_refused_with_function_and_row(value):
     rewards = Rewards({"mine": lambda **kwargs: [1.0, None, value]}, (1.0,))
-    with pytest.raises(DataError, match="reward function 'mine', row 2: returned .*wanted a finite number, or None"):
+    with pytest.raises(DataError, match="reward function 'mine', row 2: returned .*expected a finite number, or None"):
         score(rewards, ["x"] * 3)
 
 
@@ -208,11 +208,11 @@ def test_errors_inside_a_function_are_its_own():
 @pytest.mark.parametrize(
     ("names", "weights", "part"),
     [
-        ([], None, "is empty: wanted math, exact_match"),
+        ([], None, "is empty: expected math, exact_match"),
         (["exact_mach"], None, "unknown reward function 'exact_mach': the nearest is 'exact_match'"),
         (["think_format", "think_format"], None, "'think_format' twice"),
         (["think_format"], [1.0, 2.0], "has 2 values, reward_functions 1"),
-        (["think_format"], [math.nan], "nan: wanted finite"),
+        (["think_format"], [math.nan], "nan: expected finite"),
         (["no_such_module_here:f"], None, "cannot import no_such_module_here: No module named"),
         (["my_rewards:f"], None, "my_rewards has no function f"),
         (["my_rewards:one"], None, "my_rewards has no function one"),

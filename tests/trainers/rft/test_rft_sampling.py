@@ -258,14 +258,14 @@ def test_an_option_that_came_later_had_its_default(options, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("config_class", "changes", "message"),
     [
-        (DatagenConfig, {"n_generations": 0}, "'n_generations' is 0: wanted at least 1"),
+        (DatagenConfig, {"n_generations": 0}, "'n_generations' is 0: expected at least 1"),
         (DatagenConfig, {"prompts_per_batch": 0}, "'prompts_per_batch' is 0"),
-        (DatagenConfig, {"top_p": 0.0}, "'top_p' is 0.0: wanted more than 0"),
+        (DatagenConfig, {"top_p": 0.0}, "'top_p' is 0.0: expected more than 0"),
         (DatagenConfig, {"temperature": 0.0, "n_generations": 1}, "'temperature' is 0: rejection sampling draws"),
         (TestConfig, {"n_generations": 2}, "'n_generations' is 2 at temperature 0"),
         (DatagenConfig, {"reward_functions": []}, "'reward_functions' is empty"),
         (DatagenConfig, {"reward_weights": [1.0, 2.0]}, "'reward_weights' has 2 values, reward_functions 1"),
-        (DatagenConfig, {"reward_threshold": float("nan")}, "'reward_threshold' is nan: wanted a number"),
+        (DatagenConfig, {"reward_threshold": float("nan")}, "'reward_threshold' is nan"),
     ],
 )
 def test_options_that_cannot_be(options, config_class, changes, message):
@@ -279,7 +279,7 @@ GRADED = ["42", "42 ", "43", "the 42!", "skip", "42..."]
 
 
 @pytest.mark.parametrize(
-    ("changes", "wanted", "counts"),
+    ("changes", "expected", "counts"),
     [
         ({}, ["42", "the 42!"], (2, 1, 1, 0)),
         ({"deduplicate": "none"}, ["42", "42 ", "the 42!"], (2, 1, 0, 0)),
@@ -289,17 +289,17 @@ GRADED = ["42", "42 ", "43", "the 42!", "skip", "42..."]
         ({"reward_threshold": 3.0}, [], (6, 0, 0, 0)),
     ],
 )
-def test_what_is_kept(options, scripted, prompts_file, changes, wanted, counts):
+def test_what_is_kept(options, scripted, prompts_file, changes, expected, counts):
     engine = scripted(GRADED)
     config = options(
         **{"reward_functions": ["rft_worlds:graded"], "n_generations": 6, "subset_size": 1, "seed": 0, **changes}
     )
     report = datagen(config)
-    assert [row["completion"] for row in kept(report)] == wanted
+    assert [row["completion"] for row in kept(report)] == expected
     names = ("n_wrong", "n_unfinished", "n_duplicates", "n_not_chosen")
     assert tuple(report[name] for name in names) == counts
-    assert report["n_kept"] == len(wanted) == 6 - sum(counts)
-    assert report["n_prompts_kept"] == report["solved"] == bool(wanted)
+    assert report["n_kept"] == len(expected) == 6 - sum(counts)
+    assert report["n_prompts_kept"] == report["solved"] == bool(expected)
     threshold = changes.get("reward_threshold", 1.0)
     n_right = sum(reward >= threshold for reward in (1, 1, 0, 2, 1 + (len("42...") > 4)))
     assert (report["n_completions"], report["n_judged"]) == (6, 5)

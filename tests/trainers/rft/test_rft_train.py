@@ -90,12 +90,12 @@ def test_a_mask_file_that_is_given_is_used(options, tmp_path, mask_file):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask_density": 0.0, "mode": "sparse"}, "'mask_density' is 0.0: wanted more than 0, at most 1"),
-        ({"mode": "sparse"}, "mode sparse wants a mask file"),
-        ({"learning_rate_scale": 0.0}, "'learning_rate_scale' is 0.0: wanted more than 0"),
-        ({"learning_rate_scale": -1.0}, "'learning_rate_scale' is -1.0: wanted more than 0"),
-        ({"learning_rate_scale": float("nan")}, "'learning_rate_scale' is nan: wanted more than 0, finite"),
-        ({"learning_rate_scale": float("inf")}, "'learning_rate_scale' is inf: wanted more than 0, finite"),
+        ({"mask_density": 0.0, "mode": "sparse"}, "'mask_density' is 0.0: expected more than 0, at most 1"),
+        ({"mode": "sparse"}, "mode sparse needs a mask file"),
+        ({"learning_rate_scale": 0.0}, "'learning_rate_scale' is 0.0: expected more than 0"),
+        ({"learning_rate_scale": -1.0}, "'learning_rate_scale' is -1.0: expected more than 0"),
+        ({"learning_rate_scale": float("nan")}, "'learning_rate_scale' is nan"),
+        ({"learning_rate_scale": float("inf")}, "'learning_rate_scale' is inf"),
     ],
 )
 def test_options_that_cannot_be(options, changes, message):

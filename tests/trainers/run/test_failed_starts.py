@@ -78,7 +78,7 @@ def start(model_folder, questions, tmp_path):
 
 
 REFUSED = {
-    "engine": ({"rollout_engine": "vllm"}, ConfigError, "rollout_engine vllm wants the package vllm"),
+    "engine": ({"rollout_engine": "vllm"}, ConfigError, "rollout_engine vllm needs the package vllm"),
     "room": ({"max_completion_length": 500, "max_prompt_length": 100}, ConfigError, "max_position_embeddings"),
     "reward": ({"reward_functions": ["exact_match"]}, DataError, "'exact_match': missing a required argument"),
     "reference": ({"ref_name": "/nowhere"}, DataError, "cannot load .* /nowhere: "),

@@ -300,7 +300,7 @@ def test_what_cannot_be_loaded_is_one_error_and_leaves_nothing(dpo_options, tmp_
     cases = [
         ({"policy_name": str(tmp_path / "nowhere")}, DataError, "nowhere"),
         ({"checkpoint": tmp_path / "nowhere"}, DataError, "nowhere"),
-        ({"dataset": str(columns)}, DataError, "columns.jsonl: found columns (chosen, prompt); wanted"),
+        ({"dataset": str(columns)}, DataError, "columns.jsonl: found columns (chosen, prompt); expected"),
         ({"mode": "sparse", "mask": other}, MaskError, "model.nothing.weight"),
         ({"mode": "sparse", "mask": tmp_path / "no.safetensors"}, MaskError, "no.safetensors"),
         ({"device": "gpu"}, ConfigError, "'gpu'"),
