@@ -4,4 +4,6 @@ from .adamw import SparseAdamW
 from .sgd import SparseSGD
 from .sparse_optimizer import SparseOptimizer
 
-__all__ = ["SparseAdamW", "SparseOptimizer", "SparseSGD"]
+OPTIMIZERS = (SparseAdamW, SparseSGD)
+
+__all__ = ["OPTIMIZERS", "SparseAdamW", "SparseOptimizer", "SparseSGD"]

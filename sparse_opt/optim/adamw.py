@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..masks.mask_set import MaskSet
-from . import options
-from .buckets import Bucket
+from .options import SharedOptions
 from .sparse_optimizer import Params, SparseOptimizer
 
 
@@ -77,62 +74,6 @@ class SparseAdamW(SparseOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        grads: Literal["compact", "dense"] = "compact",
-        max_grad_norm: float | None = None,
-        state_dtype: torch.dtype = torch.float32,
-        grad_dtype: torch.dtype = torch.float32,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        freeze_inactive: bool = True,
-        keep_base_weights: bool = True,
-        amp_scaling: bool = False,
-        model: nn.Module | None = None,
-        tile_backward: bool | None = None,
-        backend: str | None = None,
+        **shared: Unpack[SharedOptions],
     ) -> None:
-        super().__init__(
-            params,
-            mask,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed},
-            grads=grads,
-            max_grad_norm=max_grad_norm,
-            state_dtype=state_dtype,
-            grad_dtype=grad_dtype,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            freeze_inactive=freeze_inactive,
-            keep_base_weights=keep_base_weights,
-            amp_scaling=amp_scaling,
-            model=model,
-            tile_backward=tile_backward,
-            backend=backend,
-        )
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _check_options(self, group: dict[str, Any], where: str = "") -> None:
-        super()._check_options(group, where)
-        betas = group["betas"]
-        pair = betas if isinstance(betas, (tuple, list)) and len(betas) == 2 else ()
-        if not pair or not all(options.is_number(beta, 0.0, 1.0) for beta in pair):
-            raise ValueError(f"{where}betas are {options.shown(betas)}, expected two numbers, 0 <= beta < 1")
-        options.require_number(where, "eps", group["eps"])
-        options.require_number(where, "weight_decay", group["weight_decay"])
-
-    def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
-        group = bucket.group
-        op(
-            *target,
-            bucket.state["exp_avg"],
-            bucket.state["exp_avg_sq"],
-            arguments.pop("lr"),
-            arguments.pop("steps"),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            **arguments,
-        )
+        super().__init__(params, mask, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **shared)

@@ -1,17 +1,39 @@
-"""Checks of a parameter group's options, which users and schedulers may change at any time."""
+"""The options of the sparse optimizers: keyword arguments that all share, and checks of a parameter group's options."""
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..ops.step_ops import StepOp
 
 # The first number that the ops cannot take: their scalars are fp32.
 NUMBER_LIMIT = math.nextafter(torch.finfo(torch.float32).max, math.inf)
 SEED_LIMIT = 2**62  # a bucket adds its number to the seed, and the sum must stay below 2**63
+
+
+class SharedOptions(TypedDict, total=False):
+    """The keyword arguments that all sparse optimizers have; `SparseAdamW` documents them."""
+
+    grads: Literal["compact", "dense"]
+    max_grad_norm: float | None
+    state_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    master_weights: bool
+    stochastic_rounding: bool
+    seed: int
+    freeze_inactive: bool
+    keep_base_weights: bool
+    amp_scaling: bool
+    model: nn.Module | None
+    tile_backward: bool | None
+    backend: str | None
 
 
 def is_number(value: Any, minimum: float, below: float) -> bool:
@@ -32,24 +54,37 @@ def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, b
     raise ValueError(f"{where}{name} is {shown(value)}, expected a finite number{bound}")
 
 
-def require_lr(where: str, lr: Any) -> None:
-    """Raise a ValueError unless `lr` is a number >= 0 or a floating-point tensor of one element.
+def require_lr(where: str, name: str, lr: Any) -> None:
+    """Raise a ValueError unless a learning rate is a number >= 0 or a floating-point tensor of one element.
 
     The value of a tensor is not checked, because it may be on a device.
     """
     if not isinstance(lr, Tensor):
-        require_number(where, "lr", lr)
+        require_number(where, name, lr)
     elif lr.numel() != 1 or not lr.is_floating_point() or lr.layout != torch.strided or lr.is_meta:
         raise ValueError(
-            f"{where}lr is a {lr.dtype} tensor of shape {list(lr.shape)} on {lr.device}, "
+            f"{where}{name} is a {lr.dtype} tensor of shape {list(lr.shape)} on {lr.device}, "
             "expected one floating-point element"
         )
 
 
-def require_seed(where: str, seed: Any) -> None:
+def require_betas(where: str, name: str, betas: Any) -> None:
+    """Raise a ValueError unless `betas` are two numbers, 0 <= beta < 1."""
+    pair = betas if isinstance(betas, (tuple, list)) and len(betas) == 2 else ()
+    if not pair or not all(is_number(beta, 0.0, 1.0) for beta in pair):
+        raise ValueError(f"{where}{name} are {shown(betas)}, expected two numbers, 0 <= beta < 1")
+
+
+def require_bool(where: str, name: str, value: Any) -> None:
+    """Raise a ValueError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}{name} is {shown(value)}, expected True or False")
+
+
+def require_seed(where: str, name: str, seed: Any) -> None:
     """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**62."""
     if not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < SEED_LIMIT:
-        raise ValueError(f"{where}seed is {shown(seed)}, expected an integer, 0 <= seed < 2**62")
+        raise ValueError(f"{where}{name} is {shown(seed)}, expected an integer, 0 <= seed < 2**62")
 
 
 def shown(value: object) -> str:
@@ -58,3 +93,22 @@ def shown(value: object) -> str:
         return "a nested tensor" if value.is_nested else f"a {value.dtype} tensor of shape {list(value.shape)}"
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+# The check of each option of a parameter group.
+VALIDATORS: dict[str, Callable[[str, str, Any], None]] = {
+    "lr": require_lr,
+    "betas": require_betas,
+    "eps": require_number,
+    "weight_decay": require_number,
+    "momentum": require_number,
+    "dampening": functools.partial(require_number, minimum=-math.inf),
+    "nesterov": require_bool,
+    "seed": require_seed,
+}
+
+
+def op_options(op: StepOp, group: Mapping[str, Any]) -> dict[str, float | bool]:
+    """Return the options of `op` with the values of a parameter group, whose `betas` are its beta1 and beta2."""
+    values = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))}
+    return {name: values[name] for name in op.options}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..masks.mask_set import MaskSet
-from ..ops.checks import FLOAT_DTYPES
+from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
+from ..ops.step_ops import STEP_OPS
 from . import base_weights, gradients, options, state_io, stepping, tile_linears
 from .buckets import Bucket, active_parameters, build_buckets, compact
 from .collector import GradientCollector
@@ -25,12 +27,22 @@ Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 class SparseOptimizer(torch.optim.Optimizer):
     """Trains the active elements of a mask; state, gradients and clipping scale with their number (nnz).
 
-    A subclass sets `_op`, the name of its op, and implements `_state_names` (its compact state), `_check_options`
-    (checks of its groups' options) and `_update` (the call of the op).
+    A subclass sets `_op`, the name of its step op, and passes the defaults of its groups' options, which
+    `options.VALIDATORS` checks. The names of its states and the arguments of the op follow from `ops.STEP_OPS`.
     """
 
     _op: str
     _step_supports_amp_scaling = True  # step() unscales and checks for inf, as in torch's fused optimizers
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the shared options in the signature of a subclass that takes them as `**shared`."""
+        super().__init_subclass__(**kwargs)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            names = {p.name for p in own}
+            base = inspect.signature(SparseOptimizer.__init__).parameters.values()
+            own[-1:] = [p for p in base if p.kind is p.KEYWORD_ONLY and p.name not in names]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]  # inspect and help() read it
 
     def __init__(
         self,
@@ -38,28 +50,30 @@ class SparseOptimizer(torch.optim.Optimizer):
         mask: MaskSet,
         defaults: dict[str, Any],
         *,
-        grads: Literal["compact", "dense"],
-        max_grad_norm: float | None,
-        state_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        master_weights: bool,
-        stochastic_rounding: bool,
-        freeze_inactive: bool,
-        keep_base_weights: bool,
-        amp_scaling: bool,
-        model: nn.Module | None,
-        tile_backward: bool | None,
-        backend: str | None,
+        grads: Literal["compact", "dense"] = "compact",
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        freeze_inactive: bool = True,
+        keep_base_weights: bool = True,
+        amp_scaling: bool = False,
+        model: nn.Module | None = None,
+        tile_backward: bool | None = None,
+        backend: str | None = None,
     ) -> None:
         if grads not in ("compact", "dense"):
-            raise ValueError(f"grads is {grads!r}, wanted 'compact' or 'dense'")
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype is {state_dtype}, wanted torch.float32 or torch.bfloat16")
+            raise ValueError(f"grads is {grads!r}, expected 'compact' or 'dense'")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype is {state_dtype}, expected torch.float32 or torch.bfloat16")
         if grad_dtype not in FLOAT_DTYPES:
-            raise ValueError(f"grad_dtype is {grad_dtype}, wanted one of {FLOAT_DTYPES}")
+            raise ValueError(f"grad_dtype is {grad_dtype}, expected one of {FLOAT_DTYPES}")
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}, wanted a positive number or None")
-        self._check_options(defaults)
+            raise ValueError(f"max_grad_norm is {max_grad_norm}, expected a positive number or None")
+        self.defaults = {**defaults, "seed": seed}
+        self._check_options(self.defaults)
         if grads == "compact" and _several_processes():
             warnings.warn(
                 "compact gradients are this process's own, and DistributedDataParallel does not average them (with "
@@ -83,7 +97,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             mask = mask.resolve(params)
             model, params = params if model is None else model, params.named_parameters()
         self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
-        super().__init__(params, defaults)
+        super().__init__(params, self.defaults)
         self._groups_fixed = True
         self._check_groups()
         self._collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
@@ -329,19 +343,16 @@ class SparseOptimizer(torch.optim.Optimizer):
     # The step
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        raise NotImplementedError
+        op = STEP_OPS[self._op]
+        return op.used_states(options.op_options(op, group))
 
     def _check_options(self, group: dict[str, Any], where: str = "") -> None:
         """Raise a ValueError if an option of a group is out of range. `where` is put before the message."""
-        options.require_lr(where, group["lr"])
-        options.require_seed(where, group["seed"])
-
-    def _update(self, bucket: Bucket, op: Callable[..., None], target: tuple[Any, ...], **arguments: Any) -> None:
-        """Call `op` with `target` (the parameters and segments), the bucket's state and the group's options.
-
-        To check the arguments only, it is called with an argument check as `op`.
-        """
-        raise NotImplementedError
+        for name in self.defaults:
+            options.VALIDATORS[name](where, name, group[name])
+        op = STEP_OPS[self._op]
+        if reason := op.why_invalid(options.op_options(op, group)):
+            raise ValueError(where + reason)
 
     def _check_groups(self) -> None:
         for i, group in enumerate(self.param_groups):
@@ -385,11 +396,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         steps = [self._prepare(bucket, grad_scale, found_inf, clip_coef) for bucket in self._buckets]
         for step in steps:
             if step is not None:
-                step.check(self._update)
+                step.check()
         # Nothing has been written so far.
         for step in steps:
             if step is not None:
-                step.apply(self._update)
+                step.apply()
         self.grad_norm = norm
         self._collector.mark_stepped()
         return loss
@@ -409,7 +420,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     ) -> stepping.BucketStep | None:
         gathered = self.grads == "compact" or clip_coef is not None
         bucket.finish_gradients()
+        op = STEP_OPS[self._op]
+        op_options = options.op_options(op, bucket.group)
+        for name in op.used_states(op_options):
+            if name not in bucket.state:
+                option = op.optional[name]
+                raise RuntimeError(f"{option} is {op_options[option]}, but was 0 when the optimizer was built")
         arguments = {
+            **{name: bucket.state.get(name) for name in op.states},
+            **op_options,
             "lr": bucket.refresh_lr(),
             "grad": bucket.grad if gathered else None,
             "master": bucket.state.get("master"),
@@ -417,7 +436,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             "seed": bucket.group["seed"] + bucket.ordinal,
             **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
         }
-        return stepping.prepare(bucket, self._op, self._collector.received(bucket) if gathered else None, arguments)
+        return stepping.prepare(bucket, op, self._collector.received(bucket) if gathered else None, arguments)
 
     def _scalars(
         self,

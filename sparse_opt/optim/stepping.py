@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
+from ..ops.step_ops import StepOp
 from . import gradients
 from .buckets import Bucket
-
-# Calls an op, or the check of its arguments, with the options of the bucket's group: `SparseOptimizer._update`.
-Update = Callable[..., None]
 
 
 @dataclass(eq=False)
@@ -23,50 +21,48 @@ class BucketStep:
     """An op call on the parameters of a bucket that have a gradient, with all arguments built."""
 
     bucket: Bucket
-    op: Callable[..., None]
-    check_op: Callable[..., None]  # takes the same arguments, raises the same errors, and writes nothing
-    target: tuple[Any, ...]  # the parameters and their segments; empty if `op` is bound to them
-    arguments: dict[str, Any]
+    op: Callable[[], None]
+    check_op: Callable[[], None]  # raises the same errors and writes nothing
     dense: bool  # gradients are read from `param.grad`
+    params: Sequence[Tensor]  # those that `op` does not notify autograd of
     counted: Tensor | None = None  # step counts after this step, unless `op` increments them itself
     which: Tensor | None = None  # [n] int64, the parameters of `counted`; None: all
 
-    def check(self, update: Update) -> None:
+    def check(self) -> None:
         """Raise the error that the op would raise; an error in a parameter or its gradient names the parameter."""
         try:
-            update(self.bucket, self.check_op, self.target, **self.arguments)
+            self.check_op()
         except ValueError:
             self.bucket.check_params()
             if self.dense:
                 gradients.check_dense(self.bucket)
             raise
 
-    def apply(self, update: Update) -> None:
-        update(self.bucket, self.op, self.target, **self.arguments)
+    def apply(self) -> None:
+        self.op()
         if self.counted is None:
             return
         if self.which is None:
             self.bucket.steps.copy_(self.counted)
         else:
             self.bucket.steps[self.which] = self.counted
-        torch.autograd.graph.increment_version(self.target[0])
+        torch.autograd.graph.increment_version(self.params)
 
 
-def prepare(bucket: Bucket, op: str, received: list[bool] | None, arguments: dict[str, Any]) -> BucketStep | None:
+def prepare(bucket: Bucket, op: StepOp, received: list[bool] | None, arguments: dict[str, Any]) -> BucketStep | None:
     """Prepare the call of `op` for a bucket; None if none of its parameters has a gradient.
 
     Args:
         received: for each parameter, whether it has a compact gradient; None: the dense gradients are used.
-        arguments: arguments of the op except `steps`, parameters and segments.
+        arguments: arguments of the op by name, except `steps`, gradients in `param.grad`, parameters and segments.
 
     Raises:
         ValueError, RuntimeError: a parameter or its gradient is invalid for the op; names the parameter.
     """
     native, dense = bucket.native, received is None
     if native is not None and (native.take_grads() if received is None else all(received)):
-        call = getattr(native, op)
-        check = functools.partial(call, check_only=True)
-        return BucketStep(bucket, call, check, (), {**arguments, "steps": bucket.steps}, dense)
+        call = functools.partial(getattr(native, op.name), **arguments, steps=bucket.steps)
+        return BucketStep(bucket, call, functools.partial(call, check_only=True), dense, [])
 
     grads = [p.grad for p in bucket.params] if dense else []
     has_gradient = [g is not None for g in grads] if received is None else received
@@ -87,13 +83,8 @@ def prepare(bucket: Bucket, op: str, received: list[bool] | None, arguments: dic
         starts, ends = [bucket.starts[i] for i in present], [bucket.ends[i] for i in present]
         which = gradients.to_device(present, torch.int64, bucket.device)
         steps = bucket.steps[which] + counted
-    return BucketStep(
-        bucket,
-        getattr(bucket.ops, op),
-        checks.of(op),
-        (params, bucket.indices, starts, ends),
-        {**arguments, "steps": steps, "dense_grads": dense_grads, **bucket.layout(present)},
-        dense,
-        counted=steps,
-        which=which,
-    )
+    arguments = {**arguments, "steps": steps, "dense_grads": dense_grads, **bucket.layout(present)}
+    target = (params, bucket.indices, starts, ends, *(arguments.pop(name) for name in (*op.states, "lr", "steps")))
+    call = functools.partial(getattr(bucket.ops, op.name), *target, **arguments)
+    check = functools.partial(checks.of(op.name), *target, **arguments)
+    return BucketStep(bucket, call, check, dense, params, counted=steps, which=which)

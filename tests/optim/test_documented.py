@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_opt import SparseAdamW, SparseSGD
+from sparse_opt.optim import OPTIMIZERS
+from sparse_opt.optim.options import SharedOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "optimizer.md").read_text(encoding="utf-8")
@@ -47,7 +48,7 @@ def test_the_readmes_first_example(capsys):
     assert capsys.readouterr().out.startswith("tensor(")
 
 
-@pytest.mark.parametrize("optimizer", [SparseAdamW, SparseSGD])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_tables_have_every_argument_and_its_default(optimizer):
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", PAGE, flags=re.MULTILINE)
     parameters = list(inspect.signature(optimizer).parameters.values())
@@ -57,7 +58,13 @@ def test_the_tables_have_every_argument_and_its_default(optimizer):
         assert (parameter.name, default) in rows
 
 
-@pytest.mark.parametrize("optimizer", [SparseAdamW, SparseSGD])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_signature_has_the_shared_options_that_are_typed(optimizer):
+    keywords = [p.name for p in inspect.signature(optimizer).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert keywords == list(SharedOptions.__annotations__)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_public_method_is_on_the_page(optimizer):
     own = {name for name in dir(optimizer) if not name.startswith("_")} - set(dir(torch.optim.Optimizer))
     assert {name for name in own if not re.search(rf"\b{name}\b", PAGE)} == set()
