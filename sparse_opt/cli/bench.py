@@ -57,11 +57,7 @@ def run(argv: Sequence[str]) -> int:
         description="Run a benchmark.\n\n" + names,
         epilog=_EPILOG,
     )
-    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, type=_module_name, help="one of the above")
-    args = parser.parse_words(argv[:1])
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help="one of the above")
+    args = parser.parse_words([word.replace("-", "_") if word[:1] != "-" else word for word in argv[:1]])
     module, _ = BENCHMARKS[args.name]
     return importlib.import_module(f"sparse_opt.bench.{module}").main(list(argv[1:]))
-
-
-def _module_name(word: str) -> str:
-    return word.replace("-", "_")

@@ -8,7 +8,6 @@ imports torch inside `run`, so that `--help` is fast.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError, SparseOptError
+from ..option_values import nearest
 from .output import is_out_of_memory
 
 COMMANDS = {
@@ -111,9 +111,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"sparse-opt {__version__}")
         return 0
     if command not in COMMANDS:
-        nearest = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"the nearest is '{nearest[0]}'" if nearest else f"there are {', '.join(COMMANDS)}"
-        raise ConfigError(f"unknown command '{command}'; {hint}")
+        raise ConfigError(f"unknown command '{command}'{nearest(command, COMMANDS)}")
     module = importlib.import_module(f".{command}", __package__)
     try:
         return module.run(arguments)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigError, SparseOptError
+from ..config import add_options
+from ..errors import SparseOptError
 from .output import format_bytes, is_out_of_memory, print_json
 from .parser import CommandParser, add_json_flag
 
@@ -56,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="sparse-opt train",
         usage="sparse-opt train ALGORITHM [--json] [--config FILE] [--key value ...] [key=value ...]",
-        description="Train a causal language model: all of it, under a mask, or by low-rank adapters.",
+        description="Train a causal language model: all of its weights, those of a mask, or low-rank adapters.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -64,41 +65,45 @@ def run(argv: Sequence[str]) -> int:
         metavar="ALGORITHM",
         choices=ALGORITHMS,
         help="sft: prompts with completions; dpo: preference pairs; grpo, ppo: rewarded completions; rft: samples that "
-        "a verifier kept; rlt: a teacher, rewarded by its student",
+        "a verifier accepted; rlt: a teacher, rewarded by its student",
     )
-    add_json_flag(parser)
-    words = [word for word in argv if word != "--json"]
-    # This parser reads only the first word; the others are options of the algorithm.
-    args = parser.parse_words(words[:1])
-    summary = train(args.algorithm, words[1:])
-    if len(words) < len(argv):
+    algorithm = parser.parse_words(argv[:1]).algorithm
+    module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
+    values = vars(_algorithm_parser(algorithm, module).parse_words(argv[1:]))
+    as_json = values.pop("json")
+    if algorithm == "rft":
+        config_class, work = module.STAGES[values.pop("stage")]
+    else:
+        config_class, work = getattr(module, ALGORITHMS[algorithm]), module.train
+    summary = _train(algorithm, work, config_class(**values))
+    if as_json:
         print_json(summary)
     else:
         print(summary.get("text") or _text(summary))
     return 0
 
 
-def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
-    """Run an algorithm with the options in `words` and return its summary."""
+def _algorithm_parser(algorithm: str, module: Any) -> CommandParser:
+    """The parser of an algorithm's options; that of rft has a parser for each stage."""
+    parser = CommandParser(prog=f"sparse-opt train {algorithm}")
+    if algorithm != "rft":
+        parsers = {parser: getattr(module, ALGORITHMS[algorithm])}
+    else:
+        parser.usage = f"{parser.prog} STAGE [--json] [--config FILE] [--key value ...] [key=value ...]"
+        parser.epilog = f"'{parser.prog} STAGE --help' lists a stage's options."
+        stages = parser.add_subparsers(title="stages", metavar="STAGE", dest="stage", prog=parser.prog)
+        parsers = {
+            stages.add_parser(stage, help=(config_class.__doc__ or "").partition("\n")[0]): config_class
+            for stage, (config_class, _) in module.STAGES.items()
+        }
+    for one, config_class in parsers.items():
+        add_json_flag(add_options(one, config_class))
+    return parser
+
+
+def _train(algorithm: str, work: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
     from sparse_opt.trainers.run.progress import hide_progress_bars
 
-    from ..config import parse_config
-
-    module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
-    prog = f"sparse-opt train {algorithm}"
-    if algorithm == "rft":
-        stages = getattr(module, ALGORITHMS[algorithm])
-        stage = words[0] if words else None
-        if stage in ("-h", "--help"):
-            _stages_parser(prog, stages).parse_words([stage])
-        if stage not in stages:
-            given = "no stage" if stage is None else f"'{stage}'"
-            raise ConfigError(f"{prog}: found {given}, wanted {' or '.join(stages)}")
-        prog, words = f"{prog} {stage}", words[1:]
-        config_class, work = stages[stage]
-    else:
-        config_class, work = getattr(module, ALGORITHMS[algorithm]), module.train
-    config = parse_config(config_class, words, prog=prog)
     hide_progress_bars()
     try:
         return work(config)
@@ -109,19 +114,6 @@ def train(algorithm: str, words: Sequence[str]) -> dict[str, Any]:
             f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, add --gradient_checkpointing, or train --mode sparse "
             f"or lora: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error
-
-
-def _stages_parser(prog: str, stages: Mapping[str, tuple[type, Any]]) -> CommandParser:
-    """A parser for the help text, with the first docstring line of each stage's options."""
-    parser = CommandParser(
-        prog=prog,
-        usage=f"{prog} STAGE [--json] [--config FILE] [--key value ...] [key=value ...]",
-        epilog=f"'{prog} STAGE --help' lists a stage's options.",
-    )
-    subparsers = parser.add_subparsers(title="stages", metavar="STAGE")
-    for stage, (config_class, _) in stages.items():
-        subparsers.add_parser(stage, help=(config_class.__doc__ or "").partition("\n")[0])
-    return parser
 
 
 def _text(summary: dict[str, Any]) -> str:

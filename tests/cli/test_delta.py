@@ -163,7 +163,7 @@ def test_reconstruct_with_truncated_weights(sparse_opt, files, tmp_path):
 
 def test_a_misspelt_flag_points_to_the_help_of_its_action(sparse_opt):
     line = sparse_opt("delta", "reconstruct", "--model_nam", "m").failed_in_one_line(2)
-    assert line.endswith("the nearest is '--model_name' (see 'sparse-opt delta reconstruct --help')")
+    assert line.endswith("the nearest is 'model_name' (see 'sparse-opt delta reconstruct --help')")
 
 
 def test_reconstruct_leaves_a_folder_with_files_alone(sparse_opt, files, tmp_path):
@@ -357,7 +357,7 @@ def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_lo
         )
 
     assert "keyframe_every' is 0: wanted 1 or more" in refused(2, "--keyframe_every", 0)
-    assert "invalid choice: 'small'" in refused(2, "--level", "small")
+    assert "is 'small': expected one of fast, packed, tight" in refused(2, "--level", "small")
     assert "option 'against'" in refused(2, "--against", "base", source=files.delta_log)
     assert "holds no delta log" in refused(1, source=tmp_path)
     assert "nothing.pt: there is no such file" in refused(1, "--base_state", pt_log / "nothing.pt")

@@ -98,5 +98,9 @@ def test_rft_lists_its_stages(sparse_opt, flag):
 
 
 def test_rft_without_a_stage_says_which_there_are(sparse_opt):
-    assert "found no stage, wanted datagen or train or test" in sparse_opt("train", "rft").failed_in_one_line(2)
-    assert "found 'sample', wanted datagen" in sparse_opt("train", "rft", "sample").failed_in_one_line(2)
+    assert "the action is missing; expected one of datagen, train, test" in sparse_opt(
+        "train", "rft"
+    ).failed_in_one_line(2)
+    assert "unknown action 'sample'; expected one of datagen, train, test" in sparse_opt(
+        "train", "rft", "sample"
+    ).failed_in_one_line(2)

@@ -75,7 +75,9 @@ def test_unknown_command_names_the_nearest(sparse_opt):
 
 
 def test_unknown_flag_names_the_nearest(sparse_opt):
-    assert "'--jsn'; the nearest is '--json'" in sparse_opt("doctor", "--jsn").failed_in_one_line(2)
+    assert "unknown option 'jsn' (from --jsn); the nearest is 'json'" in sparse_opt(
+        "doctor", "--jsn"
+    ).failed_in_one_line(2)
 
 
 def test_no_command_shows_the_help_and_is_a_wrong_call(sparse_opt):

@@ -51,7 +51,7 @@ def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, f
         (("--min_tensor_keep", 0.5), 1, "min_tensor_keep 0.5 keeps"),
         (("--sparsity_percent", "ninety"), 2, "'ninety'"),
         (("--method", "fishy"), 2, "'fisher'"),
-        (("--sparsty_percent", 90), 2, "the nearest is '--sparsity_percent'"),
+        (("--sparsty_percent", 90), 2, "(from --sparsty_percent); the nearest is 'sparsity_percent'"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
 )

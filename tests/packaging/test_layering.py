@@ -31,6 +31,7 @@ LAYERS = (
         "file_lock",
         "tensor_file",
         "cuda_archs",
+        "option_values",
         "config",
         "triton_kernels",
         "_C",

@@ -156,7 +156,7 @@ def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
         ({"hidden_size": 48}, "'hidden_size' is 48: expected a multiple of 32"),
         ({"p_right": 1.5}, "'p_right' is 1.5: expected at least 0, at most 1"),
         ({"max_operand": 10**9}, "'max_operand' is 1000000000: expected at least 1, at most 999"),
-        ({"seed": 10**23}, "'seed' is 100000000000000000000000: wanted -9223372036854775808 to 18446744073709551615"),
+        ({"seed": 10**23}, "'seed' is 100000000000000000000000: expected -9223372036854775808 to 18446744073709551615"),
         ({"operations": ["+", "*"]}, r"'operations' is '\+,\*': expected"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_profile_of_ones_own(profile_file):
     ("settings", "others", "message"),
     [
         ({"packin": SETTING}, {}, "unknown option 'packin' .from profile .*own.yaml.; the nearest is 'packing'"),
-        ({"packing": {**SETTING, "value": "much"}}, {}, "'packing' .from profile .* is 'much': wanted bool"),
+        ({"packing": {**SETTING, "value": "much"}}, {}, "'packing' .from profile .* is 'much': expected bool"),
         ({"packing": {**SETTING, "cost": "x"}}, {}, "packing: unknown key 'cost'; the nearest is 'costs'"),
         ({"packing": {"value": 1, "stages": ["train"], "does": "x"}}, {}, "packing: the key 'costs' is missing"),
         ({"packing": {**SETTING, "stages": ["trian"]}}, {}, "packing: stages are trian; wanted some of datagen, train"),

@@ -44,7 +44,7 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet
-from sparse_opt.cli.parser import CommandParser, add_tensor_choice, or_none
+from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.config import SEEDS
 from sparse_opt.errors import ConfigError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
@@ -129,17 +129,15 @@ def _parser() -> CommandParser:
     )
     what.add_argument(
         "--model_name",
-        type=or_none(str),
         help="hub name or local folder; default: Llama-3.2-3B's shape, random weights",
     )
-    what.add_argument("--checkpoint", type=or_none(Path), help="local folder with the weights to start from")
-    what.add_argument("--mask", type=or_none(Path), help="mask file of mode sparse; default: a random one")
+    what.add_argument("--checkpoint", type=Path, help="local folder with the weights to start from")
+    what.add_argument("--mask", type=Path, help="mask file of mode sparse; default: a random one")
     what.add_argument(
         "--density", type=float, default=0.025, help="of the random masks, and of mode shira (%(default)s)"
     )
     what.add_argument(
         "--pattern",
-        type=or_none(str),
         choices=(*PATTERNS, None),
         help="of mode sparse's random mask (default: element, one by one)",
     )
@@ -149,7 +147,7 @@ def _parser() -> CommandParser:
     add_tensor_choice(parser.add_argument_group("whose weights random masks take"))
     what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
     what.add_argument(
-        "--shira_rank", type=or_none(int), help="of mode shira; default: that whose density is closest to the mask's"
+        "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
     )
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
@@ -157,11 +155,10 @@ def _parser() -> CommandParser:
     data = parser.add_argument_group("on what")
     data.add_argument(
         "--dataset",
-        type=or_none(str),
         help="preference data as `train` reads it; default: random words of exact length",
     )
     data.add_argument(
-        "--subset_size", type=or_none(int), help=f"use this many examples (default: all; {N_PAIRS} of random words)"
+        "--subset_size", type=int, help=f"use this many examples (default: all; {N_PAIRS} of random words)"
     )
     data.add_argument("--batch_size", type=int, default=1, help="pairs or prompts a step (%(default)s)")
     data.add_argument("--sequence_length", type=int, default=512, help="tokens, prompt and completion (%(default)s)")
@@ -174,18 +171,16 @@ def _parser() -> CommandParser:
     run.add_argument("--device", default="cuda", help="(%(default)s)")
     run.add_argument(
         "--l2_fetch_granularity",
-        type=or_none(int),
+        type=int,
         choices=(*GRANULARITIES, None),
         help="bytes that the GPU fetches at a time, in every mode (default: as it starts, 64 on an H200)",
     )
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
-    run.add_argument(
-        "--work_dir", type=or_none(Path), help="where to make the checkpoint, 6.4 GB (default: a temporary folder)"
-    )
+    run.add_argument("--work_dir", type=Path, help="where to make the checkpoint, 6.4 GB (default: a temporary folder)")
     out = parser.add_argument_group("what for")
-    out.add_argument("--output", type=or_none(Path), help="JSON (bench/results/baseline_ALGORITHM.json)")
-    out.add_argument("--plot", type=or_none(Path), help="PNG of the steps' sections; needs matplotlib")
+    out.add_argument("--output", type=Path, help="JSON (bench/results/baseline_ALGORITHM.json)")
+    out.add_argument("--plot", type=Path, help="PNG of the steps' sections; needs matplotlib")
     return parser
 
 

@@ -132,8 +132,8 @@ def test_grpo_with_a_picture(tmp_path, bench):
         (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, wanted at least 129"),
         (["grpo", "--small", "--n_generations", 1], "--n_generations is 1, wanted at least 2"),
         (["dpo", "--small", "--density", 0], "--density is 0.0"),
-        (["dpo", "--small", "--pattern", "tile32"], "invalid choice: 'tile32'"),
-        (["dpo", "--small", "--tile_pattern", "run32"], "invalid choice: 'run32'"),
+        (["dpo", "--small", "--pattern", "tile32"], "is 'tile32': expected one of element, run16"),
+        (["dpo", "--small", "--tile_pattern", "run32"], "is 'run32': expected one of tile64, tile128"),
         (["dpo", "--small", "--mask", __file__, "--pattern", "tile64"], "--pattern tile64 is of a random mask"),
         (
             ["dpo", "--small", "--modes", "tiles", "--density", 0.001],
@@ -151,12 +151,12 @@ def test_grpo_with_a_picture(tmp_path, bench):
             ["dpo", "--small", "--l2_fetch_granularity", "32"],
             "--l2_fetch_granularity is a GPU's, and the device is cpu",
         ),
-        (["dpo", "--l2_fetch_granularity", "48"], "invalid choice: 48"),
+        (["dpo", "--l2_fetch_granularity", "48"], "is '48': expected one of"),
         (["dpo", "--small", "--checkpoint", "/nowhere"], "--small makes a model of its own"),
         (["dpo", "--device", "cpu", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: wanted a folder"),
         (["dpo", "--small", "--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
-        (["dpo", "--small", "--n_step", 3], "unknown argument '--n_step'; the nearest is '--n_steps'"),
-        (["ppo", "--small"], "invalid choice: 'ppo'"),
+        (["dpo", "--small", "--n_step", 3], "unknown option 'n_step' (from --n_step); the nearest is 'n_steps'"),
+        (["ppo", "--small"], "is 'ppo': expected one of dpo, grpo"),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):

@@ -245,7 +245,7 @@ def test_tables(results):
         (["--tune", "0", "1"], "--tune 0 1: wanted factors above 0"),
         (["--widen", "1"], "--widen is 1: wanted at least 0, and above 0 only with two factors of --tune or more"),
         (["--n_processes", "0"], "--n_processes is 0, wanted at least 1"),
-        (["--stop", "3"], "unknown argument '--stop'; the nearest is '--stop_after'"),
+        (["--stop", "3"], "unknown option 'stop' (from --stop); the nearest is 'stop_after'"),
     ],
 )
 def test_a_wrong_call_is_said_before_any_work(tmp_path, monkeypatch, words, message):

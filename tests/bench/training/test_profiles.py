@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said():
             ["--also", "rollout_engin=vllm"],
             "--also rollout_engin=vllm: wanted KEY=VALUE with a key of batch_size, dtype",
         ),
-        (["--repeat", 2], "unknown argument '--repeat'; the nearest is '--repeats'"),
+        (["--repeat", 2], "unknown option 'repeat' (from --repeat); the nearest is 'repeats'"),
     ],
 )
 def test_a_wrong_call_is_one_line(bench, words, message):
