@@ -25,7 +25,7 @@ from sparse_opt.errors import ConfigError, DataError
 from .data.loaders import LoadData, data_loader
 from .data.prompts import PromptExample
 from .data.query_prompts import is_text_data, load_queries
-from .data.records import load_records
+from .data.rows import load_records
 from .options import RolloutOptions
 from .policy.models import resolve_device
 from .policy.reference import rollout_logprobs
@@ -455,11 +455,11 @@ def load_prompt_data(config: PPOConfig) -> LoadData:
             dataset,
             split,
             tokenizer,
+            subset_size,
+            seed,
             min_tokens=config.query_min_tokens,
             max_tokens=config.query_max_tokens,
             min_characters=config.query_min_characters,
-            subset_size=subset_size,
-            seed=seed,
         )
 
     return load

@@ -378,7 +378,7 @@ def test_queries_are_the_beginnings_of_long_texts(sentiment, tokenizer):
 
 
 def test_a_long_enough_text_is_wanted(sentiment):
-    with pytest.raises(DataError, match=r"no text of more than 5000 characters; 0 queries from 30 texts; 30 dropped"):
+    with pytest.raises(DataError, match=r"no queries left; 0 queries from 30 rows; 30 dropped"):
         load_queries(sentiment, min_characters=5000)
 
 

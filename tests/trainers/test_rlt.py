@@ -312,7 +312,7 @@ def test_what_cannot_be_used_leaves_nothing(rlt_options, tmp_path, model_folder,
         ({"student_model": str(tmp_path / "nowhere")}, DataError, "nowhere"),
         ({"student_model": str(other)}, ConfigError, "another vocabulary"),
         ({"max_completion_length": 120}, ConfigError, "max_position_embeddings"),
-        ({"max_prompt_length": 2}, DataError, "no example left"),
+        ({"max_prompt_length": 2}, DataError, "no examples left"),
     ]
     for changes, error, part in cases:
         with pytest.raises(error, match=part):

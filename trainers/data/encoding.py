@@ -14,7 +14,7 @@ The rules follow TRL where it has one, so that losses can be compared:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,8 @@ import torch
 from sparse_opt.errors import DataError
 from sparse_opt.files import one_line
 
-from .records import Example, Text, chosen_rows, demonstration_reader, load_records, preference_reader, read_record
+from .records import Example, Text, demonstration_reader, preference_reader
+from .rows import DataReport, counter, load_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,24 +56,12 @@ class TokenSequence:
 
 
 @dataclass
-class DataReport:
-    """Counts of a dataset's used and dropped rows."""
+class ExampleReport(DataReport):
+    """Counts of a dataset's used and dropped rows with completions."""
 
-    n_rows: int = 0
-    n_examples: int = 0
-    n_dropped_empty: int = 0
-    n_dropped_too_long: int = 0
-    n_moved_borders: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{self.n_examples} examples from {self.n_rows} rows"]
-        if self.n_dropped_empty:
-            parts.append(f"{self.n_dropped_empty} dropped for an empty completion")
-        if self.n_dropped_too_long:
-            parts.append(f"{self.n_dropped_too_long} dropped because max_length leaves no completion token")
-        if self.n_moved_borders:
-            parts.append(f"in {self.n_moved_borders} the prompt's last tokens change when the completion follows")
-        return "; ".join(parts)
+    n_dropped_empty: int = counter("{} dropped for an empty completion")
+    n_dropped_too_long: int = counter("{} dropped because max_length leaves no completion token")
+    n_moved_borders: int = counter("in {} the prompt's last tokens change when the completion follows")
 
 
 def load_examples(
@@ -80,47 +69,43 @@ def load_examples(
     dataset: str,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
+    subset_size: int | None = None,
+    seed: int = 0,
     *,
     max_length: int,
     truncation_mode: TruncationMode = "keep_start",
-    subset_size: int | None = None,
-    seed: int = 0,
-) -> tuple[list[list[TokenSequence]], DataReport]:
+) -> tuple[list[list[TokenSequence]], ExampleReport]:
     """A dataset's examples as sequences: [chosen, rejected] for preferences, [completion] for demonstrations.
 
     Args:
-        dataset, split: see `load_records`.
+        dataset, split, subset_size, seed: see `load_rows`.
         max_length, truncation_mode: see the module's rules.
-        subset_size: number of rows, drawn with `seed`; None takes all rows in order, and so does a number larger than
-            the dataset, with a UserWarning.
 
     Raises:
-        DataError: see `load_records` and the row readers; also if no example is left.
+        DataError: see `load_rows` and the row readers.
     """
-    records = load_records(dataset, split)
-    read = (preference_reader if kind == "preference" else demonstration_reader)(records.column_names, dataset)
-    rows = chosen_rows(records, dataset, subset_size, seed)
-    report = DataReport(n_rows=len(rows))
-    kept = []
-    for row in rows:
-        try:
-            example = read(read_record(records, row))
+    report = ExampleReport()
+    reader = preference_reader if kind == "preference" else demonstration_reader
+
+    def encoder(columns: Iterable[str], name: str) -> Callable[[dict[str, Any]], list[TokenSequence] | None]:
+        read = reader(columns, name)
+
+        def encode_row(row: dict[str, Any]) -> list[TokenSequence] | None:
+            example = read(row)
             if any(_is_empty(completion) for completion in example.completions):
                 report.n_dropped_empty += 1
-                continue
+                return None
             sequences, moved = encode(tokenizer, example)
-        except DataError as error:
-            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
-        sequences = [sequence.truncated(max_length, truncation_mode) for sequence in sequences]
-        if any(sequence.n_trained < 1 for sequence in sequences):
-            report.n_dropped_too_long += 1
-            continue
-        report.n_moved_borders += moved
-        kept.append(sequences)
-    report.n_examples = len(kept)
-    if not kept:
-        raise DataError(f"dataset {dataset}: no example left; {report}")
-    return kept, report
+            sequences = [sequence.truncated(max_length, truncation_mode) for sequence in sequences]
+            if any(sequence.n_trained < 1 for sequence in sequences):
+                report.n_dropped_too_long += 1
+                return None
+            report.n_moved_borders += moved
+            return sequences
+
+        return encode_row
+
+    return load_rows(dataset, split, subset_size, seed, encoder, report), report
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[TokenSequence], bool]:

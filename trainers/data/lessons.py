@@ -13,16 +13,16 @@ https://github.com/SakanaAI/RLT. Rows of a dataset are told apart by their colum
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError, DataError
 
-from .order import permutation
-from .records import load_records, read_record
+from .rows import DataReport, load_rows
 
 QUESTION_COLUMNS = ("question", "problem", "prompt")
 SOLUTION_COLUMNS = ("solution", "answer")
@@ -103,23 +103,9 @@ def filled(template: str, lesson: Lesson) -> str:
 def load_lessons(
     dataset: str, split: str, templates: Templates, *, subset_size: int | None = None, seed: int = 0
 ) -> list[Lesson]:
-    """A dataset's rows as lessons; `subset_size` of them, drawn with the seed, or all in order.
-
-    Raises:
-        DataError: see `load_records`; columns or a row of another form than the module's table has.
-    """
-    records = load_records(dataset, split)
-    read = lesson_reader(records.column_names, dataset, templates)
-    rows: Sequence[int] = range(len(records))
-    if subset_size is not None and subset_size < len(records):
-        rows = permutation(len(records), seed, 0)[:subset_size]
-    lessons = []
-    for row in rows:
-        try:
-            lessons.append(read(read_record(records, row)))
-        except DataError as error:
-            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
-    return lessons
+    """A dataset's rows as lessons. Raises DataError, see `load_rows` and `lesson_reader`."""
+    encoder = functools.partial(lesson_reader, templates=templates)
+    return load_rows(dataset, split, subset_size, seed, encoder, DataReport())
 
 
 def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Callable[[dict[str, Any]], Lesson]:

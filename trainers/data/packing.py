@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError
 
-from .encoding import DataReport, TokenBatch, TokenSequence
+from .encoding import ExampleReport, TokenBatch, TokenSequence
 from .loaders import LoadData
+from .rows import counter
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -59,13 +60,10 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 @dataclass
-class PackingReport(DataReport):
+class PackingReport(ExampleReport):
     """Counts of a dataset's used and dropped rows, and the number of packed rows."""
 
-    n_packed_rows: int = 0
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}; packed into {self.n_packed_rows} rows"
+    n_packed_rows: int = counter("packed into {} rows")
 
 
 def packing_loader(load: LoadData, max_length: int) -> LoadData:
@@ -77,8 +75,8 @@ def packing_loader(load: LoadData, max_length: int) -> LoadData:
         examples, report = load(dataset, split, tokenizer, subset_size, seed)
         sequences: list[TokenSequence] = [sequence for (sequence,) in examples]
         rows = pack([len(sequence.ids) for sequence in sequences], max_length)
-        known = {field.name: getattr(report, field.name) for field in fields(report)}
-        return [[sequences[index] for index in row] for row in rows], PackingReport(**known, n_packed_rows=len(rows))
+        packed = PackingReport(**asdict(report), n_packed_rows=len(rows))
+        return [[sequences[index] for index in row] for row in rows], packed
 
     return load_packed
 
@@ -117,20 +115,20 @@ def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> Toke
     )
 
 
-# Relative to the logits' norm. Float errors of a forward pass in another shape are some units of the dtype's rounding
-# (2^-24, 2^-9) for each of the layers; a position or a token too many moves logits by their own size.
+# Relative to the norm of the logits. Rounding in a forward pass of another shape causes errors of some units of the
+# dtype's precision (2^-24, 2^-9) per layer; a wrong position or an additional token changes logits by their own size.
 _SAME = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Refuse a model that would not read packed sequences as it reads each alone; found out on a few random tokens.
+    """Refuse a model that processes a packed sequence differently from the sequence alone; tested on random tokens.
 
-    What follows another sequence in its row must have the same logits, to the bit, whatever that other one is, and
-    within rounding those that it has alone.
+    The logits of a sequence that follows another one in its row must not depend on that other one, to the bit, and must
+    equal the logits of the sequence alone, within rounding.
 
     Raises:
-        ConfigError: naming the model and what it does.
+        ConfigError: the model fails the test; the message names the model and the difference.
     """
     name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
     device = next(model.parameters()).device

@@ -7,13 +7,13 @@ newline. Plain text is tokenized verbatim. No second BOS and no EOS is added.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from sparse_opt.errors import DataError
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .encoding import chat_ids, joined_text, text_ids
-from .records import Message, Text, chosen_rows, load_records, prompt_reader, read_record
+from .records import Message, Text, prompt_reader
+from .rows import DataReport, counter, load_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,65 +38,50 @@ class PromptExample:
 
 
 @dataclass
-class PromptReport:
-    """Counts of a dataset's used and dropped rows."""
+class PromptReport(DataReport):
+    """Counts of a dataset's used and dropped prompts."""
 
-    n_rows: int = 0
-    n_examples: int = 0
-    n_dropped_empty: int = 0
-    n_dropped_too_long: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{self.n_examples} prompts from {self.n_rows} rows"]
-        if self.n_dropped_empty:
-            parts.append(f"{self.n_dropped_empty} dropped as empty")
-        if self.n_dropped_too_long:
-            parts.append(f"{self.n_dropped_too_long} dropped because they are longer than max_prompt_length")
-        return "; ".join(parts)
+    noun: ClassVar[str] = "prompts"
+    n_dropped_empty: int = counter("{} dropped as empty")
+    n_dropped_too_long: int = counter("{} dropped because they are longer than max_prompt_length")
 
 
 def load_prompts(
     dataset: str,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
     subset_size: int | None = None,
     seed: int = 0,
+    *,
+    max_prompt_length: int,
 ) -> tuple[list[PromptExample], PromptReport]:
     """A dataset's prompts, without those that are empty or longer than `max_prompt_length` tokens.
 
     Args:
-        dataset, split: see `load_records`; `data` says which columns hold prompts.
-        subset_size, seed: see `chosen_rows`.
+        dataset, split, subset_size, seed: see `load_rows`; `records` says which columns hold prompts.
 
     Raises:
-        DataError: see `load_records` and `prompt_reader`; also a row whose prompt cannot be read, with its number, and
-            when no prompt is left.
+        DataError: see `load_rows` and `prompt_reader`.
     """
-    records = load_records(dataset, split)
-    read = prompt_reader(records.column_names, dataset)
-    rows = chosen_rows(records, dataset, subset_size, seed)
-    report = PromptReport(n_rows=len(rows))
-    kept = []
-    for row in rows:
-        try:
-            columns = read_record(records, row)
-            prompt = read(columns)
+    report = PromptReport()
+
+    def encoder(columns: Iterable[str], name: str) -> Callable[[dict[str, Any]], PromptExample | None]:
+        read = prompt_reader(columns, name)
+
+        def encode_row(row: dict[str, Any]) -> PromptExample | None:
+            prompt = read(row)
             if not joined_text(prompt).strip():
                 report.n_dropped_empty += 1
-                continue
-            example = encode_prompt(tokenizer, prompt, columns)
-        except DataError as error:
-            raise DataError(f"dataset {dataset}, row {row}: {error}") from error
-        if len(example.ids) > max_prompt_length:
-            report.n_dropped_too_long += 1
-            continue
-        kept.append(example)
-    report.n_examples = len(kept)
-    if not kept:
-        raise DataError(f"dataset {dataset}: no prompt left; {report}")
-    return kept, report
+                return None
+            example = encode_prompt(tokenizer, prompt, row)
+            if len(example.ids) > max_prompt_length:
+                report.n_dropped_too_long += 1
+                return None
+            return example
+
+        return encode_row
+
+    return load_rows(dataset, split, subset_size, seed, encoder, report), report
 
 
 def encode_prompt(

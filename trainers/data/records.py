@@ -1,4 +1,4 @@
-"""Read datasets from the hub or local files, in several formats, as prompts and completions.
+"""Read the rows of datasets, in several formats, as prompts and completions.
 
 The columns determine the format:
 
@@ -10,33 +10,26 @@ The columns determine the format:
 | conversations, chosen, rejected | qihoo360/Light-R1-DPOData: {from, value}; chosen, rejected: one, [one] or text |
 | prompt, completion | TRL prompt-completion: strings, or lists of messages |
 | messages | TRL conversational, as in open-r1/OpenR1-Math-220k; the last message is the completion |
-| problem, solution | the rest of open-r1/OpenR1-Math-220k, and what is made like it |
+| problem, solution | the other rows of open-r1/OpenR1-Math-220k, and datasets of this form |
 
 The first four are preference data; SFT on them trains the chosen completion.
 
-Prompts alone, for what a model is to complete, are in a column prompt (a string, or messages), problem or
-question [, system]; problems and questions are what the user says.
+Prompts for a model to complete are in a column prompt (a string, or messages), problem or question [, system]; problems
+and questions are messages of the user.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sparse_opt.errors import DataError
-from sparse_opt.files import one_line
-
-from .order import permutation
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 Text = str | list[Message]  # plain text, taken verbatim; or messages, for the chat template
 
-_LOCAL_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -51,100 +44,6 @@ class Example:
 RowReader = Callable[[dict[str, Any]], Example]
 PromptReader = Callable[[dict[str, Any]], Text]
 ReaderT = TypeVar("ReaderT", RowReader, PromptReader)
-
-
-def load_records(dataset: str, split: str = "train") -> Any:
-    """The rows of a local .json, .jsonl or .parquet file, or of a hub dataset's split, as a `datasets.Dataset`.
-
-    Raises:
-        DataError: no such file or dataset, a file that cannot be read, or no rows.
-    """
-    import datasets
-
-    path = Path(dataset).expanduser()
-    reader = _LOCAL_READERS.get(path.suffix)
-    if reader is None and path.is_file():
-        raise DataError(f"dataset {path}: unknown file type '{path.suffix}', expected {', '.join(_LOCAL_READERS)}")
-    if reader is not None and not path.is_file():
-        raise DataError(f"dataset {path}: no such file")
-    if reader is not None and path.stat().st_size == 0:
-        raise DataError(f"dataset {path}: the file is empty")
-    if not dataset.strip():
-        raise DataError("dataset: its name is empty")
-    try:
-        if reader == "json":
-            _require_json_text(path)
-        with _only_raising(datasets):
-            if reader is not None:
-                records = datasets.load_dataset(reader, data_files=str(path), split="train")
-            else:
-                records = datasets.load_dataset(dataset, split=split)
-    except DataError:
-        raise
-    # The readers of `datasets` check little, so that a wrong file ends in an error of nearly any type.
-    except (
-        OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError, StopIteration,
-        datasets.exceptions.DatasetsError,
-    ) as error:  # fmt: skip
-        cause = error.__cause__ or error
-        raise DataError(f"dataset {dataset}: cannot be read: {one_line(cause)}") from error
-    if len(records) == 0:
-        raise DataError(f"dataset {dataset}: no rows")
-    return records
-
-
-def read_record(records: Any, row: int) -> dict[str, Any]:
-    """A row of `load_records` by its columns. Raises DataError where its bytes are no text."""
-    try:
-        record: dict[str, Any] = records[row]
-    except (ValueError, RecursionError) as error:  # Arrow files may say of any bytes that they are text
-        raise DataError(f"cannot be read: {one_line(error)}") from error
-    return record
-
-
-def _require_json_text(path: Path) -> None:
-    """Refuse what the readers of `datasets` accept or crash on: other encodings, NULs, and what begins as no JSON rows.
-
-    Costs one pass over the file, at 0.4 GB/s.
-    """
-    first = ""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            where = f"dataset {path}, line {number}"
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{where}: not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
-                ) from error
-            if "\0" in text:
-                raise DataError(f"{where}: has a NUL byte, expected JSON")
-            first = first or text.removeprefix("\ufeff").lstrip()[:1]
-            if first not in ("", "{", "["):
-                raise DataError(f"{where}: begins with {first!r}, expected JSON rows")
-
-
-def chosen_rows(records: Any, name: str, subset_size: int | None, seed: int) -> Sequence[int]:
-    """The numbers of `subset_size` rows drawn with `seed`; of all rows, in order, where it is None.
-
-    All rows it is too, with a UserWarning, where the dataset, called `name`, has fewer.
-    """
-    if subset_size is not None and subset_size < len(records):
-        return permutation(len(records), seed, 0)[:subset_size]
-    if subset_size is not None and subset_size > len(records):
-        warnings.warn(f"dataset {name}: has {len(records)} rows, not subset_size {subset_size}", stacklevel=3)
-    return range(len(records))
-
-
-@contextmanager
-def _only_raising(datasets: Any) -> Iterator[None]:
-    """`datasets` logs an error before it raises it; here the raised one is enough."""
-    before = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(before)
 
 
 def preference_reader(columns: Iterable[str], name: str) -> RowReader:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_opt.config import option, parse_config, read_yaml, require_number_ranges
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
@@ -25,8 +25,9 @@ from sparse_opt.files import written_aside
 
 from ..policy.pretrained import load_tokenizer_from
 from ..run.outputs import writing
-from .encoding import applying_chat_template
-from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, load_lessons
+from .encoding import applying_chat_template, text_ids
+from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, lesson_reader, load_lessons
+from .rows import DataReport, counter, load_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,18 +63,10 @@ class TeacherExample:
 
 
 @dataclass
-class LessonReport:
-    """Counts of a dataset's used and dropped rows."""
+class LessonReport(DataReport):
+    """Counts of a dataset's used and dropped lessons."""
 
-    n_rows: int = 0
-    n_examples: int = 0
-    n_dropped_too_long: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{self.n_examples} examples from {self.n_rows} rows"]
-        if self.n_dropped_too_long:
-            parts.append(f"{self.n_dropped_too_long} dropped for a prompt longer than max_prompt_length")
-        return "; ".join(parts)
+    n_dropped_too_long: int = counter("{} dropped for a prompt longer than max_prompt_length")
 
 
 def load_teacher_examples(
@@ -87,23 +80,26 @@ def load_teacher_examples(
     subset_size: int | None = None,
     seed: int = 0,
 ) -> tuple[list[TeacherExample], LessonReport]:
-    """A dataset's lessons as tokens; those whose teacher's prompt is longer than `max_prompt_length` are left out.
+    """A dataset's lessons as tokens, without those whose teacher's prompt is longer than `max_prompt_length`.
 
     Raises:
-        DataError: see `load_lessons` and `encode_lesson`; also when no example is left.
+        DataError: see `load_rows`, `lesson_reader` and `encode_lesson`.
     """
-    lessons = load_lessons(dataset, split, templates, subset_size=subset_size, seed=seed)
-    examples = []
-    for lesson in lessons:
-        try:
-            examples.append(encode_lesson(tokenizer, lesson, templates, student_tokenizer))
-        except DataError as error:
-            raise DataError(f"dataset {dataset}, question {lesson.question[:80]!r}: {error}") from error
-    kept = [example for example in examples if len(example.ids) <= max_prompt_length]
-    report = LessonReport(len(examples), len(kept), len(examples) - len(kept))
-    if not kept:
-        raise DataError(f"dataset {dataset}: no example left; {report}")
-    return kept, report
+    report = LessonReport()
+
+    def encoder(columns: Iterable[str], name: str) -> Callable[[dict[str, Any]], TeacherExample | None]:
+        read = lesson_reader(columns, name, templates)
+
+        def encode_row(row: dict[str, Any]) -> TeacherExample | None:
+            example = encode_lesson(tokenizer, read(row), templates, student_tokenizer)
+            if len(example.ids) > max_prompt_length:
+                report.n_dropped_too_long += 1
+                return None
+            return example
+
+        return encode_row
+
+    return load_rows(dataset, split, subset_size, seed, encoder, report), report
 
 
 def encode_lesson(
@@ -121,13 +117,13 @@ def encode_lesson(
     text = teacher_prompt(tokenizer, lesson, templates)
     before, middle, _ = FIELD.split(templates.student_answer)[::2]
     start_text = _opening(student_tokenizer, templates.student_system, templates.student_user, lesson) + before
-    pieces = [_first_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, lesson.solution])]
-    ids = _first_ids(tokenizer, text)
+    pieces = [text_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, lesson.solution])]
+    ids = text_ids(tokenizer, text)
     for name, piece in (("teacher's prompt", ids), ("student's prompt", pieces[0]), ("solution", pieces[2])):
         if not piece:
             raise DataError(f"the {name} has no tokens")
     apart = student_tokenizer.decode([id for piece in pieces for id in piece])
-    whole = student_tokenizer.decode(_first_ids(student_tokenizer, start_text + middle + lesson.solution))
+    whole = student_tokenizer.decode(text_ids(student_tokenizer, start_text + middle + lesson.solution))
     if apart != whole:
         raise DataError(
             f"the tokenizer writes {_around_difference(apart, whole)!r} for pieces tokenized apart, "
@@ -193,12 +189,6 @@ def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson:
     messages.append({"role": "user", "content": user})
     with applying_chat_template():
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # As in `encoding`: text that was put through a chat template has its BOS already.
-    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
 
 def _later_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:

@@ -126,7 +126,7 @@ def test_errors_name_the_row(tokenizer, rows_file):
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: found null"):
         load_examples("preference", rows_file([fine, {**fine, "chosen": None}]), "train", tokenizer, max_length=64)
-    with pytest.raises(DataError, match=r"rows\.jsonl: no example left; 0 examples from 1 rows; 1 dropped"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: no examples left; 0 examples from 1 rows; 1 dropped"):
         load_examples("preference", rows_file([{**fine, "chosen": ""}]), "train", tokenizer, max_length=64)
 
 

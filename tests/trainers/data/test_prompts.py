@@ -109,7 +109,7 @@ def test_long_and_empty_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     assert str(report) == (
         "2 prompts from 5 rows; 2 dropped as empty; 1 dropped because they are longer than max_prompt_length"
     )
-    with pytest.raises(DataError, match="no prompt left; 0 prompts from 5 rows; 2 dropped as empty; 3 dropped"):
+    with pytest.raises(DataError, match="no prompts left; 0 prompts from 5 rows; 2 dropped as empty; 3 dropped"):
         load_prompts(write(rows, tmp_path), "train", tokenizer, max_prompt_length=longest - 1)
 
 

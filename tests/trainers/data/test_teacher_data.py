@@ -10,7 +10,7 @@ import pytest
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.trainers.data.encoding import load_examples
 from sparse_opt.trainers.data.lessons import Lesson, Templates, lesson_reader, load_lessons
-from sparse_opt.trainers.data.records import load_records
+from sparse_opt.trainers.data.rows import load_records
 from sparse_opt.trainers.data.teacher_data import (
     encode_lesson,
     load_teacher_examples,
@@ -156,7 +156,7 @@ def test_examples_too_long_are_left_out_and_counted(tokenizer, lessons_file):
     assert (report.n_rows, report.n_examples, report.n_dropped_too_long) == (12, 11, 1)
     assert str(report) == "11 examples from 12 rows; 1 dropped for a prompt longer than max_prompt_length"
     assert [example.lesson.solution for example in examples] == [str(n + 1) for n in range(12) if n != 5]
-    with pytest.raises(DataError, match="no example left"):
+    with pytest.raises(DataError, match="no examples left"):
         load_teacher_examples(str(lessons_file), "train", tokenizer, SHORT, max_prompt_length=3)
 
 
