@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-# setup.py finds ninja on PATH; pip puts it beside the environment's python.
-INSTALL = PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+STEP = $(PYTHON) .ci/step.py
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 # Nothing in the suite may reach for the network.
 PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
@@ -17,12 +17,17 @@ BENCH_THRESHOLD ?= min:20%
 # More words for `make gpu-check`: --resume goes on where a run was cut short.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help quickstart test test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help build quickstart test test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-quickstart: $(VENV)/.train ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
+# Nothing but ninja decides what is out of date. It is next to the environment's python, and torch looks for it on PATH.
+build: $(VENV)/.python ## build the extension in .venv, or update it: only what has changed is compiled
+	@PATH="$(BIN):$$PATH" SPARSE_OPT_REQUIRE_NATIVE=1 $(STEP) "building the extension" \
+	  $(BIN)/python setup.py --quiet build_ext --inplace
+
+quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
 	$(BIN)/sparse-opt quickstart
 
 # The suite in parts, for `make --jobs` to run side by side: these folders each, and all others in one. tests/ops takes
@@ -33,33 +38,33 @@ BACKENDS := reference triton triton-ops without-avx512 defaults
 
 test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default and under other torch defaults, and Triton's ops
 
-test-others: $(VENV)/.test
+test-others: $(VENV)/.test build
 	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%)
 
-$(FOLDERS:%=test-%): test-%: $(VENV)/.test
+$(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 	$(PYTEST) tests/$*
 
-test-reference: $(VENV)/.test
+test-reference: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py
 
-test-triton: $(VENV)/.test
+test-triton: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "not test_runs or many_steps"
 
-test-triton-ops: $(VENV)/.test
+test-triton-ops: $(VENV)/.test build
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
 
 # The library names every device and dtype; what it makes on meta by mistake has no values, and fails.
-test-defaults: $(VENV)/.test
+test-defaults: $(VENV)/.test build
 	$(PYTEST) --quiet tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
 	  --default-dtype float64 --default-device meta
 
-test-without-avx512: $(VENV)/.test
+test-without-avx512: $(VENV)/.test build
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --quiet tests/ops/test_steps.py tests/ops/test_moves.py -k cpu-cpu
 
-test-learning: $(VENV)/.test ## every loop learns, three seeds each: minutes of training
+test-learning: $(VENV)/.test build ## every loop learns, three seeds each: minutes of training
 	SPARSE_OPT_LEARNING=1 OMP_NUM_THREADS=1 $(PYTEST) tests/trainers/test_learning.py
 
-test-browser: $(VENV)/.test ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
+test-browser: $(VENV)/.test build ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
 	$(INSTALL) --quiet PySide6-WebEngine
 	$(PYTEST) tests/analysis -k browser
 
@@ -72,21 +77,21 @@ lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir .mypy_cache -p sparse_opt
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
-format: $(VENV)/.lint ## rewrite the sources as `make lint` wants them
+format: $(VENV)/.lint ## rewrite the sources as `make lint` expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-bench: $(VENV)/.test ## the benchmark suites on this machine
+bench: $(VENV)/.test build ## the benchmark suites on this machine
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only
 
-bench-compare: $(VENV)/.test ## the benchmark suites beside the committed run; fails where one has become slower
+bench-compare: $(VENV)/.test build ## the benchmark suites beside the committed run; fails where one has become slower
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-compare=$(BASELINE) --benchmark-compare-fail=$(BENCH_THRESHOLD)
 
-bench-baseline: $(VENV)/.test ## keep a new run for bench-compare
+bench-baseline: $(VENV)/.test build ## keep a new run for bench-compare
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-storage=file://./bench/results/pytest --benchmark-save=cpu
 
-performance-tables: $(VENV)/.test ## write the tables of docs/performance_tables.md and other pages from bench/results
+performance-tables: $(VENV)/.test build ## write the tables of docs/performance_tables.md and other pages from bench/results
 	$(BIN)/python -m sparse_opt.bench.report_tables
 
 # Uses the torch that PYTHON has and installs nothing: the package is laid out under build/gpu. PYTHONSAFEPATH keeps the
@@ -94,7 +99,7 @@ performance-tables: $(VENV)/.test ## write the tables of docs/performance_tables
 gpu-check: ## build for the GPU at hand against PYTHON's torch, run the GPU tests and benches
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"gpu-check needs a CUDA GPU that torch {torch.__version__} can use")'
 	rm -rf build/gpu
-	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-native}" SPARSE_OPT_REQUIRE_NATIVE=1 \
+	@TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-native}" SPARSE_OPT_REQUIRE_NATIVE=1 $(STEP) "building for this GPU" \
 	  $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
 	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.kernels.gpu_check $(GPU_CHECK_OPTIONS)
 
@@ -104,15 +109,11 @@ clean: ## remove the environment and everything built
 
 $(VENV)/.python: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"sparse-opt needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) setuptools wheel ninja torch
-	touch $@
+	@$(STEP) "creating the environment $(VENV)" $(PYTHON) -m venv $(VENV)
+	@$(STEP) --stamp $@ "installing torch" $(INSTALL) setuptools wheel ninja torch
 
-# The extension is built against the torch just installed; new Python code needs no new installation.
-$(VENV)/.train $(VENV)/.test: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py $(NATIVE)
-	SPARSE_OPT_REQUIRE_NATIVE=1 $(INSTALL) --no-build-isolation --editable '.[$*]'
-	touch $@
-
-$(VENV)/.lint: $(VENV)/.python pyproject.toml setup.py
-	SPARSE_OPT_NO_NATIVE=1 $(INSTALL) --no-build-isolation --editable '.[train,lint]'
-	touch $@
+# `build` alone builds the extension; new Python code needs no new installation.
+$(VENV)/.lint: EXTRAS = train,lint
+$(VENV)/.train $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py
+	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing the packages for $*" \
+	  $(INSTALL) --no-build-isolation --editable '.[$(or $(EXTRAS),$*)]'

@@ -11,7 +11,16 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SOURCES = ("sparse_opt", "triton_kernels", "trainers", "bench", "csrc", "tests")
-FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "Makefile")
+FILES = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "constraints.txt",
+    "Makefile",
+    ".ci/step.py",
+)
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -29,6 +38,7 @@ def clean_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
         shutil.copytree(CHECKOUT / folder, copy / folder, ignore=ignore)
     for file in FILES:
+        (copy / file).parent.mkdir(exist_ok=True)
         shutil.copy(CHECKOUT / file, copy / file)
     return copy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import runpy
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,22 +13,15 @@ from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((CHECKOUT / "csrc").rglob("*.cu"))
+BUILD = runpy.run_path(str(CHECKOUT / "csrc/build_native.py"))
 BUILT_FOR = "90a"
 ALSO_FOR = ("80", "100")
 # Nothing here runs the code, and most of the time goes into optimizing it for each GPU. Where it is not, an instruction
 # that the GPU lacks, too much shared memory, an unresolved function and every warning are errors all the same.
 UNOPTIMIZED = "--Ofast-compile=max"
-OPTIMIZED_SOURCES = ("tile_weight_grad.cu",)  # exactly as setup.py builds: whether products overlap shows only then
+OPTIMIZED_SOURCES = ("tile_weight_grad.cu",)  # exactly as they are built: whether products overlap shows only then
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of CUDA 12.8 or newer, on PATH")
-
-
-def setup_constant(name: str) -> list[str]:
-    """A literal of setup.py: the sources are compiled here with the flags they are built with."""
-    for node in ast.parse((CHECKOUT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"setup.py assigns no {name}")
 
 
 def test_there_are_sources_to_compile():
@@ -41,7 +34,7 @@ def compile_for(archs: Sequence[str], source: Path, output: Path, *flags: str) -
     flags = (
         *flags,
         *COMMON_NVCC_FLAGS,
-        *setup_constant("NVCC_FLAGS"),
+        *BUILD["NVCC_FLAGS"],
         "--threads=0",
         "-Werror=all-warnings",
         f"-I{CHECKOUT / 'csrc'}",

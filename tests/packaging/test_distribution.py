@@ -78,8 +78,13 @@ def test_source_distribution_holds_what_a_build_needs(clean_copy, python, tmp_pa
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         held = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
-    native = {path.relative_to(checkout).as_posix() for path in (checkout / "csrc").rglob("*.*")}
-    assert native | {"setup.py", "pyproject.toml", "LICENSE", "triton_kernels/__init__.py"} <= held
+    native = {
+        path.relative_to(checkout).as_posix() for path in (checkout / "csrc").rglob("*.*") if path.suffix != ".pyc"
+    }
+    assert (
+        native | {"setup.py", "pyproject.toml", "LICENSE", "Makefile", ".ci/step.py", "triton_kernels/__init__.py"}
+        <= held
+    )
 
 
 def test_editable_install_keeps_the_import_map(clean_copy, python, tmp_path):

@@ -1,0 +1,204 @@
+"""How setup.py builds the native extension, sparse_opt._C, from the sources in this folder.
+
+torch's BuildExtension runs ninja in build/temp.*. It compiles a source again after a change of the source, of a header
+that it includes, or of the command. The docstring of setup.py lists the environment variables.
+"""
+
+import contextlib
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import errors
+from setuptools.command.build_py import build_py
+
+# Every floating-point operation is rounded on its own, on the host (-ffp-contract=off) and on the GPU (--fmad=false):
+# a contraction in one backend and not in another would change the last bit.
+# With errno and traps, which nobody reads, the compiler would not vectorise a square root; torch builds without too.
+CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden"]
+CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
+# at::parallel_for is inlined from torch's headers and runs on one thread where OpenMP is off.
+OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
+# Of gcc, clang, nvcc, ptxas and ld.
+COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")
+
+REQUIRE_NATIVE = os.environ.get("SPARSE_OPT_REQUIRE_NATIVE") == "1"
+HINT = "`pip install --verbose` shows all that the compilers print"
+
+
+def native_extension():
+    """The arguments of setup() that build the extension, or the package without it where torch is not installed."""
+    if os.environ.get("SPARSE_OPT_NO_NATIVE") == "1":
+        return {}
+    try:
+        import torch
+    except ImportError as error:
+        if REQUIRE_NATIVE:
+            raise
+        return without_torch(f"{error}; install torch, then `pip install --no-build-isolation .`")
+    return with_torch(torch)
+
+
+def without_torch(cause):
+    class BuildPure(build_py):
+        def run(self):
+            say(f"building pure Python, without the native backends: {cause}")
+            super().run()
+
+    return {"cmdclass": {"build_py": BuildPure}}
+
+
+def with_torch(torch):
+    if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")) and (toolkit := toolkit_on_path()):
+        os.environ["CUDA_HOME"] = toolkit  # torch reads it as the next line imports it
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
+
+    missing = why_no_cuda(torch, CUDA_HOME)
+    archs, notes = ("", ()) if missing else cuda_archs(torch, CUDA_HOME)
+    if not missing and not archs:
+        missing = f"TORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}: {'; '.join(notes)}"
+        if REQUIRE_NATIVE:
+            sys.exit(f"sparse-opt: the CUDA kernels cannot be built: {missing}")
+
+    class BuildNative(BuildExtension):
+        """torch's build, which an absent or failing compiler does not stop unless the extension is required."""
+
+        def finalize_options(self):
+            super().finalize_options()
+            if self.editable_mode:  # setuptools names a temporary folder here, in which no object exists
+                self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
+
+        def build_extensions(self):
+            if missing:
+                say(f"building the extension with its CPU kernels alone: {missing}")
+            else:
+                say("; ".join([f"building the CUDA kernels for {archs}", *notes]))
+            failure = self.why_failed()
+            if failure and not missing and not REQUIRE_NATIVE:
+                say(f"THE CUDA KERNELS WERE NOT BUILT, the extension is built without them: {failure} ({HINT})")
+                without_cuda = extension(torch, f"their build failed: {failure}", archs, notes)
+                vars(self.extensions[0]).update(vars(without_cuda))
+                failure = self.why_failed()
+            if failure and REQUIRE_NATIVE:
+                sys.exit(f"sparse-opt: the extension was not built: {failure} ({HINT})")
+            if failure:
+                say(f"THE EXTENSION WAS NOT BUILT, the package has no native backends: {failure} ({HINT})")
+                self.extensions[0].optional = True  # there is nothing to copy
+                Path(self.get_ext_fullpath("sparse_opt._C")).unlink(missing_ok=True)  # an older build's
+
+        def why_failed(self):
+            """Compile and link; empty on success, else the compilers' first error or the message of the exception."""
+            # torch forces the linker to run. It has to where an object is newer, or was linked and has no source now.
+            objects = {Path(self.build_temp, source).with_suffix(".o") for source in self.extensions[0].sources}
+            removed = set(Path(self.build_temp).rglob("*.o")) - objects
+            for path in removed:
+                path.unlink()
+            self.compiler.force = bool(removed)
+            with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+                try:
+                    with copy_output(log.name):
+                        super().build_extensions()
+                except (RuntimeError, OSError, errors.CCompilerError, errors.BaseError) as error:
+                    return next(filter(COMPILER_ERROR.search, log), str(error)).strip()
+            return ""
+
+    return {"ext_modules": [extension(torch, missing, archs, notes)], "cmdclass": {"build_ext": BuildNative}}
+
+
+def extension(torch, missing, archs, notes):
+    """The extension; with its CPU kernels alone where `missing` is why there are no CUDA kernels."""
+    from torch.utils import cpp_extension
+
+    sources = [path for path in Path("csrc").rglob("*.cpp") if not path.stem.endswith("_cuda")]
+    make = cpp_extension.CppExtension
+    if not missing:
+        sources += [*Path("csrc").rglob("*_cuda.cpp"), *Path("csrc").rglob("*.cu")]
+        make = cpp_extension.CUDAExtension
+        os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    build_info = {
+        "TORCH_VERSION": torch.__version__,
+        "CUDA_MISSING": re.sub(r"[^\w ,;:.+()/=-]", "'", missing),  # a compiler's words, in a shell and in C++
+        "CUDA_ARCH_LIST": "" if missing else archs,
+        "CUDA_ARCH_NOTES": "; ".join(notes),
+    }
+    macros = [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]
+    return make(
+        "sparse_opt._C",
+        sorted(map(str, sources)),
+        include_dirs=[os.path.abspath("csrc")],
+        define_macros=macros if missing else [*macros, ("SPARSE_OPT_WITH_CUDA", None)],
+        extra_compile_args={"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS},
+        extra_link_args=OPENMP,
+        # Read only where ninja is missing; then every source is compiled again.
+        depends=sorted(str(path) for path in Path("csrc").rglob("*.*") if path.suffix in (".h", ".cuh")),
+    )
+
+
+def toolkit_on_path():
+    """The toolkit's folder, as nvcc prints it: the nvcc on PATH may be a wrapper elsewhere. Empty without nvcc."""
+    if not shutil.which("nvcc"):
+        return ""
+    commands = subprocess.run(["nvcc", "--dryrun", "any.cu"], stderr=subprocess.PIPE, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", commands, re.MULTILINE)
+    return os.path.realpath(top[1]) if top else ""
+
+
+def why_no_cuda(torch, cuda_home):
+    """Empty when the CUDA kernels can be built, else the reason in one line."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA"
+    if cuda_home is None or not os.path.exists(os.path.join(cuda_home, "bin", "nvcc")):
+        return f"no nvcc was found (on PATH, in CUDA_HOME or in {cuda_home or '/usr/local/cuda'})"
+    release = re.search(r"release (\d+)\.\d+", nvcc(cuda_home, "--version"))
+    if release is None or release[1] != torch.version.cuda.split(".")[0]:
+        found = release[0] if release else "of unknown release"
+        return f"nvcc {found} in {cuda_home} does not belong to torch's CUDA {torch.version.cuda}"
+    return ""
+
+
+def cuda_archs(torch, cuda_home):
+    """What TORCH_CUDA_ARCH_LIST becomes, and lines that say how it differs from the request."""
+    requested = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if requested == "native":
+        visible = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+        requested = ";".join(f"{major}.{minor}" for major, minor in visible)
+        if not visible:
+            sys.exit("sparse-opt: TORCH_CUDA_ARCH_LIST is native, and torch finds no GPU")
+    select = runpy.run_path("sparse_opt/cuda_archs.py")["select"]
+    try:
+        return select(requested, nvcc(cuda_home, "--list-gpu-arch").split())
+    except ValueError as error:
+        sys.exit(f"sparse-opt: {error}")
+
+
+def nvcc(cuda_home, option):
+    return subprocess.check_output([os.path.join(cuda_home, "bin", "nvcc"), option], text=True)
+
+
+@contextlib.contextmanager
+def copy_output(path):
+    """Copy what this process and the compilers print to the file `path` as well."""
+    streams = [(stream, os.dup(stream)) for stream in (1, 2)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with subprocess.Popen(["tee", path], stdin=subprocess.PIPE) as tee:
+        for stream, _ in streams:
+            os.dup2(tee.stdin.fileno(), stream)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for stream, original in streams:
+                os.dup2(original, stream)
+                os.close(original)
+
+
+def say(message):
+    print(f"sparse-opt: {message}", file=sys.stderr, flush=True)
