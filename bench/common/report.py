@@ -34,17 +34,38 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     with written_aside(path) as aside:
         aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
+# Heading -> cell: a format string of the row's values, or a function of the row.
+Columns = Mapping[str, str | Callable[[Mapping[str, Any]], str]]
 
-def kernel_report(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
-    """Read the report of `kernels` or `gpu_check` for a plot; exit with an error if it or matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("matplotlib is not installed, which draws the figure: pip install 'sparse-opt[plot]'")
-    if not path.is_file():
-        parser.error(f"results {path}: no such file")
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        parser.error(f"results {path}: not JSON: {error}")
-    if "kernels" not in report:
-        parser.error(f"results {path}: they hold {', '.join(report)}, wanted 'kernels'")
-    return report
+
+def cells(columns: Columns, row: Mapping[str, Any]) -> list[str]:
+    """One line of the table."""
+    return [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+
+
+def render(
+    columns: Columns,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    n_words: int = 1,
+    n_last_words: int = 0,
+    markdown: bool = False,
+) -> str:
+    """The rows as a table, for a terminal or in Markdown; see `sparse_opt.tables`."""
+    headers, lines = list(columns), [cells(columns, row) for row in rows]
+    if markdown:
+        return markdown_table(headers, lines, n_words=n_words)
+    return table(headers, lines, n_words=n_words, n_last_words=n_last_words)
+
+
+def machine_name(report: Mapping[str, Any]) -> str:
+    """The name of the GPU, or of the CPU if the report is of a CPU."""
+    machine: dict[str, Any] = report["environment"]["machine"]
+    name: str = machine.get("gpu", {}).get("name", machine["cpu"])
+    return name
+
+
+def machine_line(report: Mapping[str, Any]) -> str:
+    """Machine, torch and commit of a report."""
+    environment = report["environment"]
+    return f"{machine_name(report)}, torch {environment['versions']['torch']}, commit {environment['commit']}"

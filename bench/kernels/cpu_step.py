@@ -6,77 +6,53 @@ are timed in turns in one run.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparse_opt import MaskSet, backends
+from sparse_opt.cli.parser import CommandParser
 
-from ..common.environment import environment
-from ..common.report import table, why_unwritable, write_json
+from ..common.harness import Benchmark, Report, WrongResult
+from ..common.report import Columns, machine_line, render
 from ..common.shapes import LLAMA_64M, scaled, total_numel
 from ..common.timing import Timing, measure
 from . import floors
-from .cases import WrongResult
 from .inputs import random_tensors
 from .optimizers import LR, WEIGHT_DECAY, Gradients, Named, parameters, sparse_adamw, step_again, torch_adamw
 
 CHECKED_STEPS = 3
+COLUMNS: Columns = {
+    "one step": "{step}",
+    "median ms": "{ms:.2f}",
+    "p20 - p80": "{p20_ms:.2f} - {p80_ms:.2f}",
+    "least MB": lambda row: f"{row['bytes'] / 1e6:.0f}",
+    "times as fast": "{times_as_fast:.2f}",
+}
 DENSE = "torch.optim.AdamW(fused=True)"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return 0 if the sparse step is correct and fast enough, else 1."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    problem = "" if args.json is None else why_unwritable(args.json)
-    problem = problem or backends.why_unavailable(args.backend, "cpu")
-    if problem:
-        parser.error(problem)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
-    try:
-        report = run(args)
-    except WrongResult as error:
-        print(f"WRONG RESULT, nothing was timed: {error}", file=sys.stderr)
-        return 1
-    finally:
-        torch.set_num_threads(threads)
-    print(_text(report))
-    if args.json is not None:
-        write_json(args.json, report)
-    if report["ratio"] < args.min_ratio:
-        print(f"TOO SLOW: {report['ratio']:.2f} times as fast as {DENSE}, wanted {args.min_ratio:g}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sparse-opt bench cpu_step", description=__doc__, allow_abbrev=False)
+def options(parser: CommandParser) -> None:
     parser.add_argument("--numel", type=int, default=total_numel(LLAMA_64M), help="fp32 parameters (%(default)s)")
     parser.add_argument("--density", type=float, default=0.025, help="share of active elements (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (%(default)s)")
-    parser.add_argument("--backend", default="cpu", help="of the sparse step (%(default)s)")
+    parser.add_argument("--backend", default="cpu", help="backend of the sparse step (%(default)s)")
     parser.add_argument("--n_rounds", type=int, default=15, help="timed steps of each variant (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument(
         "--min_ratio",
         type=float,
         default=4.0,
-        help="how many times as fast the sparse step has to be, from either kind of gradients (%(default)s)",
+        help="required speed-up of the sparse step, with dense and with compact gradients (%(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    return parser
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Check, then time. Raises WrongResult."""
+def run(args: Namespace, report: Report) -> None:
+    """Check, then time."""
     shapes = scaled(LLAMA_64M, args.numel)
     generator = torch.Generator().manual_seed(args.seed)
     weights = dict(zip(shapes, random_tensors(shapes, torch.float32, generator, scale=0.02), strict=True))
@@ -98,9 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     found = measure(steps, n_warmup=3, n_rounds=args.n_rounds)
     ratios = {name: found[DENSE].ms / timing.ms for name, timing in found.items()}
-    return {
-        "benchmark": "cpu_step",
-        "environment": environment("cpu"),
+    report |= {
         "threads": args.threads,
         "backend": args.backend,
         "numel": mask.numel,
@@ -137,10 +111,10 @@ def check_weights(
         wrong = ~((flat[active] - expected[name]).abs() <= allowed)
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            found, wanted = flat[active][at].item(), expected[name][at].item()
+            found, should = flat[active][at].item(), expected[name][at].item()
             raise WrongResult(
                 f"{what}: {name} at {int(active[at])} is {found!r} after {CHECKED_STEPS} steps, "
-                f"masked torch.optim.AdamW gives {wanted!r}; {int(wrong.sum())} of {len(wrong)} differ"
+                f"masked torch.optim.AdamW gives {should!r}; {int(wrong.sum())} of {len(wrong)} differ"
             )
         moved = flat.view(torch.int32) != start[name].view(-1).view(torch.int32)
         moved[active] = False
@@ -162,28 +136,30 @@ def _row(name: str, timing: Timing, ratio: float, mask: MaskSet) -> dict[str, An
     return {"step": name, **timing.as_dict(), "times_as_fast": ratio, "bytes": nbytes}
 
 
-def _text(report: dict[str, Any]) -> str:
-    where = report["environment"]
-    rows = [
-        [
-            row["step"],
-            f"{row['ms']:.2f}",
-            f"{row['p20_ms']:.2f} - {row['p80_ms']:.2f}",
-            f"{row['bytes'] / 1e6:.0f}",
-            f"{row['times_as_fast']:.2f}",
-        ]
-        for row in report["rows"]
-    ]
-    return "\n".join(
-        [
-            f"{report['numel'] / 1e6:.1f} M fp32 parameters in {report['n_tensors']} matrices, "
-            f"{report['nnz'] / 1e6:.2f} M active ({report['nnz'] / report['numel']:.2%}), backend {report['backend']}",
-            f"{where['machine']['cpu']}, {report['threads']} threads, torch {where['versions']['torch']}, "
-            f"commit {where['commit']}",
-            table(("one step", "median ms", "p20 - p80", "least MB", "times as fast"), rows),
-        ]
+def text(report: Report) -> str:
+    return (
+        f"{report['numel'] / 1e6:.1f} M fp32 parameters in {report['n_tensors']} matrices, "
+        f"{report['nnz'] / 1e6:.2f} M active ({report['nnz'] / report['numel']:.2%}), backend {report['backend']}\n"
+        f"{machine_line(report)}; {report['threads']} threads\n{render(COLUMNS, report['rows'])}"
     )
 
+
+def failures(report: Report, args: Namespace) -> list[str]:
+    if report["ratio"] >= args.min_ratio:
+        return []
+    return [f"TOO SLOW: {report['ratio']:.2f} times as fast as {DENSE}, expected at least {args.min_ratio:g}"]
+
+
+main = Benchmark(
+    name="cpu_step",
+    doc=__doc__,
+    options=options,
+    problem=lambda args: backends.why_unavailable(args.backend, "cpu"),
+    measure=run,
+    text=text,
+    failures=failures,
+    threads=2,
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -68,7 +68,7 @@ def test_a_step_outside_the_mask_is_not_timed(monkeypatch, capsys):
     [
         (["--backend", "cuda"], "runs on cuda tensors"),
         (["--json", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
-        (["--min-speed", "4"], "--min-speed"),
+        (["--min_speed", "4"], "--min_speed"),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):

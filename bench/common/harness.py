@@ -1,0 +1,203 @@
+"""`Benchmark`: the command line of a benchmark, and everything that all benchmarks have in common.
+
+A benchmark declares its options, fills a report, and turns it into text. The harness parses the command line, checks the
+device and the output file before any work, describes the environment, writes the report as JSON (what was measured
+before an error, too), prints the text, and returns the exit code: 0 done, 1 a wrong result or a missed target, 2 a wrong
+command line (as `SystemExit`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import ConfigError, SparseOptError
+
+from .environment import environment
+from .report import why_unwritable, write_json
+
+Report = dict[str, Any]
+
+
+class WrongResult(AssertionError):
+    """A result is wrong, so it must not be timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One benchmark; `main` is its command line.
+
+    Args:
+        name: name in the report and of the default results file.
+        command: the command that runs it, by default `sparse-opt bench NAME`.
+        doc: description in the help, by default the module's docstring.
+        options: adds the benchmark's own options.
+        problem: checks the options before any work and returns the error, or an empty string.
+        measure: fills the report. It may raise `WrongResult`.
+        text: the report for a terminal.
+        failures: lines for stderr after the text. If there are any, the exit code is 1.
+        output: default results file, which may contain `{device}` (cpu or gpu); None writes no file by default.
+        device: default device; `auto` is a GPU if there is one; None adds no option.
+    """
+
+    name: str
+    doc: str | None
+    measure: Callable[[Namespace, Report], None]
+    text: Callable[[Report], str]
+    options: Callable[[CommandParser], None] = lambda parser: None
+    problem: Callable[[Namespace], str] = lambda args: ""
+    failures: Callable[[Report, Namespace], Sequence[str]] = lambda report, args: ()
+    command: str | None = None
+    epilog: str | None = None
+    output: str | None = None
+    device: str | None = None
+    threads: int | None = None
+
+    def parser(self) -> CommandParser:
+        """The options of all benchmarks, and this one's own."""
+        command = self.command or f"sparse-opt bench {self.name}"
+        parser = CommandParser(prog=command, description=self.doc, epilog=self.epilog)
+        self.options(parser)
+        if self.device is not None:
+            default = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+            parser.add_argument("--device", default=default, help="(%(default)s)")
+        if self.threads is not None:
+            parser.add_argument("--threads", type=int, default=self.threads, help="CPU threads (%(default)s)")
+        shown = self.output or "default: none is written"
+        names = ("--output", "--json", "--results")  # one option; earlier versions had another name for each benchmark
+        parser.add_argument(*names, dest="output", type=Path, metavar="FILE", help=f"results as JSON ({shown})")
+        return parser
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the benchmark; return 0 if every result is right and every target met, else 1."""
+        parser = self.parser()
+        try:
+            args = parser.parse_words(sys.argv[1:] if argv is None else argv)
+            if problem := self._problem(args):
+                parser.error(problem)
+            return self._run(args)
+        except ConfigError as error:
+            print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
+            raise SystemExit(2) from error
+        except WrongResult as error:
+            print(f"WRONG RESULT, nothing was timed: {error}", file=sys.stderr)
+        except SparseOptError as error:
+            if os.environ.get("SPARSE_OPT_DEBUG") == "1":
+                raise
+            print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+    def _problem(self, args: Namespace) -> str:
+        """The first error of the options; empty if they are valid."""
+        if self.device is not None and (problem := why_unusable(args.device)):
+            return problem
+        if self.threads is not None and args.threads < 1:
+            return f"--threads is {args.threads}, expected at least 1"
+        if problem := self.problem(args):
+            return problem
+        if args.output is None and self.output is not None:
+            on_gpu = str(getattr(args, "device", "cpu")).startswith("cuda")
+            names = vars(args) | {"device": "gpu" if on_gpu else "cpu"}
+            args.output = Path(self.output.format(**names))
+        return "" if args.output is None else why_unwritable(args.output)
+
+    def _run(self, args: Namespace) -> int:
+        device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
+        report: Report = {"benchmark": self.name, "environment": environment(device), "completed": False}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(args.threads if self.threads is not None else threads)
+        try:
+            self.measure(args, report)
+            report["completed"] = True
+        finally:
+            torch.set_num_threads(threads)
+            if args.output is not None:
+                write_json(args.output, report)
+        print(self.text(report))
+        if args.output is not None:
+            print(f"\nresults: {args.output}")
+        failures = self.failures(report, args)
+        for line in failures:
+            print(line, file=sys.stderr)
+        return 1 if failures else 0
+
+
+def why_unusable(device: str) -> str:
+    """Empty if torch can use the device (cpu or cuda), else the error."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        return f"--device is {device}, expected cpu, cuda or cuda:N"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"--device {device}: torch {torch.__version__} finds no CUDA device here"
+    return ""
+
+
+def too_small(args: Namespace, *names: str, at_least: int = 1) -> str:
+    """The error of the first of these options that is less than ``at_least``; None is valid."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < at_least:
+            return f"--{name} is {value}, expected at least {at_least}"
+    return ""
+
+
+def one_of_each(name: str, values: Sequence[str], allowed: Sequence[str]) -> str:
+    """The error of an option that takes a list, each of ``allowed`` at most once."""
+    if not values or set(values) - set(allowed) or len(set(values)) < len(values):
+        return f"--{name} {','.join(values)}: expected some of {', '.join(allowed)}, each once"
+    return ""
+
+
+def comma_separated(text: str) -> list[str]:
+    """An argparse `type`: the words between commas."""
+    return text.split(",")
+
+
+# Measurements in a process of their own, so that peaks of memory are their own
+
+
+def add_job_option(parser: CommandParser) -> None:
+    """Add the hidden option by which `run_in_process` starts the module's `main` again."""
+    parser.add_argument("--job", type=Path, help=SUPPRESS)
+
+
+def run_in_process(
+    module: str, job: Mapping[str, Any], folder: Path, variables: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
+    """`python -m module JOB RESULT`: the result of `job_main` there; None, with its message printed, if it failed."""
+    job_file, result_file = folder / f"{job['mode']}.job.json", folder / f"{job['mode']}.json"
+    job_file.write_text(json.dumps(job), encoding="utf-8")
+    print(f"{job['mode']}: {job['n_steps']} steps", flush=True)
+    command = [sys.executable, "-m", module, str(job_file), str(result_file)]
+    done = subprocess.run(command, check=False, env={**os.environ, **(variables or {})})
+    if done.returncode != 0:
+        print(f"{job['mode']}: the run ended with exit code {done.returncode}", file=sys.stderr)
+        return None
+    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
+    return result
+
+
+def job_main(run: Callable[[dict[str, Any]], dict[str, Any]], argv: Sequence[str] | None = None) -> int:
+    """The other side of `run_in_process`: read the job, run it, write the result."""
+    job_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
+    job = json.loads(job_file.read_text(encoding="utf-8"))
+    try:
+        result = run(job)
+    except (SparseOptError, OSError) as error:
+        print(f"sparse-opt: error: mode {job['mode']}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    write_json(result_file, {"job": job, **result})
+    return 0
