@@ -21,17 +21,16 @@ from sparse_opt import backends
 
 from .common.shapes import LLAMA_64M, SUITE_NUMEL, scaled
 from .common.timing import n_buffer_sets, samples
-from .kernels import floors
 from .kernels.cases import Case, check
 from .kernels.inputs import random_active, random_case, random_tensors
 from .kernels.optimizers import (
     Gradients,
     check_first_step,
-    index_itemsize,
     mask_of,
     parameters,
     sparse_adamw,
     step_again,
+    step_bytes,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,11 +62,11 @@ class Measured(NamedTuple):
 class Session:
     """Shared by the tests: the device, the copy rate, and the times of the measured cases."""
 
-    def __init__(self, config: pytest.Config, wanted: dict[tuple[object, ...], list[str]]) -> None:
+    def __init__(self, config: pytest.Config, selected: dict[tuple[object, ...], list[str]]) -> None:
         self.device = torch.device(config.getoption("--bench_device"))
         self.numel: int = config.getoption("--bench_numel") or SUITE_NUMEL[self.device.type]
         self.n_rounds: int = config.getoption("--bench_rounds")
-        self.wanted = wanted  # test and its parameters without the backend -> the backends that were selected
+        self.selected = selected  # test and its parameters without the backend -> the backends that were selected
         self.found: dict[tuple[object, ...], dict[str, Measured]] = {}
 
     @functools.cached_property
@@ -97,13 +96,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    wanted: dict[tuple[object, ...], list[str]] = {}
+    selected: dict[tuple[object, ...], list[str]] = {}
     for item in request.session.items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "backend" in item.callspec.params:
-            wanted.setdefault(_key(item), []).append(str(item.callspec.params["backend"]))
+            selected.setdefault(_key(item), []).append(str(item.callspec.params["backend"]))
     threads = torch.get_num_threads()
     torch.set_num_threads(request.config.getoption("--bench_threads"))
-    yield Session(request.config, wanted)
+    yield Session(request.config, selected)
     torch.set_num_threads(threads)
 
 
@@ -127,7 +126,7 @@ def test_op(
     benchmark.group = f"{op} {dtype} {density:.1%} on {session.device.type}"
     key = _key(request.node)
     if key not in session.found:
-        session.found[key] = _measured_op(session, op, density, dtype, session.wanted[key])
+        session.found[key] = _measured_op(session, op, density, dtype, session.selected[key])
     _report(benchmark, session, session.found[key][backend])
 
 
@@ -146,7 +145,7 @@ def test_sparse_adamw_step(
     benchmark.group = f"SparseAdamW.step, {grads} gradients, {dtype} {density:.1%} on {session.device.type}"
     key = _key(request.node)
     if key not in session.found:
-        session.found[key] = _measured_step(session, density, dtype, grads, session.wanted[key])
+        session.found[key] = _measured_step(session, density, dtype, grads, session.selected[key])
     _report(benchmark, session, session.found[key][backend])
 
 
@@ -184,14 +183,8 @@ def _measured_step(
             check_first_step(optimizer, named, gradients, active)
             calls[name].append(functools.partial(step_again, optimizer))
         if seed == 0:
-            size = DTYPES[dtype].itemsize
-            nbytes = floors.adamw_bytes(
-                mask.numel,
-                mask.nnz,
-                param_itemsize=size,
-                grad_itemsize=size if grads == "dense" else 4,
-                dense_grads=grads == "dense",
-                index_itemsize=index_itemsize(optimizer),
+            nbytes = step_bytes(
+                optimizer, param_itemsize=DTYPES[dtype].itemsize, dense_grads=grads == "dense"
             )
             n_sets = n_buffer_sets(int(nbytes), session.device)
         seed += 1

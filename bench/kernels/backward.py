@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 
-from ..common.rows import TORCH, Work
 from ..common.shapes import llama_config
 from ..common.timing import Prepared
 from .cases import WrongResult, check_bits
 from .inputs import random_active
 from .optimizers import LR, mask_of
+from .recorder import TORCH, Work
 from .targets import BACKWARD_HOOKS, BACKWARD_PLAIN
 
 N_SEQUENCES, N_TOKENS = 2, 512
@@ -49,15 +49,15 @@ class BackwardPass:
     """A model and its loss: ``forward`` builds the graph that ``backward`` uses.
 
     Args:
-        forget: frees the gradients of the previous pass.
+        clear: frees the gradients of the previous pass.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tensor, forget: Callable[[], None]) -> None:
-        self.model, self.tokens, self.forget = model, tokens, forget
+    def __init__(self, model: nn.Module, tokens: Tensor, clear: Callable[[], None]) -> None:
+        self.model, self.tokens, self.clear = model, tokens, clear
         self.loss: Tensor | None = None
 
     def forward(self) -> None:
-        self.forget()
+        self.clear()
         self.loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
 
     def backward(self) -> None:
@@ -117,5 +117,5 @@ def check_gathered(
         found = optimizer.compact_grad(param)
         if found is None or param not in seen or param.grad is not None:
             raise WrongResult(f"backward: the gradient of {name} was not gathered and freed")
-        wanted = seen[param].view(-1)[mask[name].to(param.device).long()].to(found.dtype)
-        check_bits(f"backward: the compact gradient of {name}", found, wanted)
+        expected = seen[param].view(-1)[mask[name].to(param.device).long()].to(found.dtype)
+        check_bits(f"backward: the compact gradient of {name}", found, expected)

@@ -16,8 +16,13 @@ not aligned to granules, only increase the cost of a real mask.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.ops import STEP_OPS
 
 GRANULE_BYTES = 64  # bytes per memory fetch
 # Stored in the results: bytes counted in another way must not be compared with the current targets.
@@ -52,45 +57,34 @@ def index_bytes(nnz: int, itemsize: int = 4, pattern: str = "element") -> int:
     return -(-nnz // (height * width)) * itemsize
 
 
-def adamw_bytes(
+def step_bytes(
     numel: int,
     nnz: int,
     *,
+    states: int,
     param_itemsize: int,
     grad_itemsize: int,
     dense_grads: bool,
-    moment_itemsize: int = 4,
+    state_itemsize: int = 4,
     index_itemsize: int = 4,
     master_itemsize: int = 0,
     pattern: str = "element",
     changed: float = 1.0,
 ) -> float:
-    """indexed_adamw_: parameter, both moments and master read and written, gradient and index read.
+    """An optimizer step: parameter, states and master weight read and written, gradient and index read.
 
-    ``touched(p) + touched(p, changed) + gradient + nnz * 2 * (2 * moment + master) + index``, where gradient is
-    ``touched(g)`` if dense, else ``nnz * g``, and a moment is 4 bytes or 2 (stochastic rounding needs no memory).
+    ``touched(p) + touched(p, changed) + gradient + nnz * 2 * (states * state + master) + index``, where gradient is
+    ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
 
     Args:
+        states: number of states per active element, 2 for AdamW.
         changed: share of active parameters whose bits change; the others need not be written.
     """
-    state = 2 * (2 * moment_itemsize + master_itemsize)
-    return _step_bytes(numel, nnz, param_itemsize, grad_itemsize, dense_grads, state, index_itemsize, pattern, changed)
-
-
-def sgd_bytes(
-    numel: int,
-    nnz: int,
-    *,
-    param_itemsize: int,
-    grad_itemsize: int,
-    dense_grads: bool,
-    momentum_itemsize: int = 4,
-    index_itemsize: int = 4,
-    pattern: str = "element",
-) -> float:
-    """indexed_sgd_: as adamw_bytes with one state, or none (``momentum_itemsize`` 0): ``nnz * 2 * momentum``."""
-    state = 2 * momentum_itemsize
-    return _step_bytes(numel, nnz, param_itemsize, grad_itemsize, dense_grads, state, index_itemsize, pattern, 1.0)
+    run = _run(pattern)
+    param = touched_bytes(numel, nnz, param_itemsize, run) + touched_bytes(numel, changed * nnz, param_itemsize, run)
+    gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
+    per_active = 2 * (states * state_itemsize + master_itemsize)
+    return param + gradient + nnz * per_active + index_bytes(nnz, index_itemsize, pattern)
 
 
 def gather_bytes(
@@ -172,22 +166,62 @@ def dense_clip_bytes(numel: int, *, grad_itemsize: int) -> float:
     return 3.0 * numel * grad_itemsize
 
 
-def _step_bytes(
-    numel: int,
-    nnz: int,
-    param_itemsize: int,
-    grad_itemsize: int,
-    dense_grads: bool,
-    state_bytes: int,
-    index_itemsize: int,
-    pattern: str,
-    changed: float,
-) -> float:
-    run = _run(pattern)
-    param = touched_bytes(numel, nnz, param_itemsize, run) + touched_bytes(numel, changed * nnz, param_itemsize, run)
-    gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
-    return param + gradient + nnz * state_bytes + index_bytes(nnz, index_itemsize, pattern)
-
-
 def _run(pattern: str) -> int:
     return PATTERNS[pattern][1]
+
+
+# The same for the arguments of an op on single elements
+
+
+def numel_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def of_step(arguments: Mapping[str, Any]) -> float:
+    """The bytes of any step op; its states are those of `STEP_OPS` that are among the arguments."""
+    params, grads = arguments["params"], arguments.get("dense_grads")
+    states = [arguments[name] for name in STATE_NAMES if arguments.get(name) is not None]
+    master = arguments.get("master")
+    return step_bytes(
+        numel_of(params),
+        arguments["indices"].numel(),
+        states=len(states),
+        param_itemsize=params[0].element_size(),
+        grad_itemsize=(arguments["grad"] if grads is None else grads[0]).element_size(),
+        dense_grads=grads is not None,
+        state_itemsize=states[0].element_size() if states else 0,
+        index_itemsize=arguments["indices"].element_size(),
+        master_itemsize=0 if master is None else master.element_size(),
+    )
+
+
+STATE_NAMES = frozenset(name for op in STEP_OPS.values() for name in op.states)
+
+
+def of_gather(arguments: Mapping[str, Any]) -> float:
+    sizes = _itemsizes(arguments)
+    return gather_bytes(
+        *_sizes(arguments),
+        grad_itemsize=sizes["itemsize"],
+        out_itemsize=arguments["out"].element_size(),
+        index_itemsize=sizes["index_itemsize"],
+    )
+
+
+def of_swap(arguments: Mapping[str, Any]) -> float:
+    return swap_bytes(*_sizes(arguments), **_itemsizes(arguments))
+
+
+def of_apply(arguments: Mapping[str, Any]) -> float:
+    return delta_apply_bytes(*_sizes(arguments), **_itemsizes(arguments))
+
+
+def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    return numel_of(arguments["dense"]), arguments["indices"].numel()
+
+
+def _itemsizes(arguments: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        "itemsize": arguments["dense"][0].element_size(),
+        "index_itemsize": arguments["indices"].element_size(),
+    }

@@ -1,30 +1,21 @@
-"""Random inputs for the cases, generated on the device that runs them."""
+"""Cases of every op with random inputs, generated on the device that runs them."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_opt.masks.patterns import expand_units, unit_grid
-from sparse_opt.ops import narrow_indices, tile_table
+from sparse_opt.ops import STEP_OPS, narrow_indices, tile_table
 from sparse_opt.tensors import as_bits
 
-from .cases import (
-    Active,
-    AdamWCase,
-    Case,
-    DeltaApplyCase,
-    DeltaEncodeCase,
-    GatherCase,
-    SGDCase,
-    SwapCase,
-    TileWeightGradCase,
-)
+from . import floors
+from .cases import Active, Case
 
 # So large that a step changes the bits of nearly every active weight, as the floors assume.
 LR = 1.0
@@ -47,46 +38,13 @@ def random_active(dense: Sequence[Tensor], density: float, generator: torch.Gene
         (torch.rand(t.numel(), device=t.device, generator=generator) < density).nonzero().view(-1).to(torch.int32)
         for t in dense
     ]
-    ends = list(itertools.accumulate(len(f) for f in found))
-    return Active(torch.cat(found), [0, *ends[:-1]], ends)
+    return Active(torch.cat(found), *segments(map(len, found)))
 
 
-def adamw_case(
-    params: list[Tensor], grads: list[Tensor], active: Active, generator: torch.Generator, *, dense_grads: bool
-) -> AdamWCase:
-    """The third step of AdamW with fp32 moments; the gradient is ``grads``, or a compact fp32 one."""
-    device = generator.device
-    exp_avg, root = (torch.randn(active.nnz, device=device, generator=generator).mul_(1e-3) for _ in range(2))
-    return AdamWCase(
-        params=params,
-        active=active,
-        lr=torch.tensor([LR], device=device),
-        steps=torch.full((len(params),), 3.0, device=device),
-        **_gradient(grads, active, generator, dense_grads),
-        exp_avg=exp_avg,
-        exp_avg_sq=root.square_(),
-    )
-
-
-def sgd_case(
-    params: list[Tensor], grads: list[Tensor], active: Active, generator: torch.Generator, *, dense_grads: bool
-) -> SGDCase:
-    """The third step of SGD with an fp32 momentum buffer."""
-    device = generator.device
-    return SGDCase(
-        params=params,
-        active=active,
-        lr=torch.tensor([LR], device=device),
-        steps=torch.full((len(params),), 3.0, device=device),
-        **_gradient(grads, active, generator, dense_grads),
-        momentum_buffer=torch.randn(active.nnz, device=device, generator=generator),
-    )
-
-
-def _gradient(grads: list[Tensor], active: Active, generator: torch.Generator, dense_grads: bool) -> dict[str, Any]:
-    if dense_grads:
-        return {"dense_grads": grads}
-    return {"grad": torch.randn(active.nnz, device=generator.device, generator=generator)}
+def segments(sizes: Iterable[int]) -> tuple[list[int], list[int]]:
+    """The starts and ends of consecutive segments of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [0, *ends[:-1]], ends
 
 
 def narrowed(active: Active) -> Active:
@@ -95,16 +53,68 @@ def narrowed(active: Active) -> Active:
     return Active(indices, active.starts, active.ends, index_bases)
 
 
-def gather_case(grads: list[Tensor], active: Active) -> GatherCase:
-    """A gather into a compact fp32 gradient, as in the optimizer."""
-    device = grads[0].device
-    return GatherCase(
-        out=torch.empty(active.nnz, device=device),
-        dense=grads,
-        active=active,
-        sum_sq=torch.empty(len(grads), device=device),
-        found_inf=torch.zeros(1, device=device),
+def step_case(
+    op: str, params: list[Tensor], grads: list[Tensor], active: Active, generator: torch.Generator, *, dense_grads: bool
+) -> Case:
+    """The third step of an optimizer with fp32 states; the gradient is ``grads``, or a compact fp32 one.
+
+    Options that switch an optional state on are 0.9.
+    """
+    device, definition = generator.device, STEP_OPS[op]
+
+    def compact(scale: float) -> Tensor:
+        return torch.randn(active.nnz, device=device, generator=generator).mul_(scale)
+
+    # The second moments, which are named *_sq, are not negative.
+    states = {s: compact(1e-3).square_() if s.endswith("_sq") else compact(1e-3) for s in definition.states}
+    return step_case_of(
+        op,
+        params,
+        active,
+        states,
+        lr=LR,
+        step=3,
+        **({"dense_grads": grads} if dense_grads else {"grad": compact(1.0)}),
+        **dict.fromkeys(definition.optional.values(), 0.9),
     )
+
+
+def step_case_of(
+    op: str, params: list[Tensor], active: Active, states: Mapping[str, Tensor], *, lr: float, step: int, **options: Any
+) -> Case:
+    """The step of an optimizer with these states; ``options`` are other arguments of the op, a gradient among them."""
+    device = active.indices.device
+    arguments = {
+        "params": params,
+        **active.arguments(),
+        **states,
+        "lr": torch.tensor([lr], device=device),
+        "steps": torch.full((len(params),), float(step), device=device),
+        **options,
+    }
+    return Case(op, arguments, floors.of_step, written=("params", *states))
+
+
+def gather_case(grads: list[Tensor], active: Active) -> Case:
+    """masked_grad_gather_ into a compact fp32 gradient with the sums that clipping uses, as in the optimizer."""
+    outputs = _gradient_outputs(active.nnz, len(grads), grads[0].device)
+    arguments = {"dense": grads, **active.arguments(), **outputs}
+    return Case("masked_grad_gather_", arguments, floors.of_gather, **_GRADIENT_OUTPUTS)
+
+
+def _gradient_outputs(nnz: int, n_tensors: int, device: torch.device) -> dict[str, Tensor]:
+    return {
+        "out": torch.empty(nnz, device=device),
+        "sum_sq": torch.empty(n_tensors, device=device),
+        "found_inf": torch.zeros(1, device=device),
+    }
+
+
+_GRADIENT_OUTPUTS: dict[str, Any] = {
+    "written": ("out", "found_inf"),
+    "summed": ("sum_sq",),
+    "overwritten": ("out", "sum_sq"),
+}
 
 
 def tile_weight_grad_case(
@@ -115,8 +125,12 @@ def tile_weight_grad_case(
     *,
     tokens: int = TOKENS,
     tile_size: int = 64,
-) -> TileWeightGradCase:
-    """The matrices among ``shapes`` with round(density * tiles) random tiles each, at least one unless 0."""
+) -> Case:
+    """The matrices among ``shapes`` with round(density * tiles) random tiles each, at least one unless 0.
+
+    Operands are small integers: the sums of their products are exact in any order of additions, so that results can be
+    compared bit by bit.
+    """
     device = generator.device
     matrices = [shape for shape in shapes if len(shape) == 2]
     pattern = f"tile{tile_size}"
@@ -133,27 +147,33 @@ def tile_weight_grad_case(
     def integers(width: int) -> Tensor:
         return torch.randint(-8, 9, (tokens, width), device=device, generator=generator).to(dtype)
 
-    ends = list(itertools.accumulate(len(table) for table in tables))
-    return TileWeightGradCase(
-        out=torch.empty(sum(slots), device=device),
-        grad_outputs=[integers(rows) for rows, _ in matrices],
-        inputs=[integers(columns) for _, columns in matrices],
-        tiles=torch.cat(tables).to(device),
-        starts=[0, *ends[:-1]],
-        ends=ends,
-        slots=slots,
-        tile_size=tile_size,
-        sum_sq=torch.empty(len(matrices), device=device),
-        found_inf=torch.zeros(1, device=device),
+    starts, ends = segments(map(len, tables))
+    arguments = {
+        "grad_outputs": [integers(rows) for rows, _ in matrices],
+        "inputs": [integers(columns) for _, columns in matrices],
+        "tiles": torch.cat(tables).to(device),
+        "starts": starts,
+        "ends": ends,
+        "tile_size": tile_size,
+        **_gradient_outputs(sum(slots), len(matrices), device),
+    }
+    nbytes = sum(
+        floors.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=tile_size, itemsize=dtype.itemsize)
+        for shape, nnz in zip(matrices, slots, strict=True)
     )
+    return Case("tile_weight_grad_", arguments, lambda arguments: nbytes, **_GRADIENT_OUTPUTS)
 
 
-def swap_case(params: list[Tensor], active: Active, generator: torch.Generator) -> SwapCase:
-    compact = torch.randn(active.nnz, dtype=params[0].dtype, device=params[0].device, generator=generator)
-    return SwapCase(dense=params, compact=compact, active=active)
+def swap_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
+    arguments = {"dense": dense, "compact": _values(dense, active, generator), **active.arguments()}
+    return Case("indexed_swap_", arguments, floors.of_swap, written=("dense", "compact"))
 
 
-def delta_encode_case(old: list[Tensor], density: float, generator: torch.Generator) -> DeltaEncodeCase:
+def _values(dense: list[Tensor], active: Active, generator: torch.Generator) -> Tensor:
+    return torch.randn(active.nnz, dtype=dense[0].dtype, device=dense[0].device, generator=generator)
+
+
+def delta_encode_case(old: list[Tensor], density: float, generator: torch.Generator) -> Case:
     """``old`` against a copy in which the last bit of each element is flipped with probability ``density``."""
     new, n_changed = [], 0
     for tensor in old:
@@ -161,12 +181,14 @@ def delta_encode_case(old: list[Tensor], density: float, generator: torch.Genera
         bits = as_bits(tensor) ^ flips
         new.append(bits.view(tensor.dtype).view(tensor.shape))
         n_changed += int(flips.sum())
-    return DeltaEncodeCase(old=old, new=new, n_changed=n_changed)
+    nbytes = floors.delta_encode_bytes(floors.numel_of(old), n_changed, itemsize=old[0].element_size())
+    returned = ("indices", "values", "counts")
+    return Case("delta_encode", {"old": old, "new": new}, lambda arguments: nbytes, returned=returned)
 
 
-def delta_apply_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> DeltaApplyCase:
-    values = torch.randn(active.nnz, dtype=dense[0].dtype, device=dense[0].device, generator=generator)
-    return DeltaApplyCase(dense=dense, active=active, values=values)
+def delta_apply_case(dense: list[Tensor], active: Active, values: Tensor) -> Case:
+    arguments = {"dense": dense, "values": values, **active.arguments()}
+    return Case("delta_apply_", arguments, floors.of_apply, written=("dense",))
 
 
 def random_case(
@@ -179,18 +201,25 @@ def random_case(
     dense_grads: bool = True,
 ) -> Case:
     """A case of the op ``op`` on random tensors of these shapes; ``dense_grads`` applies to optimizer steps."""
-    if op == "tile_weight_grad_":
-        return tile_weight_grad_case(shapes.values(), dtype, density, generator)
-    dense = random_tensors(shapes, dtype, generator)
-    if op == "delta_encode":
-        return delta_encode_case(dense, density, generator)
-    active = random_active(dense, density, generator)
-    if op == "delta_apply_":
-        return delta_apply_case(dense, active, generator)
-    active = narrowed(active)
-    if op == "masked_grad_gather_":
-        return gather_case(dense, active)
-    if op == "indexed_swap_":
-        return swap_case(dense, active, generator)
-    make = {"indexed_adamw_": adamw_case, "indexed_sgd_": sgd_case}[op]
-    return make(dense, random_tensors(shapes, dtype, generator), active, generator, dense_grads=dense_grads)
+
+    def step() -> Case:
+        params, grads = (random_tensors(shapes, dtype, generator) for _ in range(2))
+        active = narrowed(random_active(params, density, generator))
+        return step_case(op, params, grads, active, generator, dense_grads=dense_grads)
+
+    def on_active(make: Callable[[list[Tensor], Active], Case], *, narrow: bool = True) -> Case:
+        dense = random_tensors(shapes, dtype, generator)
+        active = random_active(dense, density, generator)
+        return make(dense, narrowed(active) if narrow else active)
+
+    makers: dict[str, Callable[[], Case]] = {
+        **dict.fromkeys(STEP_OPS, step),
+        "masked_grad_gather_": lambda: on_active(gather_case),
+        "tile_weight_grad_": lambda: tile_weight_grad_case(shapes.values(), dtype, density, generator),
+        "indexed_swap_": lambda: on_active(lambda dense, active: swap_case(dense, active, generator)),
+        "delta_encode": lambda: delta_encode_case(random_tensors(shapes, dtype, generator), density, generator),
+        "delta_apply_": lambda: on_active(
+            lambda dense, active: delta_apply_case(dense, active, _values(dense, active, generator)), narrow=False
+        ),
+    }
+    return makers[op]()

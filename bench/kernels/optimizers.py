@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -11,13 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.ops import STEP_OPS
 from sparse_opt.tensors import as_bits
 
-from .cases import SUM_RTOL, Active, AdamWCase, WrongResult, check_bits
+from . import floors
+from .cases import SUM_RTOL, Active, WrongResult, check_bits
+from .inputs import segments, step_case_of
 
 Named = dict[str, nn.Parameter]
 Gradients = Literal["dense", "compact"]
 
+ADAMW = "indexed_adamw_"  # the op of SparseAdamW
 # The same for all optimizers, and large enough that every active bf16 weight changes in a step.
 LR, WEIGHT_DECAY = 1e-3, 0.1
 # A learning rate as in reinforcement learning, where few weights change in a step.
@@ -88,8 +91,7 @@ def mask_of(names: Mapping[str, Tensor], active: Active) -> MaskSet:
 def active_of(mask: MaskSet, device: torch.device) -> Active:
     """The active elements of a mask's tensors, in the order of the mask, on the device."""
     parts = [mask[name] for name in mask.names]
-    ends = list(itertools.accumulate(part.numel() for part in parts))
-    return Active(torch.cat(parts).to(device), [0, *ends[:-1]], ends)
+    return Active(torch.cat(parts).to(device), *segments(map(len, parts)))
 
 
 def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, Tensor], active: Active) -> None:
@@ -98,34 +100,39 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
     Raises:
         WrongResult: a bit differs.
     """
-    device = active.indices.device
-    oracle = AdamWCase(
-        params=[param.detach().clone() for param in params.values()],
-        active=active,
-        lr=torch.tensor([float(optimizer.param_groups[0]["lr"])], device=device),
-        steps=torch.ones(len(params), device=device),
+    dtype, device = optimizer.state_dtype, active.indices.device
+    states = {name: torch.zeros(active.nnz, dtype=dtype, device=device) for name in STEP_OPS[ADAMW].states}
+    oracle = step_case_of(
+        ADAMW,
+        [param.detach().clone() for param in params.values()],
+        active,
+        states,
+        lr=float(optimizer.param_groups[0]["lr"]),
+        step=1,
         dense_grads=list(grads.values()),
-        options={"weight_decay": WEIGHT_DECAY, "stochastic_rounding": optimizer.stochastic_rounding},
-        exp_avg=torch.zeros(active.nnz, dtype=optimizer.state_dtype, device=device),
-        exp_avg_sq=torch.zeros(active.nnz, dtype=optimizer.state_dtype, device=device),
+        weight_decay=WEIGHT_DECAY,
+        stochastic_rounding=optimizer.stochastic_rounding,
     )
     oracle.run("reference")
     optimizer.step()
     for i, (name, param) in enumerate(params.items()):
-        check_bits(f"the first step: {name}", param.detach(), oracle.params[i])
+        check_bits(f"the first step: {name}", param.detach(), oracle.arguments["params"][i])
         where = slice(active.starts[i], active.ends[i])
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if where.stop > where.start:
-                wanted = getattr(oracle, moment)[where]
-                check_bits(f"the first step: {moment} of {name}", optimizer.state[param][moment], wanted)
+        if where.stop > where.start:
+            for state, expected in states.items():
+                check_bits(f"the first step: {state} of {name}", optimizer.state[param][state], expected[where])
 
 
 def changed_share(optimizer: SparseAdamW, params: Named, nnz: int) -> float:
     """Make a step and return the share of the ``nnz`` active weights whose bits it changed."""
     before = [as_bits(param.detach()).clone() for param in params.values()]
     step_again(optimizer)
-    changed = [(as_bits(p.detach()) != bits).sum() for p, bits in zip(params.values(), before, strict=True)]
-    return int(torch.stack(changed).sum()) / nnz
+    return _differing(params, before) / nnz
+
+
+def _differing(params: Named, bits: list[Tensor]) -> int:
+    counts = [(as_bits(p.detach()) != other).sum() for p, other in zip(params.values(), bits, strict=True)]
+    return int(torch.stack(counts).sum())
 
 
 def check_norm(optimizer: SparseAdamW, grads: Mapping[str, Tensor], active: Active) -> None:
@@ -137,9 +144,9 @@ def check_norm(optimizer: SparseAdamW, grads: Mapping[str, Tensor], active: Acti
     total = torch.zeros((), dtype=torch.float64, device=active.indices.device)
     for grad, start, end in zip(grads.values(), active.starts, active.ends, strict=True):
         total += grad.view(-1)[active.indices[start:end].long()].double().square().sum()
-    found, wanted = optimizer.clip_grad_norm_(max_norm=float("inf")).item(), total.sqrt().item()
-    if not abs(found - wanted) <= SUM_RTOL * wanted:
-        raise WrongResult(f"the norm of the active gradients is {found!r}, wanted {wanted!r}")
+    found, expected = optimizer.clip_grad_norm_(max_norm=float("inf")).item(), total.sqrt().item()
+    if not abs(found - expected) <= SUM_RTOL * expected:
+        raise WrongResult(f"the norm of the active gradients is {found!r}, expected {expected!r}")
 
 
 class BaseWeightsSwap:
@@ -192,9 +199,9 @@ def swapped_share(swap: BaseWeightsSwap, params: Named, nnz: int) -> float:
     """The share of the ``nnz`` active weights whose bits differ inside and outside `base_weights()`."""
     outside = [as_bits(param.detach()).clone() for param in params.values()]
     swap.enter()
-    differing = [(as_bits(p.detach()) != bits).sum() for p, bits in zip(params.values(), outside, strict=True)]
+    n_differing = _differing(params, outside)
     swap.leave()
-    return int(torch.stack(differing).sum()) / nnz
+    return n_differing / nnz
 
 
 def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -> None:
@@ -220,3 +227,21 @@ def index_itemsize(optimizer: SparseAdamW) -> int:
     """Bytes per index that the optimizer stores: for element masks per element, for patterns per unit (4)."""
     mask = optimizer.mask
     return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
+
+
+def step_bytes(
+    optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0
+) -> float:
+    """The minimum memory traffic of a step, whose compact gradients are fp32."""
+    return floors.step_bytes(
+        optimizer.mask.numel,
+        optimizer.mask.nnz,
+        states=len(STEP_OPS[ADAMW].states),
+        param_itemsize=param_itemsize,
+        grad_itemsize=param_itemsize if dense_grads else 4,
+        dense_grads=dense_grads,
+        state_itemsize=optimizer.state_dtype.itemsize,
+        index_itemsize=index_itemsize(optimizer),
+        pattern=optimizer.mask.pattern,
+        changed=changed,
+    )

@@ -19,7 +19,7 @@ from sparse_opt.delta.codec import LEVELS
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.tensors import as_bits
 
-from .cases import Case, StepCase, TileWeightGradCase, WrongResult, check
+from .cases import Case, WrongResult, check
 from .inputs import random_case, tile_weight_grad_case
 
 # Sizes below, at and above the widths of a vector load, a warp and a block; one is a multiple, one tensor is empty.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         failures += not _agrees(oracle, name, device)
     print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {failures} wrong")
     wrong_patches = [
-        f"{level}, {str(dtype).removeprefix('torch.')}, {density:.0%} changed"
+        f"{level}, {dtype_name(dtype)}, {density:.0%} changed"
         for level in LEVELS
         for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
         for density in (0.0, *DENSITIES)
@@ -84,7 +84,8 @@ def find_wrong_clusters(device: torch.device) -> list[str]:
     for dtype in DTYPES:
         for blocks, case in cluster_cases(dtype, multiprocessors):
             n_run += 1
-            name = f"tile{case.tile_size}, {str(dtype).removeprefix('torch.')}, {len(case.tiles)} tiles"
+            tile_size, n_tiles = case.arguments["tile_size"], len(case.arguments["tiles"])
+            name = f"tile{tile_size}, {dtype_name(dtype)}, {n_tiles} tiles"
             if (found := blocks_in_cluster(case, device)) != blocks:
                 wrong.append(f"{name}: {found} blocks in a cluster, expected {blocks}")
             elif not _agrees(case, "cuda", device):
@@ -93,7 +94,7 @@ def find_wrong_clusters(device: torch.device) -> list[str]:
     return wrong
 
 
-def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[int, TileWeightGradCase]]:
+def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[int, Case]]:
     """Yield the blocks per cluster and a product that uses such clusters on a GPU with this many multiprocessors.
 
     Each product is a row of tiles, partial at both edges; every other one has rows of whole 16-byte chunks.
@@ -109,13 +110,11 @@ def cluster_cases(dtype: torch.dtype, multiprocessors: int) -> Iterator[tuple[in
             )
 
 
-def blocks_in_cluster(case: TileWeightGradCase, device: torch.device) -> int:
+def blocks_in_cluster(case: Case, device: torch.device) -> int:
     """The number of blocks that add up each tile of the call on backend cuda."""
-    here = case.mapped(lambda t: t.to(device))
-    operands = here.grad_outputs, here.inputs
-    parts: int = torch.ops.sparse_opt_native.tile_weight_grad_parts(
-        here.out, *operands, here.tiles, here.starts, here.ends, here.tile_size
-    )
+    arguments = case.mapped(lambda t: t.to(device)).arguments
+    names = ("out", "grad_outputs", "inputs", "tiles", "starts", "ends", "tile_size")
+    parts: int = torch.ops.sparse_opt_native.tile_weight_grad_parts(*(arguments[name] for name in names))
     return parts
 
 
@@ -130,10 +129,10 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
     old = [any_bits(shape) for shape in SHAPES.values()]
     # Random bits leave a few elements unchanged.
     new = [torch.where(torch.rand(t.shape, generator=generator) < density, any_bits(t.shape), t) for t in old]
-    wanted = patch_codec.encode(old, new, level, backend="reference")
+    expected = patch_codec.encode(old, new, level, backend="reference")
     here_old, here_new = [t.to(device) for t in old], [t.to(device) for t in new]
     found = patch_codec.encode(here_old, here_new, level)
-    same_bytes = all(torch.equal(part, found.parts()[name].cpu()) for name, part in wanted.parts().items())
+    same_bytes = all(torch.equal(part, found.parts()[name].cpu()) for name, part in expected.parts().items())
     patch_codec.apply_(here_old, found)
     same_words = all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(here_old, here_new, strict=True))
     return same_bytes and same_words and StateDigest.start(here_new).result() == StateDigest.start(new).result()
@@ -152,9 +151,7 @@ def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
             for shapes, tokens in ((SHAPES.values(), few_tokens), (ALIGNED_SHAPES, 2101))
         ]
     case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
-    if isinstance(case, StepCase) and not sparse:
-        case.options = {"stochastic_rounding": True, "seed": 1}
-    return [case]
+    return [case.changed(stochastic_rounding=True, seed=1) if op in STEP_OPS and not sparse else case]
 
 
 def _agrees(oracle: Case, backend: str, device: torch.device) -> bool:

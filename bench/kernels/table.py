@@ -7,22 +7,32 @@ with 1 for it. A wrong result is never timed, and always ends with 1.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_opt import backends
+from sparse_opt.cli.parser import CommandParser
+from sparse_opt.tensors import as_bits
 
-from ..common.environment import environment
-from ..common.report import table, why_unwritable, write_json
-from ..common.rows import Row
-from ..common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, scaled
-from . import targets
-from .bench import PARTS, KernelBench
+from ..common.harness import Benchmark, Report, comma_separated
+from ..common.report import Columns, machine_name, render
+from ..common.report import cells as cells_of
+from ..common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
+from . import backward, floors, inputs, targets, tile_gradients
+from .cases import Active
+from .recorder import TORCH, Recorder, Row, Work
+from .weights import WeightRows
+
+# Parts of the table that can be timed alone.
+PARTS = ("weights", "backward", "tiles", "deltas")
+DENSITIES, PATTERNS, DELTA_DENSITIES = (0.025, 0.1), ("run16", "run32", "tile64", "tile128"), (0.01, 0.025, 0.1)
+PATTERN_DENSITY = 0.025
 
 # --quick: 1/16 of the elements, still larger than the L2 of an H200.
 QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
@@ -31,86 +41,112 @@ CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
 FULL_DELTA_NUMEL, FULL_ROUNDS = 2**30, 20
 TILE_TOKENS, CPU_TILE_TOKENS = (8192, 1024), (48,)
 
-HEADERS = ("work", "backend", "density", "ms", "p20 - p80", "host ms", "floor ms", "x floor", "verdict", "target")
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; return 0 if every result was correct (and with --strict every target met), else 1."""
-    parser = argparse.ArgumentParser(prog="sparse-opt bench kernels", description=__doc__, allow_abbrev=False)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    add_options(parser)
-    args = parser.parse_args(argv)
-    if problem := why_wrong(args):
-        parser.error(problem)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")
-    if args.json is not None and (problem := why_unwritable(args.json)):
-        parser.error(problem)
-    report: dict[str, Any] = {"benchmark": "kernels", "environment": environment(device), "completed": False}
-    try:
-        failures = run_table(report, args, device)
-        report["completed"] = True
-    finally:  # keep the results obtained before an error
-        if args.json is not None:
-            write_json(args.json, report)
-    for failure in failures:
-        print(f"WRONG RESULT: {failure}", file=sys.stderr)
-    return 1 if failures or (args.strict and missed(report["kernels"])) else 0
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: CommandParser) -> None:
     """Add the options of the table, which gpu_check shares."""
     parser.add_argument("--quick", action="store_true", help="time smaller tensors, fewer times")
     parser.add_argument("--numel", type=int, help=f"elements of all matrices (3.21 B; on a CPU {CPU_NUMEL})")
     parser.add_argument("--delta_numel", type=int, help=f"elements that are encoded (2^30; on a CPU {CPU_DELTA_NUMEL})")
     parser.add_argument("--n_rounds", type=int, help=f"timed calls of each row ({FULL_ROUNDS}; on a CPU {CPU_ROUNDS})")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--no_peers", action="store_true", help="leave out the optimizers of other packages")
     parser.add_argument("--no_backward", action="store_true", help="leave out the backward pass (always so on a CPU)")
     parser.add_argument("--no_tiles", action="store_true", help="leave out the weight gradients by tiles")
-    parser.add_argument("--only", metavar="PARTS", help=f"time these alone, of {','.join(PARTS)}")
+    parser.add_argument(
+        "--only", type=comma_separated, metavar="PARTS", default=PARTS, help=f"time these alone, of {','.join(PARTS)}"
+    )
     parser.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
 
 
-def why_wrong(args: argparse.Namespace) -> str:
+def why_wrong(args: Namespace) -> str:
     """The error in these options; empty if they are valid."""
-    unknown = sorted(set(_parts(args)) - set(PARTS))
-    return f"--only {args.only}: no part {unknown[0]!r}, wanted some of {','.join(PARTS)}" if unknown else ""
+    unknown = [part for part in args.only if part not in PARTS]
+    return f"--only {','.join(args.only)}: no part {unknown[0]!r}, expected some of {','.join(PARTS)}" if unknown else ""
 
 
-def _parts(args: argparse.Namespace) -> tuple[str, ...]:
-    return PARTS if args.only is None else tuple(args.only.split(","))
-
-
-def run_table(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Fill ``report["kernels"]`` and print the table; return the failures."""
+def run_table(report: Report, args: Namespace) -> list[str]:
+    """Fill ``report["kernels"]``, print each row when it is measured, and return the failures."""
+    device = torch.device(args.device)
     cpu = device.type == "cpu"
     numel = args.numel or (QUICK_NUMEL if args.quick else CPU_NUMEL if cpu else None)
     delta_numel = QUICK_DELTA_NUMEL if args.quick else CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL
     n_rounds = QUICK_ROUNDS if args.quick else CPU_ROUNDS if cpu else FULL_ROUNDS
-    bench = KernelBench(
-        LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel),
+    recorder = Recorder(
         device,
         [name for name in backends.available(device) if name != "reference"],
-        delta_numel=args.delta_numel or delta_numel,
         n_rounds=args.n_rounds or n_rounds,
-        seed=args.seed,
-        with_peers=not args.no_peers,
-        backward_sizes=None if args.no_backward or cpu else LLAMA_3_2_3B_SIZES,
-        tile_tokens=() if args.no_tiles else CPU_TILE_TOKENS if cpu else TILE_TOKENS,
-        parts=_parts(args),
         on_row=_print_row,
         on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
     )
+    shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
     try:
-        bench.run()
+        time_parts(recorder, shapes, args.delta_numel or delta_numel, args)
     finally:
-        report["kernels"] = bench.as_dict()
-    print(f"\n{text(report)}")
-    return bench.failures
+        report["kernels"] = {
+            "n_matrices": len(shapes),
+            "numel": total_numel(shapes),
+            "delta_numel": args.delta_numel or delta_numel,
+            "parts": list(args.only),
+            "copy_gb_per_s": recorder.copy_rate / 1e9,
+            "floor_counting": floors.COUNTING,
+            "rows": recorder.rows,
+            "targets": [verdict.as_dict() for verdict in targets.judge(recorder.rows)],
+            "left_out": recorder.left_out,
+            "peer_versions": recorder.peer_versions,
+        }
+    return recorder.failures
+
+
+def time_parts(recorder: Recorder, shapes: Shapes, delta_numel: int, args: Namespace) -> None:
+    """Time all rows of these parts. Failed checks are recorded; errors propagate, except those of peers."""
+    cpu = recorder.device.type == "cpu"
+    generator = torch.Generator(recorder.device).manual_seed(args.seed)
+    recorder.time_copy(delta_numel, generator)
+    if "weights" in args.only:
+        WeightRows(
+            recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, not args.no_peers
+        ).run()
+    if "backward" in args.only and not args.no_backward and not cpu:
+        time_backward(recorder, args.seed)
+    if "tiles" in args.only and not args.no_tiles:
+        tile_gradients.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
+    if "deltas" in args.only:
+        for density in DELTA_DENSITIES:
+            time_delta(recorder, delta_numel, density, generator)
+
+
+def time_backward(recorder: Recorder, seed: int) -> None:
+    """Time the two backward passes of `backward`."""
+    if why := backward.why_absent():
+        recorder.left_out[targets.BACKWARD_HOOKS] = why
+        return
+    works: list[Work] = []
+
+    def make() -> None:
+        works.extend(backward.backward_works(LLAMA_3_2_3B_SIZES, recorder.device, DENSITIES[0], seed))
+
+    if recorder.passes(targets.BACKWARD_HOOKS, make):
+        recorder.time(works)
+
+
+def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.Generator) -> None:
+    """Time delta_encode and delta_apply_ at one density, and torch's operations."""
+    old = inputs.random_tensors({"weight": (numel,)}, torch.bfloat16, generator)
+    case = inputs.delta_encode_case(old, density, generator)
+    new = case.arguments["new"]
+    peer = functools.partial(torch_encode, old[0], new[0])
+    others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.floor_bytes)]
+    recorder.time_cases({targets.ENCODE: case}, density, others)
+
+    indices, values, _ = torch.ops.sparse_opt.delta_encode(old, new, backend="reference")
+    active = Active(indices, [0], [len(indices)])
+    recorder.time_cases({targets.APPLY: inputs.delta_apply_case(old, active, values)}, density)
+
+
+def torch_encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """The closest torch operations to delta_encode."""
+    where = (as_bits(old) != as_bits(new)).nonzero().view(-1)
+    return where, new.view(-1)[where]
 
 
 def missed(kernels: Mapping[str, Any]) -> list[targets.Verdict]:
@@ -120,15 +156,13 @@ def missed(kernels: Mapping[str, Any]) -> list[targets.Verdict]:
 
 def text(report: Mapping[str, Any]) -> str:
     """The table, the rows left out, the missed targets, and the counts of both."""
-    found, machine = report["kernels"], report["environment"]["machine"]
+    found, missing = report["kernels"], missed(report["kernels"])
     verdicts = targets.judge(found["rows"])
-    missing = missed(found)
     return "\n".join(
         [
-            f"{found['n_matrices']} bf16 matrices of {found['numel'] / 1e9:.3g} B elements; deltas of "
-            f"{found['delta_numel'] / 1e6:.4g} M; {machine.get('gpu', {}).get('name', machine['cpu'])}; "
-            f"copy {found['copy_gb_per_s']:.0f} GB/s",
-            table(HEADERS, [cells(row, verdicts) for row in found["rows"]], n_words=2, n_last_words=2),
+            f"\n{found['n_matrices']} bf16 matrices of {found['numel'] / 1e9:.3g} B elements; deltas of "
+            f"{found['delta_numel'] / 1e6:.4g} M; {machine_name(report)}; copy {found['copy_gb_per_s']:.0f} GB/s",
+            render(columns(verdicts), found["rows"], n_words=2),
             *(f"not timed: {work}: {why}" for work, why in found["left_out"].items()),
             *(f"missed: {verdict.text}" for verdict in missing),
             f"{len(verdicts)} targets, set for an H200 and all 3.21 B elements: "
@@ -137,28 +171,52 @@ def text(report: Mapping[str, Any]) -> str:
     )
 
 
-def cells(row: Mapping[str, Any], verdicts: Sequence[targets.Verdict]) -> list[str]:
-    """One line of the table, in the order of HEADERS."""
-    ratio = targets.x_floor(row)
-    own = targets.of_row(row, verdicts)
-    return [
-        row["work"],
-        row["backend"],
-        "" if row["density"] is None else f"{row['density']:.1%}",
-        f"{row['ms']:.3f}",
-        f"{row['p20_ms']:.3f} - {row['p80_ms']:.3f}",
-        f"{row['host_ms']:.3f}",
-        "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
-        "" if ratio is None else f"{ratio:.2f}",
-        "" if not own else "met" if all(verdict.met for verdict in own) else "missed",
-        "; ".join(verdict.target for verdict in own),
-    ]
+def columns(verdicts: Sequence[targets.Verdict]) -> Columns:
+    """The columns of the table; the last two show the verdicts."""
+
+    def verdict(row: Mapping[str, Any]) -> str:
+        own = targets.of_row(row, verdicts)
+        return "" if not own else "met" if all(verdict.met for verdict in own) else "missed"
+
+    return {
+        "work": "{work}",
+        "backend": "{backend}",
+        "density": lambda row: "" if row["density"] is None else f"{row['density']:.1%}",
+        "ms": "{ms:.3f}",
+        "p20 - p80": "{p20_ms:.3f} - {p80_ms:.3f}",
+        "host ms": "{host_ms:.3f}",
+        "floor ms": lambda row: "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
+        "x floor": lambda row: "" if not row["floor_ms"] else f"{targets.x_floor(row):.2f}",
+        "verdict": verdict,
+        "target": lambda row: "; ".join(verdict.target for verdict in targets.of_row(row, verdicts)),
+    }
 
 
 def _print_row(row: Row) -> None:
     # Verdicts are omitted here: targets compare rows with each other, so they need the complete table.
-    print("  ".join(cell for cell in cells(row.as_dict(), ()) if cell), flush=True)
+    print("  ".join(cell for cell in cells_of(columns(()), row) if cell), flush=True)
 
+
+def _measure(args: Namespace, report: Report) -> None:
+    report["failures"] = run_table(report, args)
+
+
+def failures(report: Report, args: Namespace) -> list[str]:
+    """Wrong results, and with --strict the missed targets."""
+    wrong = [f"WRONG RESULT: {failure}" for failure in report["failures"]]
+    return wrong + [f"MISSED: {verdict.text}" for verdict in missed(report["kernels"]) if args.strict]
+
+
+main = Benchmark(
+    name="kernels",
+    doc=__doc__,
+    options=add_options,
+    problem=why_wrong,
+    measure=_measure,
+    text=text,
+    failures=failures,
+    device="auto",
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

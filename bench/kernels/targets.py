@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..common.rows import FAST_BACKENDS
 from . import peers
+from .recorder import FAST_BACKENDS
 
 Row = Mapping[str, Any]
 

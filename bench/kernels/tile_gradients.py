@@ -18,22 +18,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_opt import backends, ops
+from sparse_opt import ops
 from sparse_opt.masks.patterns import PATTERNS, unit_grid
 from sparse_opt.ops.narrow import FRAME
 
-from ..common.rows import TORCH, Work
 from ..common.shapes import Shapes, total_numel
 from . import targets
-from .cases import Active, WrongResult, check_bits
-from .inputs import narrowed
+from .cases import WrongResult, check_bits
+from .inputs import narrowed, random_active, segments
+from .recorder import TORCH, Recorder, Work
 
 OP = "tile_weight_grad_"
 TILE_PATTERNS = ("tile64", "tile128")
@@ -50,7 +50,7 @@ _SHARED = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", 
 # has one sign: over the T / 16 additions of a tensor core's sum that ends at 7 standard deviations, it adds up to
 # T / 16 * 2^-24 * 3.5 sqrt(T), 10 * 2^-23 T at T = 8192. 32 covers both, on both sides. A token that is missing or
 # counted twice is an error of about 1, 32 times as much at T = 8192.
-_ROOM = 32
+_SUM_ULPS = 32
 # The sum of squares has positive terms, and each addition rounds by at most 2^-24 of the sum. No chain of additions is
 # longer than this: a thread's share of a tile, then the tiles of a matrix of this shape.
 SUM_RTOL = 2048 * 2.0**-24
@@ -156,8 +156,7 @@ class TileMask:
             positions = mask.elements(i, shape).flatten().nonzero().view(-1)
             tables.append(ops.tile_table(positions, shape, mask.tile_size, first_slot=mask.slots[-1]))
             mask.slots.append(mask.slots[-1] + positions.numel())
-        mask.ends = list(itertools.accumulate(len(table) for table in tables))
-        mask.starts = [0, *mask.ends[:-1]]
+        mask.starts, mask.ends = segments(map(len, tables))
         mask.tiles = torch.cat(tables)
         return mask
 
@@ -209,7 +208,7 @@ class TileGradients:
         }
 
     @functools.cached_property
-    def wanted(self) -> Tensor:
+    def expected(self) -> Tensor:
         """The expected gradient [nnz] fp32, from products of whole matrices."""
         found = torch.empty_like(self.out)
         for i, shape in enumerate(self.operands.shapes.values()):
@@ -250,17 +249,17 @@ def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
     for written in (gradients.out, gradients.sum_sq):
         written.fill_(float("nan"))
     gradients.compute(backend, calls)
-    atol = _ROOM * 2.0**-23 * operands.tokens
+    atol = _SUM_ULPS * 2.0**-23 * operands.tokens
     for i, name in enumerate(operands.shapes):
         where = slice(mask.slots[i], mask.slots[i + 1])
         found = gradients.out[where]
         what = f"{OP} on backend {backend}: {name}"
-        check_close(what, found, gradients.wanted[where], atol, "torch.mm")
+        check_close(what, found, gradients.expected[where], atol, "torch.mm")
         if where.stop <= len(gradients.reference):
             check_close(what, found, gradients.reference[where], atol, "the reference")
-        squares, wanted = float(gradients.sum_sq[i]), float(found.double().square().sum())
-        if not abs(squares - wanted) <= SUM_RTOL * wanted:
-            raise WrongResult(f"{what}: sum of squares {squares!r}, wanted {wanted!r} to a relative {SUM_RTOL:.1e}")
+        squares, expected = float(gradients.sum_sq[i]), float(found.double().square().sum())
+        if not abs(squares - expected) <= SUM_RTOL * expected:
+            raise WrongResult(f"{what}: sum of squares {squares!r}, expected {expected!r} to a relative {SUM_RTOL:.1e}")
     if gradients.found_inf.item() != 0:
         raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
 
@@ -283,14 +282,14 @@ def reference_layer(operands: Operands, mask: TileMask) -> Tensor:
     return out
 
 
-def check_close(what: str, found: Tensor, wanted: Tensor, atol: float, peer: str) -> None:
+def check_close(what: str, found: Tensor, expected: Tensor, atol: float, peer: str) -> None:
     """Raise WrongResult, with a message that begins with ``what``, unless all elements are within ``atol``."""
-    wrong = ~((found - wanted).abs_() <= atol)  # negated, so that NaN counts as wrong
+    wrong = ~((found - expected).abs_() <= atol)  # negated, so that NaN counts as wrong
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise WrongResult(
             f"{what}: {int(wrong.sum())} of {found.numel()} elements are further than {atol:.1e} from {peer}; at "
-            f"{first} found {found[first].item()!r}, wanted {wanted[first].item()!r}"
+            f"{first} found {found[first].item()!r}, expected {expected[first].item()!r}"
         )
 
 
@@ -300,17 +299,12 @@ class GatheredGradients:
     def __init__(self, operands: Operands, density: float, generator: torch.Generator) -> None:
         self.operands = operands
         shapes, device = operands.shapes, generator.device
-        parts = [
-            (torch.rand(rows * columns, device=device, generator=generator) < density).nonzero().view(-1).int()
-            for rows, columns in shapes.values()
-        ]
-        ends = list(itertools.accumulate(len(part) for part in parts))
-        self.wide = Active(torch.cat(parts), [0, *ends[:-1]], ends)
-        self.active = narrowed(self.wide)
-        self.out = torch.empty(self.active.nnz, device=device)
         size = max(rows * columns for rows, columns in shapes.values())
         scratch = torch.empty(size, dtype=torch.bfloat16, device=device)
         self.dense = [scratch[: rows * columns].view(rows, columns) for rows, columns in shapes.values()]
+        self.wide = random_active(self.dense, density, generator)
+        self.active = narrowed(self.wide)
+        self.out = torch.empty(self.active.nnz, device=device)
 
     def __call__(self) -> None:
         for i in range(len(self.dense)):
@@ -334,8 +328,8 @@ class GatheredGradients:
         for i, name in enumerate(self.operands.shapes):
             self.one(i)
             where = slice(self.wide.starts[i], self.wide.ends[i])
-            wanted = self.dense[i].view(-1)[self.wide.indices[where].long()].float()
-            check_bits(f"torch.mm, then masked_grad_gather_: {name}", self.out[where], wanted)
+            expected = self.dense[i].view(-1)[self.wide.indices[where].long()].float()
+            check_bits(f"torch.mm, then masked_grad_gather_: {name}", self.out[where], expected)
 
     @property
     def floor_bytes(self) -> float:
@@ -357,76 +351,75 @@ def why_absent(shapes: Shapes, tokens: int, device: torch.device) -> str:
     widths = sum(group.columns for group in groups) + sum(rows for rows, _ in shapes.values())
     # Operands, dense bf16 gradients, and the actual and expected fp32 gradients of all tiles. The positions of a
     # matrix, its product and the comparison need more memory.
-    wanted = 1.1 * (2 * tokens * widths + (2 + 4 + 4) * numel)
+    needed = 1.1 * (2 * tokens * widths + (2 + 4 + 4) * numel)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    return "" if wanted < free else f"wants {wanted / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free"
+    return "" if needed < free else f"needs {needed / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free"
 
 
-Sound = Callable[[str, Callable[[], None]], bool]  # (row's name, its check) -> whether it passed
-
-
-@dataclass
-class Comparisons:
-    """The groups of works that are timed in turns, after their checks.
+def time_rows(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator) -> None:
+    """Time all rows, or record why they do not fit.
 
     Args:
         shapes: matrices with the names of `llama_matrices`; the embedding is skipped.
         tokens: token counts, the largest first.
-        backends: backends to time.
-        sound: runs a check and records its failure.
     """
+    shapes = linear_layers(shapes)
+    if why := why_absent(shapes, tokens[0], recorder.device):
+        recorder.left_out[f"weight gradients, {tokens[0]} tokens"] = why
+        return
+    for works, n_rounds in comparisons(recorder, shapes, tokens, generator):
+        recorder.time(works, min(n_rounds, recorder.n_rounds))
+        works.clear()  # free their tensors before the next are made
 
-    shapes: Shapes
-    tokens: Sequence[int]
-    backends: Sequence[str]
-    generator: torch.Generator
-    sound: Sound
 
-    def __iter__(self) -> Iterator[tuple[list[Work], int]]:
-        """Yield (works to be timed in turns, their maximum number of rounds)."""
-        shapes = linear_layers(self.shapes)
-        operands = Operands.random(shapes, self.tokens[0], self.generator)
-        dense = [torch.empty(shape, dtype=torch.bfloat16, device=self.generator.device) for shape in shapes.values()]
-        masks = {
-            density: [TileMask.random(shapes, pattern, density, self.generator) for pattern in TILE_PATTERNS]
-            for density in DENSITIES
-        }
-        for tokens in self.tokens:
-            first = operands.first(tokens)
-            for density in DENSITIES:
-                works = self._library(first, dense, density) if density == DENSITIES[0] else []
-                for mask in masks[density]:
-                    works += self._tiles(first, mask)
-                yield works, ROUNDS
-        masks.clear()
-        dense.clear()
-        yield self._tiles(operands, TileMask.random(shapes, FULL_PATTERN, 1.0, self.generator)), FULL_ROUNDS
+def comparisons(
+    recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator
+) -> Iterator[tuple[list[Work], int]]:
+    """Yield (works to be timed in turns, after their checks; their maximum number of rounds)."""
+    operands = Operands.random(shapes, tokens[0], generator)
+    dense = [torch.empty(shape, dtype=torch.bfloat16, device=recorder.device) for shape in shapes.values()]
+    masks = {
+        density: [TileMask.random(shapes, pattern, density, generator) for pattern in TILE_PATTERNS]
+        for density in DENSITIES
+    }
+    for count in tokens:
+        first = operands.first(count)
+        for density in DENSITIES:
+            works = _dense_works(recorder, first, dense, density, generator) if density == DENSITIES[0] else []
+            for mask in masks[density]:
+                works += _tile_works(recorder, first, mask)
+            yield works, ROUNDS
+    masks.clear()
+    dense.clear()
+    yield _tile_works(recorder, operands, TileMask.random(shapes, FULL_PATTERN, 1.0, generator)), FULL_ROUNDS
 
-    def _library(self, operands: Operands, dense: list[Tensor], density: float) -> list[Work]:
-        nbytes = operand_bytes(operands) + 2.0 * total_numel(operands.shapes)
-        plain = functools.partial(dense_gradients, operands, dense)
-        works = [Work(targets.dense_gradient(operands.tokens), TORCH, None, plain, nbytes)]
-        name = targets.gathered_gradient(operands.tokens)
-        gathered = GatheredGradients(operands, density, self.generator)
-        if self.sound(name, gathered.check):
-            backend = backends.choose("masked_grad_gather_", self.generator.device)
-            works.append(Work(name, backend, density, gathered, gathered.floor_bytes, is_auto=True))
-        return works
 
-    def _tiles(self, operands: Operands, mask: TileMask) -> list[Work]:
-        works = []
-        auto = backends.choose(OP, self.generator.device)
-        gradients, nbytes = TileGradients(operands, mask), mask.floor_bytes(operands)
-        for backend in self.backends:
-            for calls, suffix in _SUFFIXES.items():
-                if calls != "layer" and mask.density != DENSITIES[0]:
-                    continue  # how tiles are combined matters only if they are few
-                name = targets.tile_gradient(mask.pattern, operands.tokens) + suffix
-                if self.sound(name, functools.partial(check, gradients, backend, calls)):
-                    call = functools.partial(gradients.compute, backend, calls)
-                    works.append(Work(name, backend, mask.density, call, nbytes, is_auto=backend == auto))
-        return works
+def _dense_works(
+    recorder: Recorder, operands: Operands, dense: list[Tensor], density: float, generator: torch.Generator
+) -> list[Work]:
+    nbytes = operand_bytes(operands) + 2.0 * total_numel(operands.shapes)
+    plain = functools.partial(dense_gradients, operands, dense)
+    works = [Work(targets.dense_gradient(operands.tokens), TORCH, None, plain, nbytes)]
+    name = targets.gathered_gradient(operands.tokens)
+    gathered = GatheredGradients(operands, density, generator)
+    if recorder.passes(name, gathered.check):
+        works.append(Work(name, recorder.auto(targets.GATHER), density, gathered, gathered.floor_bytes, is_auto=True))
+    return works
+
+
+def _tile_works(recorder: Recorder, operands: Operands, mask: TileMask) -> list[Work]:
+    works = []
+    gradients, nbytes = TileGradients(operands, mask), mask.floor_bytes(operands)
+    for backend in recorder.backends:
+        for calls, suffix in _SUFFIXES.items():
+            if calls != "layer" and mask.density != DENSITIES[0]:
+                continue  # how tiles are combined matters only if they are few
+            name = targets.tile_gradient(mask.pattern, operands.tokens) + suffix
+            if recorder.passes(name, functools.partial(check, gradients, backend, calls)):
+                call = functools.partial(gradients.compute, backend, calls)
+                works.append(Work(name, backend, mask.density, call, nbytes, is_auto=backend == recorder.auto(OP)))
+    return works
 
 
 def dense_gradients(operands: Operands, dense: Sequence[Tensor]) -> None:
