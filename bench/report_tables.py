@@ -1,12 +1,11 @@
 """The tables of the pages in docs/ that show measured runs, made from the JSON of measured runs.
 
-A table stands between a line `<!-- table: NAME -->` and a line `<!-- end -->`; everything between them is replaced.
-`--check` changes nothing and ends with 1 where a table is not what the results give.
+A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`; everything between them is replaced. With
+`--check` nothing is written, and the exit code is 1 if a table differs from the results.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import re
@@ -15,8 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_opt.cli.parser import CommandParser
+
 from .common import spread
-from .common.report import markdown_table
+from .common.harness import exit_code
+from .common.report import Columns, markdown_table, render
 from .delta import report as delta_report
 from .kernels import dram_bytes, floors, targets
 from .kernels import table as kernels
@@ -28,40 +30,40 @@ DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), 
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
-TILE_HEADERS = (
-    *("work", "backend", "density", "ms", "p20 - p80", "x torch.mm"),
-    *("floor ms", "x floor", "verdict", "target"),
-)
 # Runs of `sparse-opt bench baseline` with mode tiles.
 TILE_BASELINES = "baseline_*_tiles*.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the tables into the documents; 0 if that was done, or with --check if there was nothing to do."""
-    parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.report_tables", description=__doc__)
+    """Write the tables into the documents; return 0 if that succeeded, or with --check if nothing differs."""
+    parser = CommandParser(prog="python -m sparse_opt.bench.report_tables", description=__doc__)
     parser.add_argument("--document", type=Path, help=f"(all of {', '.join(map(str, DOCUMENTS))})")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
     parser.add_argument("--check", action="store_true", help="only compare")
-    args = parser.parse_args(argv)
-    documents = DOCUMENTS if args.document is None else (args.document,)
-    for document in documents:
-        if not document.is_file():
-            parser.error(f"document {document}: no such file; run from the repository's root, or name it")
-    return max(_write(document, args.results, args.check, parser.prog) for document in documents)
+
+    def write_all() -> int:
+        args = parser.parse_words(sys.argv[1:] if argv is None else argv)
+        documents = DOCUMENTS if args.document is None else (args.document,)
+        for document in documents:
+            if not document.is_file():
+                parser.error(f"document {document}: no such file; run from the repository's root, or name it")
+        return max(_write(document, args.results, args.check, parser.prog) for document in documents)
+
+    return exit_code(write_all)
 
 
 def _write(document: Path, results: Path, check: bool, command: str) -> int:
     text = document.read_text(encoding="utf-8")
     try:
-        wanted = filled(text, results)
+        expected = filled(text, results)
     except (OSError, ValueError) as error:
         print(f"{document}: {error}", file=sys.stderr)
         return 1
     if check:
-        if wanted != text:
-            print(f"{document} is not what {results} gives: run {command}", file=sys.stderr)
-        return int(wanted != text)
-    document.write_text(wanted, encoding="utf-8")
+        if expected != text:
+            print(f"{document} differs from {results}: run {command}", file=sys.stderr)
+        return int(expected != text)
+    document.write_text(expected, encoding="utf-8")
     print(f"{document}: {len(SPAN.findall(text))} tables")
     return 0
 
@@ -70,12 +72,12 @@ def filled(text: str, results: Path) -> str:
     """The document with its tables made anew.
 
     Raises:
-        ValueError: it names a table that there is not, or none.
+        ValueError: the document has no table, or an unknown one.
         OSError: a results file cannot be read.
     """
     unknown = {name for name, _ in SPAN.findall(text)} - set(TABLES)
     if unknown or not SPAN.search(text):
-        raise ValueError(f"tables {sorted(unknown) or 'missing'}, wanted of {', '.join(TABLES)}")
+        raise ValueError(f"found {sorted(unknown) or 'no table'}, expected tables of {', '.join(TABLES)}")
     return SPAN.sub(lambda span: f"{span[1]}{span[2]}\n{TABLES[span[1]](results)}\n\n", text)
 
 
@@ -90,30 +92,30 @@ def machine_line(environment: Mapping[str, Any]) -> str:
 
 
 def kernel_table(results: Path) -> str:
-    """The kernels' table of the last full run on a GPU, its verdicts where its floors were counted as they are now."""
+    """The table of kernels of the last full run on a GPU, with verdicts if its floors were counted as they are now."""
     report = _load(results / "gpu_check.json")
     found = report["kernels"]
-    found["rows"] = [row for row in found["rows"] if not targets.is_weight_gradient(row)]  # see tile_table
+    rows = [row for row in found["rows"] if not targets.is_weight_gradient(row)]  # see tile_table
     judged = found.get("floor_counting") == floors.COUNTING
-    verdicts = targets.judge(found["rows"]) if judged else []
-    missing = [verdict for verdict in verdicts if not verdict.met]
-    rows = [kernels.cells(row, verdicts) for row in found["rows"]]
-    columns = len(kernels.HEADERS) if judged else len(kernels.HEADERS) - 2
+    verdicts = targets.judge(rows) if judged else []
+    missed = [verdict for verdict in verdicts if not verdict.met]
+    columns = dict(kernels.columns(verdicts))
     lines = [
         f"{machine_line(report['environment'])}. {found['numel'] / 1e9:.2f} B bf16 weights in {found['n_matrices']} "
         f"matrices, deltas of {found['delta_numel']} elements, copy {found['copy_gb_per_s']:.0f} GB/s.",
         "",
-        markdown_table(kernels.HEADERS[:columns], [row[:columns] for row in rows], n_words=2),
-        "",
     ]
     if not judged:
-        lines.append(
-            "This run counted its floors in another way than `floors.py` does now: it has to be repeated before its "
-            "rows can be judged."
-        )
+        del columns["verdict"], columns["target"]
+        lines += [
+            *(render(columns, rows, n_words=2, markdown=True), ""),
+            "This run counted its floors in another way than `floors.py` does now. It must be repeated before its rows "
+            "can be judged.",
+        ]
         return "\n".join(lines)
-    lines.append(f"{len(verdicts)} targets: {len(verdicts) - len(missing)} met, {len(missing)} missed.")
-    lines += [f"- missed: {verdict.text}" for verdict in missing]
+    lines += [render(columns, rows, n_words=2, markdown=True), ""]
+    lines.append(f"{len(verdicts)} targets: {len(verdicts) - len(missed)} met, {len(missed)} missed.")
+    lines += [f"- missed: {verdict.text}" for verdict in missed]
     lines += [f"- not timed: {work}: {why}" for work, why in found["left_out"].items()]
     return "\n".join(lines)
 
@@ -123,27 +125,38 @@ def tile_table(results: Path) -> str:
     report = _load(results / "gpu_check.json")
     rows = [row for row in report["kernels"]["rows"] if targets.is_weight_gradient(row)]
     verdicts = targets.judge(rows)
-    missed = [verdict.text for verdict in verdicts if not verdict.met]
-    table = markdown_table(TILE_HEADERS, [_tile_cells(row, rows, verdicts) for row in rows], n_words=2)
+
+    def x_whole(row: Mapping[str, Any]) -> str:
+        whole = [other["ms"] for other in rows if other["work"] == targets.dense_gradient(targets.tokens_of(row))]
+        return f"{row['ms'] / whole[0]:.3f}" if whole else ""
+
+    found = kernels.columns(verdicts)
+    shown = ("work", "backend", "density", "ms", "p20 - p80", "x torch.mm", "floor ms", "x floor", "verdict", "target")
+    columns: Columns = {name: x_whole if name == "x torch.mm" else found[name] for name in shown}
     where = [f"{machine_line(report['environment'])}.", ""] if rows else []
-    return "\n".join([*where, table, *([""] if missed else []), *(f"- missed: {text}" for text in missed)])
-
-
-def _tile_cells(row: targets.Row, rows: Sequence[targets.Row], verdicts: Sequence[targets.Verdict]) -> list[str]:
-    cells = dict(zip(kernels.HEADERS, kernels.cells(row, verdicts), strict=True))
-    whole = [other["ms"] for other in rows if other["work"] == targets.dense_gradient(targets.tokens_of(row))]
-    cells["x torch.mm"] = f"{row['ms'] / whole[0]:.3f}" if whole else ""
-    return [cells[header] for header in TILE_HEADERS]
+    lines = [*where, render(columns, rows, n_words=2, markdown=True)]
+    missed = [f"- missed: {verdict.text}" for verdict in verdicts if not verdict.met]
+    return "\n".join([*lines, *([""] if missed else []), *missed])
 
 
 def dram_table(results: Path) -> str:
-    """Bytes as counted beside those of the floors; without a run, how to make one."""
+    """The counted bytes next to those of the floors; without a run, how to make one."""
     path = results / "dram_bytes.json"
     if not path.is_file():
         return "Not counted yet: `python -m sparse_opt.bench.kernels.dram_bytes` on a GPU whose counters can be read."
     report = _load(path)
-    table = markdown_table(dram_bytes.HEADERS, [dram_bytes.cells(row) for row in report["rows"]], n_words=2)
+    table = render(dram_bytes.COLUMNS, report["rows"], n_words=2, markdown=True)
     return f"{machine_line(report['environment'])}.\n\n{table}"
+
+
+PYTEST_COLUMNS: Columns = {
+    "case": lambda bench: bench["group"].partition(" on ")[0],
+    "backend": "{params[backend]}",
+    "median ms": lambda bench: f"{1e3 * bench['stats']['median']:.3f}",
+    "quartiles": lambda bench: f"{1e3 * bench['stats']['q1']:.3f} - {1e3 * bench['stats']['q3']:.3f}",
+    "GB/s": "{extra_info[gb_per_s]:.2f}",
+    "of the copy rate": "{extra_info[share_of_floor]:.1%}",
+}
 
 
 def pytest_table(results: Path) -> str:
@@ -152,38 +165,28 @@ def pytest_table(results: Path) -> str:
     if not files:
         return "No run is kept yet: `make bench-baseline`."
     report = _load(files[-1])
-    rows = []
-    for bench in sorted(report["benchmarks"], key=lambda bench: (bench["group"], bench["params"]["backend"])):
-        info, stats = bench["extra_info"], bench["stats"]
-        if bench["params"]["density"] == 0.025 and bench["params"]["dtype"] in ("bf16", "fp32"):
-            rows.append(
-                [
-                    bench["group"].partition(" on ")[0],
-                    bench["params"]["backend"],
-                    f"{1e3 * stats['median']:.3f}",
-                    f"{1e3 * stats['q1']:.3f} - {1e3 * stats['q3']:.3f}",
-                    f"{info['gb_per_s']:.2f}",
-                    f"{info['share_of_floor']:.1%}",
-                ]
-            )
+    rows = [
+        bench
+        for bench in sorted(report["benchmarks"], key=lambda bench: (bench["group"], bench["params"]["backend"]))
+        if bench["params"]["density"] == 0.025 and bench["params"]["dtype"] in ("bf16", "fp32")
+    ]
     info = report["benchmarks"][0]["extra_info"]
     where = machine_line(report["machine_info"]["sparse_opt"])
-    headers = ("case", "backend", "median ms", "quartiles", "GB/s", "of the copy rate")
     return (
         f"{where}; {info['numel']} elements, {info['threads']} thread(s), copy {info['copy_gb_per_s']:.1f} GB/s.\n\n"
-        f"{markdown_table(headers, rows, n_words=2)}"
+        f"{render(PYTEST_COLUMNS, rows, n_words=2, markdown=True)}"
     )
 
 
 def spread_table(results: Path) -> str:
-    """How far runs of one state lay apart."""
+    """The spread of several runs of the same code."""
     report = _load(results / "pytest_spread.json")
     where = f"{machine_line(report['environment'])}; {report['n_runs']} runs of {report['n_cases']} cases"
     return f"{where}.\n\n{markdown_table(spread.HEADERS, spread.rows(report))}"
 
 
 def baseline_table(results: Path) -> str:
-    """Every kept run of training end to end but those of mode tiles."""
+    """Every kept run of training end to end except those with mode tiles."""
     found = _baselines(
         path for path in results.glob("baseline_*.json") if path not in set(results.glob(TILE_BASELINES))
     )
@@ -191,7 +194,7 @@ def baseline_table(results: Path) -> str:
 
 
 def tile_baseline_table(results: Path) -> str:
-    """Every kept run of training end to end with mode tiles in it."""
+    """Every kept run of training end to end that includes mode tiles."""
     return _baselines(results.glob(TILE_BASELINES))
 
 
@@ -206,7 +209,7 @@ def _baselines(paths: Iterable[Path]) -> str:
 
 
 def modes_table(results: Path) -> str:
-    """DPO end to end beside PEFT's adapters: times and peaks, and what is trained and held."""
+    """DPO end to end next to PEFT's adapters: times, peaks, trained values and memory by purpose."""
     report = _load(results / "baseline_dpo.json")
     if "shira" not in {row["mode"] for row in report["rows"]}:
         return "Not measured on a GPU with SHiRA yet."
@@ -220,7 +223,7 @@ def modes_table(results: Path) -> str:
 
 
 def trl_memory_table(results: Path) -> str:
-    """DPO in TRL's trainer, theirs and ours."""
+    """DPO in TRL's trainer and in the sparse version of it."""
     report = _load(results / "trl_memory.json")
     settings = report["settings"]
     where = (
@@ -232,7 +235,7 @@ def trl_memory_table(results: Path) -> str:
 
 
 def delta_table(results: Path, device: str) -> str:
-    """Patches of the last run on a CPU or a GPU: speeds, sizes, what was missed; without a run, how to make one."""
+    """Patches of the last run on a CPU or a GPU: speeds, sizes, missed targets; without a run, how to make one."""
     path = results / f"delta_{device}.json"
     if not path.is_file():
         return f"Not measured yet: `sparse-opt bench delta` on a {device.upper()}."

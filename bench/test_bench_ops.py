@@ -183,9 +183,7 @@ def _measured_step(
             check_first_step(optimizer, named, gradients, active)
             calls[name].append(functools.partial(step_again, optimizer))
         if seed == 0:
-            nbytes = step_bytes(
-                optimizer, param_itemsize=DTYPES[dtype].itemsize, dense_grads=grads == "dense"
-            )
+            nbytes = step_bytes(optimizer, param_itemsize=DTYPES[dtype].itemsize, dense_grads=grads == "dense")
             n_sets = n_buffer_sets(int(nbytes), session.device)
         seed += 1
     return session.measure(calls, dict.fromkeys(names, nbytes))

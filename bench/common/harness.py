@@ -1,9 +1,9 @@
 """`Benchmark`: the command line of a benchmark, and everything that all benchmarks have in common.
 
-A benchmark declares its options, fills a report, and turns it into text. The harness parses the command line, checks the
-device and the output file before any work, describes the environment, writes the report as JSON (what was measured
-before an error, too), prints the text, and returns the exit code: 0 done, 1 a wrong result or a missed target, 2 a wrong
-command line (as `SystemExit`).
+A benchmark declares its options, fills a report, and turns it into text. The harness parses the command line, checks
+the device and the output file before any work, describes the environment, writes the report as JSON (also what was
+measured before an error), prints the text, and returns the exit code: 0 done, 1 a wrong result or a missed target, 2 a
+wrong command line (as `SystemExit`).
 """
 
 from __future__ import annotations
@@ -46,17 +46,20 @@ class Benchmark:
         measure: fills the report. It may raise `WrongResult`.
         text: the report for a terminal.
         failures: lines for stderr after the text. If there are any, the exit code is 1.
+        partial: whether the options leave out a part without which a run is not complete.
         output: default results file, which may contain `{device}` (cpu or gpu); None writes no file by default.
-        device: default device; `auto` is a GPU if there is one; None adds no option.
+        device: default of --device; `auto` is a GPU if there is one; None adds no option.
+        threads: default of --threads, which applies to torch during the run; None adds no option.
     """
 
     name: str
     doc: str | None
     measure: Callable[[Namespace, Report], None]
     text: Callable[[Report], str]
-    options: Callable[[CommandParser], None] = lambda parser: None
+    options: Callable[[CommandParser], object] = lambda parser: None
     problem: Callable[[Namespace], str] = lambda args: ""
     failures: Callable[[Report, Namespace], Sequence[str]] = lambda report, args: ()
+    partial: Callable[[Namespace], bool] = lambda args: False
     command: str | None = None
     epilog: str | None = None
     output: str | None = None
@@ -80,22 +83,7 @@ class Benchmark:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the benchmark; return 0 if every result is right and every target met, else 1."""
-        parser = self.parser()
-        try:
-            args = parser.parse_words(sys.argv[1:] if argv is None else argv)
-            if problem := self._problem(args):
-                parser.error(problem)
-            return self._run(args)
-        except ConfigError as error:
-            print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
-            raise SystemExit(2) from error
-        except WrongResult as error:
-            print(f"WRONG RESULT, nothing was timed: {error}", file=sys.stderr)
-        except SparseOptError as error:
-            if os.environ.get("SPARSE_OPT_DEBUG") == "1":
-                raise
-            print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return exit_code(lambda: self._run(sys.argv[1:] if argv is None else argv))
 
     def _problem(self, args: Namespace) -> str:
         """The first error of the options; empty if they are valid."""
@@ -111,17 +99,22 @@ class Benchmark:
             args.output = Path(self.output.format(**names))
         return "" if args.output is None else why_unwritable(args.output)
 
-    def _run(self, args: Namespace) -> int:
+    def _run(self, words: Sequence[str]) -> int:
+        parser = self.parser()
+        args = parser.parse_words(words)
+        if problem := self._problem(args):
+            parser.error(problem)
         device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
         report: Report = {"benchmark": self.name, "environment": environment(device), "completed": False}
+        n_described = len(report)
         threads = torch.get_num_threads()
         torch.set_num_threads(args.threads if self.threads is not None else threads)
         try:
             self.measure(args, report)
-            report["completed"] = True
+            report["completed"] = not self.partial(args)
         finally:
             torch.set_num_threads(threads)
-            if args.output is not None:
+            if args.output is not None and len(report) > n_described:  # something was measured
                 write_json(args.output, report)
         print(self.text(report))
         if args.output is not None:
@@ -130,6 +123,22 @@ class Benchmark:
         for line in failures:
             print(line, file=sys.stderr)
         return 1 if failures else 0
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run a command line, print its errors in one line, and return its exit code; `SystemExit` if it is wrong."""
+    try:
+        return run()
+    except ConfigError as error:
+        print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except WrongResult as error:
+        print(f"WRONG RESULT, nothing was timed: {error}", file=sys.stderr)
+    except SparseOptError as error:
+        if os.environ.get("SPARSE_OPT_DEBUG") == "1":
+            raise
+        print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
 
 
 def why_unusable(device: str) -> str:

@@ -1,10 +1,9 @@
-"""Reads and writes results as JSON files."""
+"""Writes results as JSON files, and shows their rows as tables."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write ``data`` atomically. NaN is an error, because no valid result contains one."""
     with written_aside(path) as aside:
         aside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
 
 # Heading -> cell: a format string of the row's values, or a function of the row.
 Columns = Mapping[str, str | Callable[[Mapping[str, Any]], str]]

@@ -1,60 +1,47 @@
-"""How far runs of one state lie apart: several files of pytest-benchmark, case by case.
+"""The spread between runs of the same code, from several files of pytest-benchmark.
 
-Of each case the slowest over the fastest of its runs, less 1, by median and by fastest call; of these the half, nine in
-ten and all. A threshold for `--benchmark-compare-fail` has to stand above it.
+For each case, the ratio of the slowest to the fastest run, minus 1, by median and by fastest call. The table has its
+half, its 90 % quantile and its maximum over the cases. A threshold for `--benchmark-compare-fail` must be larger.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import table, why_unwritable, write_json
+from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import ConfigError
+
+from .harness import Benchmark, Report
+from .report import table
 
 STATISTICS = ("median", "min")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print and write the spread; return 0 on success."""
-    parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.common.spread", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="of --benchmark-json, two or more")
-    parser.add_argument(
-        "--output", type=Path, default=Path("bench/results/pytest_spread.json"), help="JSON (%(default)s)"
-    )
-    args = parser.parse_args(argv)
-    if len(args.files) < 2:
-        parser.error(f"{args.files[0]} is one run, wanted two or more to compare")
-    if problem := why_unwritable(args.output):
-        parser.error(problem)
+def options(parser: CommandParser) -> None:
+    parser.add_argument("files", type=Path, nargs="+", help="files of --benchmark-json, at least two")
+
+
+def compare(args: Namespace, report: Report) -> None:
+    """Compare the runs; the environment is that of the last one."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in args.files]
-    try:
-        report = {
-            "benchmark": "pytest_spread",
-            "environment": runs[-1]["machine_info"]["sparse_opt"],
-            "n_runs": len(runs),
-            **spread(runs),
-        }
-    except ValueError as error:
-        parser.error(str(error))
-    write_json(args.output, report)
-    print(f"{table(HEADERS, rows(report))}\n\nresults: {args.output}")
-    return 0
+    report |= {"environment": runs[-1]["machine_info"]["sparse_opt"], "n_runs": len(runs), **spread(runs)}
 
 
 def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The number of cases, and for each statistic the quantiles of slowest / fastest - 1 over the cases.
 
     Raises:
-        ValueError: the runs hold different cases.
+        ConfigError: the runs have different cases.
     """
     stats = [{bench["fullname"]: bench["stats"] for bench in run["benchmarks"]} for run in runs]
     odd = sorted(set.union(*map(set, stats)) - set.intersection(*map(set, stats)))
     if odd:
-        raise ValueError(f"the runs hold different cases: {odd[0]} and {len(odd) - 1} more are not in all")
+        raise ConfigError(f"the runs have different cases: {odd[0]} and {len(odd) - 1} more are not in all")
     found: dict[str, Any] = {"n_cases": len(stats[0])}
     for name in STATISTICS:
         apart = sorted(
@@ -75,6 +62,17 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         for name in STATISTICS
     ]
 
+
+main = Benchmark(
+    name="pytest_spread",
+    command="python -m sparse_opt.bench.common.spread",
+    doc=__doc__,
+    options=options,
+    problem=lambda args: "" if len(args.files) > 1 else f"found one run, {args.files[0]}; expected two or more",
+    measure=compare,
+    text=lambda report: table(HEADERS, rows(report)),
+    output="bench/results/pytest_spread.json",
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -127,7 +127,7 @@ def _copies(weights: dict[str, Tensor]) -> Named:
 
 
 def _row(name: str, timing: Timing, ratio: float, mask: MaskSet) -> dict[str, Any]:
-    sizes = {"param_itemsize": 4, "grad_itemsize": 4, "dense_grads": "dense gradients" in name}
+    sizes: dict[str, Any] = {"param_itemsize": 4, "grad_itemsize": 4, "dense_grads": "dense gradients" in name}
     dense = floors.dense_adamw_bytes(mask.numel, param_itemsize=4)
     nbytes = dense if name == DENSE else floors.step_bytes(mask.numel, mask.nnz, states=2, **sizes)
     return {"step": name, **timing.as_dict(), "times_as_fast": ratio, "bytes": nbytes}

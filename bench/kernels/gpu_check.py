@@ -1,12 +1,12 @@
-"""What has to hold on a machine with a GPU: the build, the tests, the memory checker, and the kernels' speed.
+"""All checks on a machine with a GPU: the build, the tests, the memory checker, and the speed of the kernels.
 
-Prints each part as it ends, the kernels' table with its targets last, and writes all of it as JSON. Ends with 1 if
-anything was wrong; what is too slow is shown and counted. A run that was cut short goes on with --resume.
+Prints the result of each part, the table of kernels with its targets last, and writes everything as JSON. The exit code
+is 1 if a check failed. Missed targets are shown and counted, and fail the run only with --strict. An interrupted run
+continues with --resume.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -16,19 +16,20 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sparse_opt import backends
+from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import ConfigError
 
-from ..common.environment import environment
-from ..common.report import why_unwritable, write_json
+from ..common.harness import Benchmark, Report
+from ..common.report import write_json
 from . import table as kernels
 
 SANITIZER = "compute-sanitizer"
@@ -46,56 +47,7 @@ CPU_TESTS = (("", ("ops",)),)
 TESTS_LIMIT_S, SANITIZER_LIMIT_S = 450, 200
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts; return 0 if every check passed, else 1."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if problem := kernels.why_wrong(args):
-        parser.error(problem)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")
-    if not args.skip_tests and not args.tests.is_dir():
-        parser.error(f"tests folder {args.tests}: not found; run from the repository's root, or name it with --tests")
-    if problem := why_unwritable(args.output):
-        parser.error(problem)
-    report: dict[str, Any] = {"benchmark": "gpu_check", "environment": environment(device), "completed": False}
-    try:
-        done = _done_before(args.output, report["environment"]) if args.resume else {}
-    except ValueError as error:
-        parser.error(f"--resume: {args.output} is no JSON: {error}")
-    report.update(done)
-    failures: list[str] = []
-    try:
-        failures += _build(report, device)
-        if not args.skip_tests and "tests" not in done:
-            failures += _tests(report, args, device)
-            _keep(report, failures, args.output)
-        if not args.skip_sanitizer and "sanitizer" not in done:
-            failures += _sanitizer(report, device)
-            _keep(report, failures, args.output)
-        if not args.skip_kernels:
-            _title("kernels")
-            failures += kernels.run_table(report, args, device)
-            report["completed"] = True
-    finally:  # keep the results obtained before an error
-        _keep(report, failures, args.output)
-        print(f"\nresults: {args.output}")
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    print("gpu-check: FAILED" if failures else "gpu-check: all checks passed")
-    return 1 if failures or (args.strict and kernels.missed(report["kernels"])) else 0
-
-
-def _keep(report: dict[str, Any], failures: Sequence[str], output: Path) -> None:
-    """Write the report so far, from which --resume continues if the machine is lost in the next part."""
-    report["failures"] = list(failures)
-    write_json(output, report)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sparse-opt bench gpu_check", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("bench/results/gpu_check.json"), help="JSON (%(default)s)")
+def options(parser: CommandParser) -> None:
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="folder of the tests (%(default)s)")
     parser.add_argument("--pytest_options", default="", help="more words for pytest but -m: --pytest_options='-n 8'")
     parser.add_argument("--skip_tests", action="store_true", help="leave the tests out")
@@ -104,23 +56,46 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the tests and compute-sanitizer's checks that --output says ended well, of the same commit, machine "
+        help="keep the tests and compute-sanitizer's checks that --output has as passed, of the same commit, machine "
         "and versions",
     )
-    parser.add_argument("--device", default="cuda", help="a CPU runs the same code, to try it out (%(default)s)")
     kernels.add_options(parser)
-    return parser
 
 
-def _done_before(output: Path, here: dict[str, Any]) -> dict[str, Any]:
+def problem(args: Namespace) -> str:
+    if not args.skip_tests and not args.tests.is_dir():
+        return f"tests folder {args.tests}: not found; run from the repository's root, or name it with --tests"
+    return kernels.why_wrong(args)
+
+
+def check(args: Namespace, report: Report) -> None:
+    """Run all parts, and write the report after each."""
+    device, failures = torch.device(args.device), report.setdefault("failures", [])
+    if args.resume:
+        report.update(passed_before(args.output, report["environment"]))
+    failures += _build(report, device)
+    if not args.skip_tests and "tests" not in report:
+        failures += _tests(report, args, device)
+        write_json(args.output, report)
+    if not args.skip_sanitizer and "sanitizer" not in report:
+        failures += _sanitizer(report, device)
+        write_json(args.output, report)
+    if not args.skip_kernels:
+        _title("kernels")
+        failures += kernels.run_table(report, args)
+
+
+def passed_before(output: Path, here: Report) -> Report:
     """The tests and checks that passed in an earlier run of the same commit, machine and versions.
 
     Raises:
-        ValueError: `output` is not valid JSON.
+        ConfigError: `output` is not valid JSON.
     """
-    report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
-    then = report.get("environment", {})
-    commit = here["commit"]
+    try:
+        report: Report = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"--resume: {output} is no JSON: {error}") from error
+    then, commit = report.get("environment", {}), here["commit"]
     if not commit or commit.endswith("-dirty") or any(then.get(key) != here[key] for key in here if key != "date"):
         return {}
     results = {
@@ -135,12 +110,12 @@ def _done_before(output: Path, here: dict[str, Any]) -> dict[str, Any]:
     return done
 
 
-def _build(report: dict[str, Any], device: torch.device) -> list[str]:
+def _build(report: Report, device: torch.device) -> list[str]:
     """Check that every fast backend of the device is available."""
     _title("build")
     module, cause = backends.native_module()
-    wanted = ("triton", "cuda") if device.type == "cuda" else (device.type,)
-    missing = {name: backends.why_unavailable(name, device) for name in wanted}
+    expected = ("triton", "cuda") if device.type == "cuda" else (device.type,)
+    missing = {name: backends.why_unavailable(name, device) for name in expected}
     report["build_info"] = module.build_info() if module is not None else None
     for key, value in (report["build_info"] or {"extension": cause}).items():
         print(f"{key}: {value}")
@@ -148,7 +123,7 @@ def _build(report: dict[str, Any], device: torch.device) -> list[str]:
     return [f"backend {name} cannot run: {cause}" for name, cause in missing.items() if cause]
 
 
-def _tests(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> list[str]:
+def _tests(report: Report, args: Namespace, device: torch.device) -> list[str]:
     """Run the tests marked `gpu` that need only torch and pytest; on a CPU, the tests of the ops."""
     _title("tests")
     parts = GPU_TESTS if device.type == "cuda" else CPU_TESTS
@@ -188,7 +163,7 @@ def _junit_counts(results: Path) -> Counter[str]:
     return counts
 
 
-def _sanitizer(report: dict[str, Any], device: torch.device) -> list[str]:
+def _sanitizer(report: Report, device: torch.device) -> list[str]:
     _title(SANITIZER)
     if device.type != "cuda" or shutil.which(SANITIZER) is None:
         why = f"{device} is no GPU" if device.type != "cuda" else f"{SANITIZER} is not on PATH"
@@ -234,6 +209,25 @@ def _run(
 def _title(part: str) -> None:
     print(f"\n{part}\n{'-' * len(part)}", flush=True)
 
+
+def text(report: Report) -> str:
+    lines = [kernels.text(report)] if "kernels" in report else []
+    lines += [f"FAILED: {failure}" for failure in report["failures"]]
+    return "\n".join([*lines, "gpu-check: FAILED" if report["failures"] else "gpu-check: all checks passed"])
+
+
+main = Benchmark(
+    name="gpu_check",
+    doc=__doc__,
+    options=options,
+    problem=problem,
+    measure=check,
+    text=text,
+    failures=kernels.failures,
+    partial=lambda args: args.skip_kernels,
+    device="cuda",
+    output="bench/results/gpu_check.json",
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

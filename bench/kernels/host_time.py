@@ -1,29 +1,30 @@
-"""What sparse-opt costs the host: a step's launches and a gradient hook, on as many small tensors as a 3B model has.
+"""Host time of an optimizer step and of a gradient hook, on as many small tensors as a 3B model has.
 
-`python -m sparse_opt.bench.kernels.host_time`. Steps follow each other at once, so that the caches hold what they need;
-the tables of `sparse-opt bench kernels` show a step that comes after other work. On a GPU the time is until the calls
-have returned. A hook's time is what a backward pass takes longer for each parameter.
+The steps follow each other directly, so the CPU caches are warm; `sparse-opt bench kernels` times a step after other
+work. On a GPU the time ends when the calls return. The time of a hook is the increase of the backward pass per
+parameter.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW
 
-from ..common.report import table
+from ..common.harness import Benchmark, Report, too_small
+from ..common.report import render
 from ..common.shapes import LLAMA_3_2_3B
 from .optimizers import Gradients, step_again
 
-HEADERS = ("what", "us")
+GRADIENTS: tuple[Gradients, ...] = ("compact", "dense")
 N_TENSORS, SIDE, DENSITY = len(LLAMA_3_2_3B), 8, 0.2
 N_STEPS = 50  # consecutive steps, fewer than fit into a GPU's launch queue
 HOOKS = ("no hooks", "empty Python hooks", "SparseAdamW's hooks")
@@ -61,15 +62,15 @@ def backward_us(device: torch.device, n_rounds: int) -> dict[str, float]:
 
 def _backward_pass(hooks: str, device: torch.device) -> Callable[[], float]:
     model, x = model_of(device), torch.ones(SIDE, SIDE, device=device)
-    forget: Callable[[], None] = functools.partial(model.zero_grad, set_to_none=True)
+    clear: Callable[[], None] = functools.partial(model.zero_grad, set_to_none=True)
     if hooks == "empty Python hooks":
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda param: None)
     elif hooks == "SparseAdamW's hooks":
-        forget = SparseAdamW(model, MaskSet.random(model, density=DENSITY)).zero_grad
+        clear = SparseAdamW(model, MaskSet.random(model, density=DENSITY)).zero_grad
 
     def run() -> float:
-        forget()
+        clear()
         return backward(model, x)
 
     return run
@@ -89,34 +90,29 @@ def _from_rest(call: Callable[[], float], device: torch.device) -> float:
     return call()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m sparse_opt.bench.kernels.host_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="(%(default)s)")
-    parser.add_argument("--n_rounds", type=int, default=200, help="(%(default)s)")
-    args = parser.parse_args(argv)
+def run(args: Namespace, report: Report) -> None:
     device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"device {device}: torch {torch.__version__} finds no CUDA device here")
-    if args.n_rounds < 1:
-        parser.error(f"--n_rounds is {args.n_rounds}, wanted 1 or more")
-    torch.set_num_threads(1)
-    rows = [
-        [f"SparseAdamW.step, {grads} gradients, {N_TENSORS} tensors", f"{step_us(grads, device, args.n_rounds):.1f}"]
-        for grads in ("compact", "dense")
-    ]
+    rows = {
+        f"SparseAdamW.step, {grads} gradients, {N_TENSORS} tensors": f"{step_us(grads, device, args.n_rounds):.1f}"
+        for grads in GRADIENTS
+    }
     passes = backward_us(device, args.n_rounds)
-    rows += [[f"backward pass, {hooks}", f"{passes[hooks]:.0f}"] for hooks in HOOKS]
-    for hooks in HOOKS[1:]:
-        rows.append([f"one of {hooks}", f"{(passes[hooks] - passes[HOOKS[0]]) / N_TENSORS:.2f}"])
-    print(table(HEADERS, rows))
-    return 0
+    rows |= {f"backward pass, {hooks}": f"{passes[hooks]:.0f}" for hooks in HOOKS}
+    rows |= {f"one of {hooks}": f"{(passes[hooks] - passes[HOOKS[0]]) / N_TENSORS:.2f}" for hooks in HOOKS[1:]}
+    report["rows"] = [{"what": what, "us": us} for what, us in rows.items()]
 
+
+main = Benchmark(
+    name="host_time",
+    command="python -m sparse_opt.bench.kernels.host_time",
+    doc=__doc__,
+    options=lambda parser: parser.add_argument("--n_rounds", type=int, default=200, help="(%(default)s)"),
+    problem=lambda args: too_small(args, "n_rounds"),
+    measure=run,
+    text=lambda report: render({"what": "{what}", "us": "{us}"}, report["rows"]),
+    device="auto",
+    threads=1,
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -229,9 +229,7 @@ def index_itemsize(optimizer: SparseAdamW) -> int:
     return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
 
 
-def step_bytes(
-    optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0
-) -> float:
+def step_bytes(optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0) -> float:
     """The minimum memory traffic of a step, whose compact gradients are fp32."""
     return floors.step_bytes(
         optimizer.mask.numel,

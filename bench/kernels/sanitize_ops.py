@@ -1,13 +1,14 @@
-"""Every op once on every backend of a GPU, on small odd sizes: what `compute-sanitizer` watches.
+"""The program that runs under `compute-sanitizer`: every op once on every backend of a GPU, on small odd sizes.
 
-Inputs are made on the CPU, and so is the comparison, so that hardly any kernel but this package's runs.
+Inputs are made and results are compared on the CPU, so that hardly any kernel of another package runs.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,8 +18,10 @@ from sparse_opt import backends
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta.codec import LEVELS
 from sparse_opt.delta.digest import StateDigest
+from sparse_opt.ops import STEP_OPS
 from sparse_opt.tensors import as_bits
 
+from ..common.harness import Benchmark, Report
 from .cases import Case, WrongResult, check
 from .inputs import random_case, tile_weight_grad_case
 
@@ -42,35 +45,32 @@ CLUSTERS = {64: {8: 0.15, 4: 0.38, 3: 0.55, 2: 0.8}, 128: {8: 0.08, 4: 0.2, 3: 0
 CLUSTER_TOKENS = 2101
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all checks; return 0 if every result was correct."""
-    parser = argparse.ArgumentParser(prog="python -m sparse_opt.bench.kernels.sanitize_ops", description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    device = torch.device(parser.parse_args(argv).device)
+def run(args: Namespace, report: Report) -> None:
+    """Run all checks; list what is wrong."""
+    device = torch.device(args.device)
     names = [name for name in backends.available(device) if name != "reference"]
-    failures = n_run = 0
-    for op in backends.OPS:
-        for dtype in DTYPES:
-            for density in DENSITIES:
-                for oracle in cases_of(op, dtype, density):
-                    for name in names:
-                        n_run += 1
-                        failures += not _agrees(oracle, name, device)
-    print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {failures} wrong")
-    wrong_patches = [
-        f"{level}, {dtype_name(dtype)}, {density:.0%} changed"
+    wrong, n_run = report.setdefault("wrong", []), 0
+    for op, dtype, density in itertools.product(backends.OPS, DTYPES, DENSITIES):
+        for oracle, name in itertools.product(cases_of(op, dtype, density), names):
+            n_run += 1
+            wrong += [f"WRONG RESULT: {error}" for error in find_error(oracle, name, device)]
+    print(f"{n_run} calls of {len(backends.OPS)} ops on {', '.join(names) or 'no backend'}: {len(wrong)} wrong")
+    if not n_run:
+        wrong.append(f"no op ran: {device} has no backend except the reference")
+    patches = [
+        f"WRONG PATCH: {level}, {_name(dtype)}, {density:.0%} changed"
         for level in LEVELS
         for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
         for density in (0.0, *DENSITIES)
         if not _patches_agree(level, dtype, density, device)
     ]
-    for text in wrong_patches:
-        print(f"WRONG PATCH: {text}", file=sys.stderr)
-    print(f"patches and digests: {len(wrong_patches)} wrong")
-    wrong_clusters = find_wrong_clusters(device) if "cuda" in names else []
-    for text in wrong_clusters:
-        print(f"WRONG CLUSTER: {text}", file=sys.stderr)
-    return 1 if failures or wrong_patches or wrong_clusters or not n_run else 0
+    print(f"patches and digests: {len(patches)} wrong")
+    clusters = find_wrong_clusters(device) if "cuda" in names else []
+    wrong += [*patches, *(f"WRONG CLUSTER: {text}" for text in clusters)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def find_wrong_clusters(device: torch.device) -> list[str]:
@@ -85,11 +85,10 @@ def find_wrong_clusters(device: torch.device) -> list[str]:
         for blocks, case in cluster_cases(dtype, multiprocessors):
             n_run += 1
             tile_size, n_tiles = case.arguments["tile_size"], len(case.arguments["tiles"])
-            name = f"tile{tile_size}, {dtype_name(dtype)}, {n_tiles} tiles"
+            name = f"tile{tile_size}, {_name(dtype)}, {n_tiles} tiles"
             if (found := blocks_in_cluster(case, device)) != blocks:
                 wrong.append(f"{name}: {found} blocks in a cluster, expected {blocks}")
-            elif not _agrees(case, "cuda", device):
-                wrong.append(f"{name}: wrong result of {blocks} blocks in a cluster")
+            wrong += [f"{name}: {error}, {blocks} blocks in a cluster" for error in find_error(case, "cuda", device)]
     print(f"{n_run} calls of tile_weight_grad_ in clusters of 2, 3, 4 and 8 blocks: {len(wrong)} wrong")
     return wrong
 
@@ -154,15 +153,25 @@ def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
     return [case.changed(stochastic_rounding=True, seed=1) if op in STEP_OPS and not sparse else case]
 
 
-def _agrees(oracle: Case, backend: str, device: torch.device) -> bool:
-    # The reference runs on a copy, so that each backend starts from the same inputs.
+def find_error(oracle: Case, backend: str, device: torch.device) -> list[str]:
+    """Run the case on the device; return the error, or an empty list if the result is right."""
     try:
+        # The reference runs on a copy, so that each backend starts from the same inputs.
         check(oracle.mapped(lambda t: t.to(device, copy=True)), backend, oracle.mapped(torch.clone))
     except WrongResult as error:
-        print(f"WRONG RESULT: {error}", file=sys.stderr)
-        return False
-    return True
+        return [str(error)]
+    return []
 
+
+main = Benchmark(
+    name="sanitize_ops",
+    command="python -m sparse_opt.bench.kernels.sanitize_ops",
+    doc=__doc__,
+    measure=run,
+    text=lambda report: f"{len(report['wrong'])} wrong in all",
+    failures=lambda report, args: report["wrong"],
+    device="cuda",
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,7 @@ TILE_GRADIENT, DENSE_GRADIENT = "tile_weight_grad_, ", "torch.mm, "
 A_CALL_AN_INPUT, A_CALL_A_MATRIX = ", a call an input", ", a call a matrix"  # without a suffix: a call for each layer
 # Largest allowed time ratio of two backends. Triton's delta_encode is exempt, because it reads its inputs twice.
 BACKENDS_APART = 1.15
-APART_ANYWAY = ((ENCODE, "triton"),)
+NOT_COMPARED = ((ENCODE, "triton"),)
 # Largest allowed (time ratio / byte ratio).
 BYTES_TOLERANCE = 1.05
 
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
     @property
     def text(self) -> str:
         at = "" if self.density is None else f" at {self.density:.1%}"
-        return f"{self.work}{at} ({self.backend}): {self.found:.3g} {self.unit}, wanted {self.target}"
+        return f"{self.work}{at} ({self.backend}): {self.found:.3g} {self.unit}, expected {self.target}"
 
     def as_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "met": self.met}
@@ -110,7 +110,7 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
         for target in TARGETS:
             if row["is_auto"] and target.work == row["work"] and target.density in (None, row["density"]):
                 found += _verdict(row, target, rows)
-        if row["backend"] in FAST_BACKENDS and (row["work"], row["backend"]) not in APART_ANYWAY:
+        if row["backend"] in FAST_BACKENDS and (row["work"], row["backend"]) not in NOT_COMPARED:
             found += _verdict(row, Target(row["work"], "x the faster backend", _to_faster, BACKENDS_APART), rows)
     return found
 
@@ -210,11 +210,11 @@ TARGETS: tuple[Target, ...] = (
     ),
     *(Target(name, "ms host", _value("host_ms"), 0.1) for name in (STEP_DENSE, STEP_COMPACT)),
     *(
-        Target(wide + BF16, "x the time that its bytes say", _time_over_bytes(wide), BYTES_TOLERANCE)
+        Target(wide + BF16, "time ratio / byte ratio", _time_over_bytes(wide), BYTES_TOLERANCE)
         for wide in (STEP_DENSE, STEP_COMPACT)
     ),
     *(
-        Target(name, "x the time that its bytes say", _time_over_bytes(name + WIDE), BYTES_TOLERANCE)
+        Target(name, "time ratio / byte ratio", _time_over_bytes(name + WIDE), BYTES_TOLERANCE)
         for name in (OP_COMPACT, GATHER, SWAP)
     ),
     Target(f"{STEP_DENSE}, tile64", "x floor", _x_floor, 1.25),

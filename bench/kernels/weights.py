@@ -138,7 +138,7 @@ class WeightRows:
             self.recorder.time([self._auto_work(targets.CLIP, ADAMW, masked, clip, None)])
 
     def _auto_work(
-        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[object], nbytes: float | None
+        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[Tensor], nbytes: float | None
     ) -> Work:
         return Work(name, self.recorder.auto(op), masked.density, call, nbytes, is_auto=True)
 

@@ -10,6 +10,7 @@ import pytest
 from sparse_opt.bench import report_tables
 from sparse_opt.bench.common import spread
 from sparse_opt.bench.kernels import floors, targets
+from sparse_opt.errors import ConfigError
 
 CHECKOUT = Path(__file__).parents[2]
 DOCUMENT, RESULTS = CHECKOUT / report_tables.DOCUMENT, CHECKOUT / report_tables.RESULTS
@@ -66,7 +67,7 @@ def test_weight_gradients_have_a_table_of_their_own_once_there_are_any(tmp_path)
         "15.00",
     ]
     assert [cell.strip() for cell in tiles.split("|")[6:11]] == ["0.150", "4.000", "2.25", "missed", "<= 8 ms"]
-    assert missed == "- missed: tile_weight_grad_, tile64, 8192 tokens at 2.5% (cuda): 9 ms, wanted <= 8 ms"
+    assert missed == "- missed: tile_weight_grad_, tile64, 8192 tokens at 2.5% (cuda): 9 ms, expected <= 8 ms"
 
 
 def test_runs_of_mode_tiles_have_a_table_of_their_own(tmp_path):
@@ -98,7 +99,7 @@ def test_a_changed_figure_is_found_and_put_right(tmp_path, capsys):
     document.write_text(text.replace("| copy | torch |", "| copied | torch |", 1))
     assert document.read_text() != text
     assert report_tables.main([*words(document), "--check"]) == 1
-    assert "is not what" in capsys.readouterr().err
+    assert "differs from" in capsys.readouterr().err
     assert report_tables.main(words(document)) == 0
     assert document.read_text() == text
     assert report_tables.main([*words(document), "--check"]) == 0
@@ -110,7 +111,7 @@ def test_a_document_without_known_tables_is_an_error(text, tmp_path, capsys):
     document.write_text(text)
     assert report_tables.main(words(document)) == 1
     assert (
-        "wanted of kernels, baselines, modes, trl_memory, dram_bytes, pytest_cpu, pytest_spread"
+        "expected tables of kernels, baselines, modes, trl_memory, dram_bytes, pytest_cpu, pytest_spread"
         in capsys.readouterr().err
     )
     assert document.read_text() == text
@@ -174,7 +175,7 @@ def test_the_spread_of_runs(tmp_path, capsys):
     assert found["n_cases"] == 2
     assert found["median"] == {"half": 0.5, "nine_in_ten": 0.5, "all": 0.5}
     assert spread.rows(found)[1] == ["by their fastest calls", "50%", "50%", "50%"]
-    with pytest.raises(ValueError, match="different cases: c and 0 more"):
+    with pytest.raises(ConfigError, match="different cases: c and 0 more"):
         spread.spread([run_of(a=1.0), run_of(a=1.0, c=1.0)])
 
     paths = [tmp_path / "1.json", tmp_path / "2.json"]
@@ -185,7 +186,7 @@ def test_the_spread_of_runs(tmp_path, capsys):
     assert json.loads(output.read_text())["n_runs"] == 2
     with pytest.raises(SystemExit):
         spread.main([str(paths[0])])
-    assert "wanted two or more" in capsys.readouterr().err
+    assert "expected two or more" in capsys.readouterr().err
 
 
 def test_the_threshold_of_make_stands_above_the_spread_that_was_measured():

@@ -42,12 +42,12 @@ def test_a_call_is_the_sum_of_the_kernels_after_its_marker():
     (row,) = dram_bytes.counted([CALL], dram_bytes.parse(LOG))
     assert (row["n_kernels"], row["bytes_read"], row["bytes_written"]) == (2, 3_600_000_064, 2_100_000_032)
     assert row["ms"] == pytest.approx(2.0)
-    line = dram_bytes.text([row]).splitlines()[-1].split()
+    line = dram_bytes.text({"rows": [row]}).splitlines()[-1].split()
     assert line == ["indexed_swap_", "cuda", "2.5%", "2", "3.600", "2.100", "5.700", "5.500", "1.04", "2.000"]
 
 
 def test_a_marker_too_few_is_an_error():
-    with pytest.raises(ValueError, match="saw 1 markers, wanted one for each of 2 calls"):
+    with pytest.raises(ValueError, match="saw 1 markers, expected one for each of 2 calls"):
         dram_bytes.counted([CALL, CALL], dram_bytes.parse(LOG))
 
 
@@ -55,7 +55,7 @@ def test_a_marker_too_few_is_an_error():
     ("log", "message"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM", "no table in ncu's output, which begins with '==ERROR== ERR_NVGPUCTRPERM'"),
-        (LOG.replace('"byte"', '"Gbyte"'), "is in 'Gbyte', wanted 'byte'"),
+        (LOG.replace('"byte"', '"Gbyte"'), "is in 'Gbyte', expected 'byte'"),
         ("\n".join(LOG.splitlines()[:-1]), "second_kernel has no gpu__time_duration.sum"),
     ],
 )

@@ -85,28 +85,30 @@ def test_a_ragged_last_unit_still_has_an_index():
 def test_the_step_floor_of_a_3b_model():
     numel = total_numel(LLAMA_3_2_3B)
     # 56 % of the granules of weights and gradients read, those of the weights written, 20 bytes an element
-    nbytes = floors.adamw_bytes(numel, round(0.025 * numel), param_itemsize=2, grad_itemsize=2, dense_grads=True)
+    nbytes = floors.step_bytes(
+        numel, round(0.025 * numel), states=2, param_itemsize=2, grad_itemsize=2, dense_grads=True
+    )
     by_hand = numel * (3 * 2 * (1 - 0.975**32) + 0.025 * 20)
     assert nbytes == pytest.approx(by_hand)
     assert 1e3 * nbytes / H200_COPY_RATE == pytest.approx(2.9, abs=0.05)
 
 
 def test_weights_whose_bits_stay_are_not_written():
-    sizes = {"param_itemsize": 2, "grad_itemsize": 4, "dense_grads": False}
-    all_change, few, none = (floors.adamw_bytes(1 << 20, 1 << 14, **sizes, changed=share) for share in (1.0, 0.01, 0.0))
+    sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 4, "dense_grads": False}
+    all_change, few, none = (floors.step_bytes(1 << 20, 1 << 14, **sizes, changed=share) for share in (1.0, 0.01, 0.0))
     assert all_change - none == pytest.approx(floors.touched_bytes(1 << 20, 1 << 14, 2))
     assert few - none == pytest.approx(floors.touched_bytes(1 << 20, 0.01 * (1 << 14), 2))
 
 
 def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
-    n = 1000
-    assert floors.adamw_bytes(n, n, param_itemsize=2, grad_itemsize=2, dense_grads=True) == n * (2 + 2 + 2 + 4 + 16)
-    assert floors.adamw_bytes(n, n, param_itemsize=2, grad_itemsize=4, dense_grads=False) == n * (2 + 2 + 4 + 4 + 16)
-    with_master = floors.adamw_bytes(
-        n, n, param_itemsize=2, grad_itemsize=4, dense_grads=False, moment_itemsize=2, master_itemsize=4
+    n, half = 1000, {"param_itemsize": 2}
+    assert floors.step_bytes(n, n, states=2, **half, grad_itemsize=2, dense_grads=True) == n * (2 + 2 + 2 + 4 + 16)
+    assert floors.step_bytes(n, n, states=2, **half, grad_itemsize=4, dense_grads=False) == n * (2 + 2 + 4 + 4 + 16)
+    with_master = floors.step_bytes(
+        n, n, states=2, **half, grad_itemsize=4, dense_grads=False, state_itemsize=2, master_itemsize=4
     )
     assert with_master == n * (2 + 2 + 4 + 4 + 8 + 8)
-    assert floors.sgd_bytes(n, n, param_itemsize=4, grad_itemsize=4, dense_grads=True) == n * (8 + 4 + 4 + 8)
+    assert floors.step_bytes(n, n, states=1, param_itemsize=4, grad_itemsize=4, dense_grads=True) == n * (8 + 4 + 4 + 8)
     assert floors.gather_bytes(n, n, grad_itemsize=2) == n * (2 + 4 + 4)
     assert floors.swap_bytes(n, n, itemsize=2) == n * (4 + 4 + 4)
     assert floors.delta_encode_bytes(n, 10, itemsize=2) == n * 4 + 10 * 6
@@ -118,10 +120,10 @@ def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
 
 
 def test_narrow_moments_and_indices_save_what_they_are_narrower():
-    sizes = {"param_itemsize": 2, "grad_itemsize": 2, "dense_grads": True}
-    wide = floors.adamw_bytes(10_000, 500, **sizes)
-    assert wide - floors.adamw_bytes(10_000, 500, **sizes, moment_itemsize=2) == pytest.approx(500 * 8)
-    assert wide - floors.adamw_bytes(10_000, 500, **sizes, index_itemsize=2) == pytest.approx(500 * 2)
+    sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 2, "dense_grads": True}
+    wide = floors.step_bytes(10_000, 500, **sizes)
+    assert wide - floors.step_bytes(10_000, 500, **sizes, state_itemsize=2) == pytest.approx(500 * 8)
+    assert wide - floors.step_bytes(10_000, 500, **sizes, index_itemsize=2) == pytest.approx(500 * 2)
 
 
 def test_one_change_costs_its_granule_twice_and_itself():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparse_opt import backends
+from sparse_opt.bench.common import harness
 from sparse_opt.bench.kernels import cases, gpu_check, targets
 
 WITH_TILES = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
@@ -50,8 +51,9 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_e
         path.write_text(json.dumps({**report, "environment": environment, "tests": tests, "sanitizer": checks}))
         assert gpu_check.main([*words, "--resume", "--skip_kernels"]) == 0
         assert len(calls) == times, commit
-    monkeypatch.setattr(gpu_check, "environment", lambda _: {**report["environment"], "commit": None})
-    path.write_text(json.dumps({"environment": gpu_check.environment(None), "tests": passed, "sanitizer": checks}))
+    here = {**report["environment"], "commit": None}
+    monkeypatch.setattr(harness, "environment", lambda _: here)
+    path.write_text(json.dumps({"environment": here, "tests": passed, "sanitizer": checks}))
     assert gpu_check.main([*words, "--resume", "--skip_kernels"]) == 0
     assert len(calls) == 1
 
@@ -77,6 +79,7 @@ def test_a_part_is_kept_as_it_ends(tmp_path, monkeypatch, needs_extension):
     for part in ("tests", "sanitizer"):
         monkeypatch.setattr(gpu_check, f"_{part}", run_part(part))
     monkeypatch.setattr(gpu_check.kernels, "run_table", lambda report, *_: run_part("kernels")(report))
+    monkeypatch.setattr(gpu_check.kernels, "text", lambda report: "")
     words = [word for word in SMALL if word != "--skip_tests"]
     assert gpu_check.main([*words, "--output", str(path)]) == 0
     before_tests, before_sanitizer, before_kernels = kept
@@ -122,16 +125,16 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
         )
     }
     on_delta = {"delta_encode", "delta_apply_"}
-    wanted = {(work, density) for work in on_weights for density in (0.025, 0.1)}
-    wanted |= {(work, density) for work in on_delta for density in (0.01, 0.025, 0.1)}
-    wanted |= {(f"SparseAdamW.step, dense gradients, {pattern}", 0.025) for pattern in ("run16", "run32")}
+    expected = {(work, density) for work in on_weights for density in (0.025, 0.1)}
+    expected |= {(work, density) for work in on_delta for density in (0.01, 0.025, 0.1)}
+    expected |= {(f"SparseAdamW.step, dense gradients, {pattern}", 0.025) for pattern in ("run16", "run32")}
     for pattern in ("tile64", "tile128"):
         name = targets.tile_gradient(pattern, 48)
-        wanted |= {(name, density) for density in (0.025, 0.1)}
-        wanted |= {(name + calls, 0.025) for calls in (", a call an input", ", a call a matrix")}
-    wanted |= {(targets.tile_gradient("tile128", 48), 1.0), (targets.gathered_gradient(48), 0.025)}
+        expected |= {(name, density) for density in (0.025, 0.1)}
+        expected |= {(name + calls, 0.025) for calls in (", a call an input", ", a call a matrix")}
+    expected |= {(targets.tile_gradient("tile128", 48), 1.0), (targets.gathered_gradient(48), 0.025)}
     # At this size no matrix has as many tiles as it takes for one to be 2.5 % of them.
-    assert timed == wanted
+    assert timed == expected
     assert "no tile64 unit" in report["kernels"]["left_out"]["SparseAdamW.step, dense gradients, tile64"]
     peers = {row["work"] for row in rows if row["backend"] == "torch"}
     torch_steps = {
@@ -189,7 +192,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr("sparse_opt.bench.kernels.bench.KernelBench._delta", fail)
+    monkeypatch.setattr("sparse_opt.bench.kernels.table.time_delta", fail)
     path = tmp_path / "gpu_check.json"
     with pytest.raises(RuntimeError, match="gone"):
         gpu_check.main([*SMALL, "--output", str(path)])
@@ -225,7 +228,7 @@ def test_a_failing_suite_fails_the_check(tmp_path):
         (["--device", "cpu", "--skip_tests", "--output", "/proc/none/x.json"], "cannot be written"),
         (
             ["--device", "cpu", "--skip_tests", "--only", "tiles,gather"],
-            "--only tiles,gather: no part 'gather', wanted",
+            "--only tiles,gather: no part 'gather', expected",
         ),
     ],
 )

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, backends
-from sparse_opt.bench.kernels import bench as kernel_bench
-from sparse_opt.bench.kernels import optimizers, targets
+from sparse_opt.bench.kernels import optimizers, targets, weights
 from sparse_opt.bench.kernels import table as kernels
 from sparse_opt.bench.kernels.cases import Active, WrongResult
 from sparse_opt.bench.kernels.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
+from sparse_opt.bench.kernels.recorder import Recorder
 
 WORDS = [
     "--device",
@@ -63,7 +63,7 @@ def test_a_part_that_there_is_not(capsys):
     with pytest.raises(SystemExit) as stopped:
         kernels.main(["--device", "cpu", "--only", "tile"])
     assert stopped.value.code == 2
-    assert "--only tile: no part 'tile', wanted some of weights,backward,tiles,deltas" in capsys.readouterr().err
+    assert "--only tile: no part 'tile', expected some of weights,backward,tiles,deltas" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch):
@@ -108,21 +108,21 @@ def test_a_step_that_does_nothing_proves_nothing_about_base_weights(monkeypatch)
 
 def fine_fetches(monkeypatch, setting):
     """The rows with fetches of 32 bytes, on a GPU that is not touched: `setting` stands in for what sets them."""
-    monkeypatch.setattr(kernel_bench, "set_l2_fetch_granularity", setting)
-    bench = kernel_bench.KernelBench({}, torch.device("cpu"), [])
-    bench.device = torch.device("cuda")
-    active = Active(torch.empty(0, dtype=torch.int32), [], [])
-    bench._fine_fetches([], [], MaskSet({}, {}), active, 0.025, with_dense=False)
-    return bench
+    monkeypatch.setattr(weights, "set_l2_fetch_granularity", setting)
+    recorder = Recorder(torch.device("cuda"), [])
+    rows = weights.WeightRows(recorder, {}, torch.Generator(), (), (), 0.0, 0, False)
+    masked = weights.Masked(MaskSet({}, {}), Active(torch.empty(0, dtype=torch.int32), [], []), 0.025)
+    rows.fine_fetches(masked, with_dense=False)
+    return recorder
 
 
 def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
     def refuse(n_bytes, device):
         raise RuntimeError("CUDA error: limit is not supported\nand more")
 
-    bench = fine_fetches(monkeypatch, refuse)
-    assert bench.left_out == {"rows, 32-byte fetches": "CUDA error: limit is not supported"}
-    assert bench.rows == []
+    recorder = fine_fetches(monkeypatch, refuse)
+    assert recorder.left_out == {"rows, 32-byte fetches": "CUDA error: limit is not supported"}
+    assert recorder.rows == []
 
 
 def test_fetches_are_as_they_were_after_an_error(monkeypatch):
@@ -131,8 +131,8 @@ def test_fetches_are_as_they_were_after_an_error(monkeypatch):
     def fail(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(kernel_bench.inputs, "gather_case", fail)
-    monkeypatch.setattr(kernel_bench.inputs, "narrowed", lambda active: active)
+    monkeypatch.setattr(weights.inputs, "gather_case", fail)
+    monkeypatch.setattr(weights.inputs, "narrowed", lambda active: active)
     with pytest.raises(RuntimeError, match="out of memory"):
         fine_fetches(monkeypatch, lambda n_bytes, device: told.append(n_bytes) or 64)
     assert told == [32, 64]

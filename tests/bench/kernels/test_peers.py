@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from sparse_opt.bench.kernels import peers
-from sparse_opt.bench.kernels.bench import KernelBench
 from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.optimizers import LR, WEIGHT_DECAY, parameters
+from sparse_opt.bench.kernels.recorder import Recorder
+from sparse_opt.bench.kernels.weights import WeightRows
 
 SHAPES = {"a": (70, 30), "b": (100,)}
 
@@ -74,17 +75,16 @@ def test_an_error_of_a_peer_is_shown_and_the_bench_goes_on(monkeypatch):
     def fail(params):
         raise TypeError("no kernel for this\nsecond line")
 
-    shapes = {"a": (70, 30)}
-    bench = KernelBench(shapes, torch.device("cpu"), [], n_rounds=1)
-    bench.copy_rate = 1e9
+    bench = Recorder(torch.device("cpu"), [], n_rounds=1, copy_rate=1e9)
+    rows = WeightRows(bench, {"a": (70, 30)}, torch.Generator(), (), (), 0.0, 0, True)
     for step in (fail, lambda params: None, lambda params: torch._foreach_sub_(params, 0.1)):
-        bench._peer(peer_that(monkeypatch, step), weights()[:1], weights(1)[:1])
+        rows.peer(peer_that(monkeypatch, step))
         if step is fail:
             assert bench.left_out == {"a peer": "FAILED: TypeError: no kernel for this"}
             assert bench.rows == []
     assert "FAILED: WrongResult: a peer: a step left" in bench.left_out["a peer"]
-    assert [row.work for row in bench.rows] == ["a peer"]
-    assert bench.rows[0].nbytes == 70 * 30 * (3 * 2 + 4 * 1)
+    assert [row["work"] for row in bench.rows] == ["a peer"]
+    assert bench.rows[0]["bytes"] == 70 * 30 * (3 * 2 + 4 * 1)
     assert bench.failures == []  # they are of what this package computes
 
 
@@ -99,5 +99,5 @@ def test_masked_adamw_is_adamw_with_masked_gradients():
     for _ in range(3):
         step()
         plain.step()
-    for found, wanted in zip(named.values(), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for found, value in zip(named.values(), expected, strict=True):
+        assert torch.equal(found, value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sparse_opt.bench.common.report import cells
 from sparse_opt.bench.kernels import peers, targets
 from sparse_opt.bench.kernels import table as kernels
 
@@ -60,7 +61,7 @@ def test_a_step_has_a_floor_a_host_time_and_a_dense_peer():
 def test_narrow_moments_have_to_save_what_their_bytes_say():
     wide = row(targets.STEP_DENSE, 2.0, bytes=4e9, density=0.1)
     narrow = row(targets.STEP_DENSE + targets.BF16, 1.5, bytes=3e9, density=0.1, bytes_per_active=8.0)
-    unit = "x the time that its bytes say"
+    unit = "time ratio / byte ratio"
     assert judged(wide, narrow)[unit] == (1.0, True)
     assert judged(wide, {**narrow, "ms": 1.6})[unit] == (1.6 / 1.5, False)
 
@@ -157,11 +158,11 @@ def test_what_cannot_be_measured_is_not_judged():
 def test_a_line_of_the_table_says_met_only_if_all_targets_are():
     rows = [row(targets.STEP_DENSE, 1.05), row(targets.STEP_COMPACT, 1.05, density=0.1, host_ms=0.2)]
     verdicts = targets.judge(rows)
-    lines = [kernels.cells(r, verdicts) for r in rows]
+    lines = [cells(kernels.columns(verdicts), r) for r in rows]
     assert [line[-2] for line in lines] == ["met", "missed"]
     assert lines[0][-1] == "<= 1.1 x floor; <= 0.1 ms host"
     assert lines[0][-3] == "1.05"
     report = {"kernels": {"rows": rows}}
     assert [v.text for v in kernels.missed(report["kernels"])] == [
-        "SparseAdamW.step, compact gradients at 10.0% (cuda): 0.2 ms host, wanted <= 0.1 ms host"
+        "SparseAdamW.step, compact gradients at 10.0% (cuda): 0.2 ms host, expected <= 0.1 ms host"
     ]

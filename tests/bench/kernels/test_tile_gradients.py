@@ -9,13 +9,14 @@ from sparse_opt import backends, ops
 from sparse_opt.bench.common.shapes import LLAMA_3_2_3B, llama_matrices
 from sparse_opt.bench.kernels import targets, tile_gradients
 from sparse_opt.bench.kernels.cases import WrongResult
+from sparse_opt.bench.kernels.recorder import Recorder
 from sparse_opt.bench.kernels.tile_gradients import (
-    Comparisons,
     GatheredGradients,
     Operands,
     TileGradients,
     TileMask,
     check,
+    comparisons,
     input_groups,
     linear_layers,
 )
@@ -141,7 +142,8 @@ def test_what_is_gathered_is_checked(operands, monkeypatch):
 
 def test_rows_of_all_kinds_stand_beside_each_other():
     names = []
-    for works, n_rounds in Comparisons(SHAPES, (16, 8), ["reference"], generator(), lambda name, run: run() is None):
+    recorder = Recorder(torch.device("cpu"), ["reference"])
+    for works, n_rounds in comparisons(recorder, SHAPES, (16, 8), generator()):
         names.append([(work.name, work.density) for work in works])
         assert n_rounds >= 3
         for work in works:
@@ -155,6 +157,7 @@ def test_rows_of_all_kinds_stand_beside_each_other():
     ]
     for i, n in ((0, 16), (2, 8)):
         tiles[i] = [(targets.dense_gradient(n), None), (targets.gathered_gradient(n), 0.025), *tiles[i]]
+    assert recorder.failures == []
     assert names == [*tiles, [(targets.tile_gradient("tile128", 16), 1.0)]]
 
 
