@@ -1,5 +1,5 @@
-// What a kernel must be sure of to stay within its memory. The Python layer checks more, with longer messages; these
-// repeat what guards against a caller who comes straight to torch.ops.sparse_opt_native. Each costs nanoseconds.
+// Checks that keep kernels within their memory. sparse_opt/ops/checks.py checks more, with longer messages; these also
+// run when torch.ops.sparse_opt_native is called directly. Each takes nanoseconds.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,19 +21,19 @@ inline DType dtype_of(const char* name, const at::Tensor& tensor) {
     case at::kHalf:
       return DType::kFloat16;
     default:
-      SPARSE_OPT_CHECK(false, name, " is ", tensor.scalar_type(), ", wanted bfloat16, float16 or float32");
+      SPARSE_OPT_CHECK(false, name, " is ", tensor.scalar_type(), ", expected bfloat16, float16 or float32");
   }
 }
 
 // [length], contiguous, on `device`.
 inline void check_flat(const char* name, const at::Tensor& tensor, int64_t length, at::Device device) {
-  SPARSE_OPT_CHECK(tensor.device() == device, name, " is on ", tensor.device(), ", wanted ", device);
-  SPARSE_OPT_CHECK(tensor.numel() == length, name, " has ", tensor.numel(), " elements, wanted ", length);
-  SPARSE_OPT_CHECK(tensor.is_contiguous(), name, " has strides ", tensor.strides(), ", wanted contiguous");
+  SPARSE_OPT_CHECK(tensor.device() == device, name, " is on ", tensor.device(), ", expected ", device);
+  SPARSE_OPT_CHECK(tensor.numel() == length, name, " has ", tensor.numel(), " elements, expected ", length);
+  SPARSE_OPT_CHECK(tensor.is_contiguous(), name, " has strides ", tensor.strides(), ", expected contiguous");
 }
 
 inline void check_dtype(const char* name, const at::Tensor& tensor, at::ScalarType dtype) {
-  SPARSE_OPT_CHECK(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", wanted ", dtype);
+  SPARSE_OPT_CHECK(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", expected ", dtype);
 }
 
 inline float* float_data(const char* name, const at::Tensor& tensor, int64_t length, at::Device device) {
@@ -53,10 +53,10 @@ inline std::vector<void*> list_data(const char* name, at::TensorList tensors, at
   pointers.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& t = tensors[i];
-    SPARSE_OPT_CHECK(t.device() == device, name, "[", i, "] is on ", t.device(), ", wanted ", device);
+    SPARSE_OPT_CHECK(t.device() == device, name, "[", i, "] is on ", t.device(), ", expected ", device);
     SPARSE_OPT_CHECK(t.scalar_type() == tensors[0].scalar_type(), name, "[", i, "] is ", t.scalar_type(), ", but ",
                      name, "[0] is ", tensors[0].scalar_type());
-    SPARSE_OPT_CHECK(t.is_contiguous(), name, "[", i, "] has strides ", t.strides(), ", wanted contiguous");
+    SPARSE_OPT_CHECK(t.is_contiguous(), name, "[", i, "] has strides ", t.strides(), ", expected contiguous");
     pointers.push_back(t.data_ptr());
   }
   return pointers;
@@ -74,16 +74,16 @@ inline void check_same_sizes(const char* name, at::TensorList tensors, const cha
 inline int movable_size(const char* name, const at::Tensor& tensor) {
   const auto size = static_cast<int>(tensor.element_size());
   SPARSE_OPT_CHECK(size == 1 || size == 2 || size == 4 || size == 8, name, " is ", tensor.scalar_type(), " of ", size,
-                   " bytes, wanted elements of 1, 2, 4 or 8 bytes");
+                   " bytes, expected elements of 1, 2, 4 or 8 bytes");
   return size;
 }
 
 constexpr int64_t kLongestRun = int64_t{1} << 30;
 
-// The number of slots that indices cover, of which each takes run_length.
+// The number of slots that indices cover, run_length for each index.
 inline int64_t checked_slots(const at::Tensor& indices, int64_t run_length) {
   SPARSE_OPT_CHECK(run_length >= 1 && run_length <= kLongestRun && (run_length & (run_length - 1)) == 0,
-                   "run_length is ", run_length, ", wanted a power of two from 1 to ", kLongestRun);
+                   "run_length is ", run_length, ", expected a power of two from 1 to ", kLongestRun);
   return indices.numel() * run_length;
 }
 
@@ -91,16 +91,16 @@ inline IndexType checked_index_type(const at::Tensor& indices, const std::option
                                     int64_t run_length) {
   if (index_bases.has_value()) {
     check_dtype("indices", indices, at::kUInt16);
-    SPARSE_OPT_CHECK(run_length == 1, "run_length is ", run_length, ", wanted 1 with index_bases");
+    SPARSE_OPT_CHECK(run_length == 1, "run_length is ", run_length, ", expected 1 with index_bases");
     return IndexType::kOffset16;
   }
   SPARSE_OPT_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices is ",
-                   indices.scalar_type(), ", wanted int32 or int64");
+                   indices.scalar_type(), ", expected int32 or int64");
   return indices.scalar_type() == at::kLong ? IndexType::kInt64 : IndexType::kInt32;
 }
 
-// `pointers` are those of the dense tensors, and must outlive the result. index_bases are of `of` segments, or, where
-// that is not given, of as many as there are dense tensors.
+// `pointers` are those of the dense tensors, and must outlive the result. index_bases cover `of` segments; if it is not
+// given, one for each dense tensor.
 inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
                                  const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
                                  int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt,
@@ -119,9 +119,9 @@ inline Segments checked_segments(const char* name, at::TensorList dense, const s
                    " and ends ", ends.size(), " numbers, ", name, " holds ", dense.size(), " tensors");
   for (size_t i = 0; i < dense.size(); ++i) {
     SPARSE_OPT_CHECK(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= nnz, "segment ", i, " is [", starts[i], ", ",
-                     ends[i], "), wanted within [0, ", nnz, ")");
+                     ends[i], "), expected within [0, ", nnz, ")");
     SPARSE_OPT_CHECK((starts[i] | ends[i]) % run_length == 0, "segment ", i, " is [", starts[i], ", ", ends[i],
-                     "), wanted multiples of run_length ", run_length);
+                     "), expected multiples of run_length ", run_length);
     SPARSE_OPT_CHECK(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
                      " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
     segments.numel += dense[i].numel();

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -107,6 +108,24 @@ sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
   };
 }
 
+// `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
+void step(sparse_opt::BoundParams& bound, const std::string& name, const py::kwargs& arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("sparse_opt_native::" + name).c_str(), "");
+  const c10::FunctionSchema& schema = op.schema();
+  torch::jit::Stack stack;
+  for (const c10::Argument& argument : schema.arguments()) {
+    stack.push_back(argument.default_value().value_or(c10::IValue()));
+  }
+  for (const auto& [key, value] : arguments) {
+    const auto keyword = key.cast<std::string>();
+    const std::optional<int> i = schema.argumentIndexWithName(keyword);
+    if (!i.has_value()) throw py::type_error(name + " has no argument " + keyword);
+    stack[*i] = torch::jit::toIValue(value, schema.arguments()[*i].type());
+  }
+  const py::gil_scoped_release no_lock;
+  bound.step(op, std::move(stack));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -154,12 +173,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           "i"_a, "functions"_a)
       .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a, Unlocked())
-      .def("indexed_adamw_", &BoundParams::indexed_adamw_, "exp_avg"_a, "exp_avg_sq"_a, "lr"_a, "steps"_a,
-           py::kw_only(), "grad"_a, "master"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "clip_coef"_a,
-           "grad_scale"_a, "found_inf"_a, "stochastic_rounding"_a, "seed"_a, "check_only"_a = false, Unlocked())
-      .def("indexed_sgd_", &BoundParams::indexed_sgd_, "momentum_buffer"_a, "lr"_a, "steps"_a, py::kw_only(), "grad"_a,
-           "master"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "weight_decay"_a, "clip_coef"_a, "grad_scale"_a,
-           "found_inf"_a, "stochastic_rounding"_a, "seed"_a, "check_only"_a = false, Unlocked());
+      .def("step", &step, "op"_a);
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
       .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())

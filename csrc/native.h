@@ -1,4 +1,5 @@
-// The ops, written once for all devices: check, collect pointers, launch. `Device` supplies
+// The ops other than steps (step_op.h), written once for all devices: check, collect pointers, launch. `Device`
+// supplies
 //   Guard(at::Device), alive during the launch, and
 //   static run(arguments...), an overload for each kind of arguments.
 #pragma once
@@ -13,121 +14,6 @@ namespace sparse_opt {
 
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalTensors = std::optional<std::vector<at::Tensor>>;
-
-// Fills the part that AdamW and SGD share. Holds the pointer lists that the arguments point to.
-template <typename Arguments>
-struct StepCall {
-  std::vector<void*> params, dense_grads;
-  int64_t nnz;
-  Arguments args;
-
-  StepCall(at::TensorList param_list, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-           const at::Tensor& lr, const at::Tensor& steps, const OptionalTensor& grad,
-           const OptionalTensors& dense_grad_list, const OptionalTensor& master, const OptionalTensor& clip_coef,
-           const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
-           int64_t run_length, const OptionalTensor& index_bases) {
-    const at::Device device = indices.device();
-    nnz = checked_slots(indices, run_length);
-    const auto count = static_cast<int64_t>(param_list.size());
-    params = list_data("params", param_list, device);
-    args.segments = checked_segments("params", param_list, params, indices, starts, ends, run_length, index_bases);
-    if (count > 0) args.param_dtype = dtype_of("params[0]", param_list[0]);
-    SPARSE_OPT_CHECK(grad.has_value() != dense_grad_list.has_value(), "wanted exactly one of grad and dense_grads");
-    if (grad.has_value()) {
-      check_flat("grad", *grad, nnz, device);
-      args.grad = grad->data_ptr();
-      args.grad_dtype = dtype_of("grad", *grad);
-    } else {
-      check_same_sizes("dense_grads", *dense_grad_list, "params", param_list);
-      dense_grads = list_data("dense_grads", *dense_grad_list, device);
-      args.dense_grads = dense_grads.data();
-      if (count > 0) args.grad_dtype = dtype_of("dense_grads[0]", dense_grad_list->front());
-    }
-    args.master = optional_float_data("master", master, nnz, device);
-    args.lr = float_data("lr", lr, 1, device);
-    args.steps = float_data("steps", steps, count, device);
-    args.clip_coef = optional_float_data("clip_coef", clip_coef, 1, device);
-    args.grad_scale = optional_float_data("grad_scale", grad_scale, 1, device);
-    args.found_inf = optional_float_data("found_inf", found_inf, 1, device);
-    args.stochastic_rounding = stochastic_rounding;
-    args.seed = static_cast<uint64_t>(seed);
-  }
-
-  void* state(const char* name, const at::Tensor& tensor, const at::Tensor& indices) {
-    check_flat(name, tensor, nnz, indices.device());
-    args.moment_dtype = dtype_of(name, tensor);
-    SPARSE_OPT_CHECK(args.moment_dtype != DType::kFloat16, name, " is Half, wanted float32 or bfloat16");
-    return tensor.data_ptr();
-  }
-};
-
-// The checked arguments of indexed_adamw_.
-struct AdamWCall : StepCall<AdamWArguments> {
-  AdamWCall(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-            const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr, const at::Tensor& steps,
-            const OptionalTensor& grad, const OptionalTensors& dense_grads, const OptionalTensor& master, double beta1,
-            double beta2, double eps, double weight_decay, const OptionalTensor& clip_coef,
-            const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
-            int64_t run_length, const OptionalTensor& index_bases)
-      : StepCall(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef, grad_scale, found_inf,
-                 stochastic_rounding, seed, run_length, index_bases) {
-    args.exp_avg = state("exp_avg", exp_avg, indices);
-    args.exp_avg_sq = state("exp_avg_sq", exp_avg_sq, indices);
-    check_dtype("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type());
-    args.beta1 = beta1;
-    args.beta2 = beta2;
-    args.eps = eps;
-    args.weight_decay = weight_decay;
-  }
-};
-
-template <typename Device, bool Counting = false>
-void indexed_adamw_(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                    const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
-                    const at::Tensor& steps, const OptionalTensor& grad, OptionalTensors dense_grads,
-                    const OptionalTensor& master, double beta1, double beta2, double eps, double weight_decay,
-                    const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                    bool stochastic_rounding, int64_t seed, int64_t run_length, const OptionalTensor& index_bases) {
-  AdamWCall call(params, indices, starts, ends, exp_avg, exp_avg_sq, lr, steps, grad, dense_grads, master, beta1, beta2,
-                 eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length,
-                 index_bases);
-  if (Counting) call.args.uncounted_steps = steps.mutable_data_ptr<float>();
-  const typename Device::Guard guard(indices.device());
-  Device::run(call.args);
-}
-
-// The checked arguments of indexed_sgd_.
-struct SgdCall : StepCall<SgdArguments> {
-  SgdCall(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-          const OptionalTensor& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
-          const OptionalTensor& grad, const OptionalTensors& dense_grads, const OptionalTensor& master, double momentum,
-          double dampening, bool nesterov, double weight_decay, const OptionalTensor& clip_coef,
-          const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
-          int64_t run_length, const OptionalTensor& index_bases)
-      : StepCall(params, indices, starts, ends, lr, steps, grad, dense_grads, master, clip_coef, grad_scale, found_inf,
-                 stochastic_rounding, seed, run_length, index_bases) {
-    if (momentum_buffer.has_value()) args.momentum_buffer = state("momentum_buffer", *momentum_buffer, indices);
-    args.momentum = momentum;
-    args.dampening = dampening;
-    args.nesterov = nesterov;
-    args.weight_decay = weight_decay;
-  }
-};
-
-template <typename Device, bool Counting = false>
-void indexed_sgd_(at::TensorList params, const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                  const OptionalTensor& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
-                  const OptionalTensor& grad, OptionalTensors dense_grads, const OptionalTensor& master,
-                  double momentum, double dampening, bool nesterov, double weight_decay,
-                  const OptionalTensor& clip_coef, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                  bool stochastic_rounding, int64_t seed, int64_t run_length, const OptionalTensor& index_bases) {
-  SgdCall call(params, indices, starts, ends, momentum_buffer, lr, steps, grad, dense_grads, master, momentum,
-               dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed,
-               run_length, index_bases);
-  if (Counting) call.args.uncounted_steps = steps.mutable_data_ptr<float>();
-  const typename Device::Guard guard(indices.device());
-  Device::run(call.args);
-}
 
 template <typename Device>
 void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
@@ -163,8 +49,8 @@ struct TileCall {
     const size_t n = grad_output_list.size();
     check_dtype("tiles", tiles, at::kLong);
     SPARSE_OPT_CHECK(tiles.dim() == 2 && tiles.size(1) == 4 && tiles.is_contiguous(), "tiles has sizes ", tiles.sizes(),
-                     ", wanted contiguous [tiles, 4]");
-    SPARSE_OPT_CHECK(tile_size == 64 || tile_size == 128, "tile_size is ", tile_size, ", wanted 64 or 128");
+                     ", expected contiguous [tiles, 4]");
+    SPARSE_OPT_CHECK(tile_size == 64 || tile_size == 128, "tile_size is ", tile_size, ", expected 64 or 128");
     SPARSE_OPT_CHECK(input_list.size() == n && starts.size() == n && ends.size() == n, "grad_outputs holds ", n,
                      " tensors, inputs ", input_list.size(), ", and there are ", starts.size(), " starts and ",
                      ends.size(), " ends");
@@ -179,12 +65,12 @@ struct TileCall {
       SPARSE_OPT_CHECK(
           g.dim() >= 2 && x.dim() >= 2 && g.sizes().slice(0, g.dim() - 1) == x.sizes().slice(0, x.dim() - 1),
           "grad_outputs[", i, "] has sizes ", g.sizes(), " and inputs[", i, "] ", x.sizes(),
-          ", wanted the same but for the last");
+          ", expected the same but for the last");
       tokens.push_back(g.size(-1) > 0 ? g.numel() / g.size(-1) : 0);
       rows.push_back(g.size(-1));
       columns.push_back(x.size(-1));
       SPARSE_OPT_CHECK(0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= tiles.size(0), "matrix ", i,
-                       " has the tiles [", starts[i], ", ", ends[i], "), wanted within [0, ", tiles.size(0), ")");
+                       " has the tiles [", starts[i], ", ", ends[i], "), expected within [0, ", tiles.size(0), ")");
     }
     args.count = static_cast<int64_t>(n);
     args.grad_outputs = grad_outputs.data();
@@ -265,7 +151,7 @@ struct DeltaCall {
   DeltaArguments args;
 
   DeltaCall(at::TensorList old_list, at::TensorList new_list) {
-    SPARSE_OPT_CHECK(!new_list.empty(), "new holds no tensor, wanted at least one");
+    SPARSE_OPT_CHECK(!new_list.empty(), "new holds no tensor, expected at least one");
     const at::Device device = new_list[0].device();
     check_same_sizes("old", old_list, "new", new_list);
     check_dtype("old[0]", old_list[0], new_list[0].scalar_type());
@@ -308,17 +194,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> delta_encode(at::TensorList old_l
   return Device::run(call);
 }
 
-// The schemas are those of sparse_opt/ops/registry.py, less `backend`.
+// sparse_opt/ops defines the schemas of the public ops, ops_cpu.cpp those of the others.
 template <typename Device, typename Library>
 void implement_ops(Library& m) {
-  m.impl("indexed_adamw_", &indexed_adamw_<Device>);
-  m.impl("indexed_sgd_", &indexed_sgd_<Device>);
   m.impl("masked_grad_gather_", &masked_grad_gather_<Device>);
   m.impl("tile_weight_grad_", &tile_weight_grad_<Device>);
   m.impl("indexed_swap_", &indexed_swap_<Device>);
   m.impl("indexed_take_", &indexed_take_<Device>);
-  m.impl("counting_adamw_", &indexed_adamw_<Device, true>);
-  m.impl("counting_sgd_", &indexed_sgd_<Device, true>);
   m.impl("delta_encode", &delta_encode<Device>);
   m.impl("delta_apply_", &delta_apply_<Device>);
 }

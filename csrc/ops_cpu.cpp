@@ -5,47 +5,13 @@
 
 #include "kernels/cpu/kernels.h"
 #include "native.h"
+#include "step_op.h"
 
-// As SCHEMAS in sparse_opt/ops/registry.py, where `backend` is added.
+// Ops that sparse_opt does not show to its users. sparse_opt/ops defines the schemas of the others.
 TORCH_LIBRARY(sparse_opt_native, m) {
-  m.def(
-      "indexed_adamw_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!) exp_avg, "
-      "Tensor(c!) exp_avg_sq, Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor[]? dense_grads=None, "
-      "Tensor(z!)? master=None, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0.01, "
-      "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, "
-      "int seed=0, int run_length=1, Tensor? index_bases=None) -> ()");
-  m.def(
-      "indexed_sgd_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!)? momentum_buffer, "
-      "Tensor lr, Tensor steps, *, Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None, "
-      "float momentum=0.0, float dampening=0.0, bool nesterov=False, float weight_decay=0.0, "
-      "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool stochastic_rounding=False, "
-      "int seed=0, int run_length=1, Tensor? index_bases=None) -> ()");
-  m.def(
-      "masked_grad_gather_(Tensor(a!) out, Tensor[] dense, Tensor indices, int[] starts, int[] ends, *, "
-      "Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, Tensor(c!)? found_inf=None, "
-      "int run_length=1, Tensor? index_bases=None) -> ()");
-  m.def(
-      "tile_weight_grad_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
-      "int[] ends, *, int tile_size, Tensor? scale=None, bool accumulate=False, Tensor(b!)? sum_sq=None, "
-      "Tensor(c!)? found_inf=None) -> ()");
-  m.def(
-      "indexed_swap_(Tensor(a!)[] dense, Tensor(b!) compact, Tensor indices, int[] starts, int[] ends, *, "
-      "int run_length=1, Tensor? index_bases=None) -> ()");
-  // Of delta logs.
+  // For delta logs.
   m.def("indexed_take_(Tensor[] dense, Tensor(a!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
-  // Of the optimizers: steps are counted up first.
-  m.def(
-      "counting_adamw_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!) exp_avg, "
-      "Tensor(c!) exp_avg_sq, Tensor lr, Tensor(d!) steps, *, Tensor? grad, Tensor[]? dense_grads, "
-      "Tensor(z!)? master, float beta1, float beta2, float eps, float weight_decay, Tensor? clip_coef, "
-      "Tensor? grad_scale, Tensor? found_inf, bool stochastic_rounding, int seed, int run_length, "
-      "Tensor? index_bases) -> ()");
-  m.def(
-      "counting_sgd_(Tensor(a!)[] params, Tensor indices, int[] starts, int[] ends, Tensor(b!)? momentum_buffer, "
-      "Tensor lr, Tensor(d!) steps, *, Tensor? grad, Tensor[]? dense_grads, Tensor(z!)? master, float momentum, "
-      "float dampening, bool nesterov, float weight_decay, Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf, "
-      "bool stochastic_rounding, int seed, int run_length, Tensor? index_bases) -> ()");
-  // Of their hooks, on a GPU: see ops_cuda.cpp.
+  // For the optimizers' hooks on a GPU, see ops_cuda.cpp.
   m.def(
       "gather_partly_(Tensor(a!) out, Tensor[] dense, Tensor indices, int[] starts, int[] ends, int[] numbers, int of, "
       "bool accumulate, Tensor(b!) partial_sums, int[] first_partials, Tensor(c!)? found_inf, int run_length, "
@@ -54,13 +20,11 @@ TORCH_LIBRARY(sparse_opt_native, m) {
       "tile_weight_grad_partly_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
       "int[] ends, int tile_size, bool accumulate, Tensor(b!) partial_sums, int[] first_partials, "
       "Tensor(c!)? found_inf) -> ()");
-  // Of a GPU: into how many parts tile_weight_grad_ cuts the tokens of each tile.
+  m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
+  // On a GPU, the number of parts into which tile_weight_grad_ cuts the tokens of each tile.
   m.def(
       "tile_weight_grad_parts(Tensor out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
       "int[] ends, int tile_size) -> int");
-  m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
-  m.def("delta_encode(Tensor[] old, Tensor[] new) -> (Tensor indices, Tensor values, Tensor counts)");
-  m.def("delta_apply_(Tensor(a!)[] dense, Tensor indices, Tensor values, int[] starts, int[] ends) -> ()");
 }
 
 namespace sparse_opt {
@@ -75,20 +39,12 @@ struct Cpu {
   struct Guard {
     explicit Guard(at::Device) {}
   };
-  static void run(const AdamWArguments& args) {
-    count_steps(args);
-    cpu::indexed_adamw(args, parallel_for);
-  }
-  static void run(const SgdArguments& args) {
-    count_steps(args);
-    cpu::indexed_sgd(args, parallel_for);
+  template <typename Rule>
+  static void step(const StepArguments& args, const typename Rule::Options& options) {
+    cpu::step<Rule>(args, options, parallel_for);
   }
   static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
   static void run(const TileArguments& args) { cpu::tile_weight_grad(args, parallel_for); }
-  static void count_steps(const StepArguments& args) {
-    if (args.uncounted_steps == nullptr || (args.found_inf != nullptr && *args.found_inf != 0.0f)) return;
-    for (int64_t i = 0; i < args.segments.count; ++i) args.uncounted_steps[i] += 1.0f;
-  }
   static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
   static void run_take(const MoveArguments& args) { cpu::indexed_take(args, parallel_for); }
   static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
@@ -120,4 +76,5 @@ struct Cpu {
 
 TORCH_LIBRARY_IMPL(sparse_opt_native, CPU, m) {
   sparse_opt::implement_ops<sparse_opt::Cpu>(m);
+  sparse_opt::implement_steps<sparse_opt::Cpu>(m);
 }

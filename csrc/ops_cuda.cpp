@@ -12,6 +12,7 @@
 
 #include "kernels/cuda/kernels.h"
 #include "native.h"
+#include "step_op.h"
 
 namespace sparse_opt {
 namespace {
@@ -21,15 +22,11 @@ struct Cuda {
 
   static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
-  static void run(const AdamWArguments& args) {
-    const at::Tensor tensors = float_scratch(args.segments.count * (sizeof(cuda::TensorScalars) / sizeof(float)));
-    cuda::indexed_adamw(args, static_cast<cuda::TensorScalars*>(tensors.data_ptr()), stream());
-  }
-  static void run(const SgdArguments& args) {
-    if (args.uncounted_steps != nullptr) {
-      cuda::count_steps(args.uncounted_steps, args.segments.count, args.found_inf, stream());
-    }
-    cuda::indexed_sgd(args, stream());
+  template <typename Rule>
+  static void step(const StepArguments& args, const typename Rule::Options& options) {
+    using TensorScalars = typename Rule::TensorScalars;
+    const at::Tensor tensors = float_scratch(args.segments.count * (sizeof(TensorScalars) / sizeof(float)));
+    cuda::step<Rule>(args, options, static_cast<TensorScalars*>(tensors.data_ptr()), stream());
   }
   static void run(const GatherArguments& args) {
     if (args.sum_sq == nullptr) return cuda::masked_grad_gather(args, nullptr, nullptr, stream());
@@ -210,9 +207,10 @@ void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tenso
                    " first_partials");
   for (size_t i = 0; i < dense.size(); ++i) {
     const int64_t blocks = gather_blocks(starts[i], ends[i]);
-    SPARSE_OPT_CHECK(0 <= numbers[i] && numbers[i] < of, "numbers[", i, "] is ", numbers[i], ", wanted less than ", of);
+    SPARSE_OPT_CHECK(0 <= numbers[i] && numbers[i] < of, "numbers[", i, "] is ", numbers[i], ", expected less than ",
+                     of);
     SPARSE_OPT_CHECK(0 <= first_partials[i] && first_partials[i] + blocks <= partial_sums.numel(), "partial_sums has ",
-                     partial_sums.numel(), " elements, wanted ", blocks, " from ", first_partials[i], " on");
+                     partial_sums.numel(), " elements, expected ", blocks, " from ", first_partials[i], " on");
   }
   const Cuda::Guard guard(device);
   cuda::masked_grad_gather(args, Cuda::at_each(partial_sums, first_partials).data(), numbers.data(), Cuda::stream());
@@ -227,10 +225,10 @@ void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs
   const TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
   check_dtype("partial_sums", partial_sums, at::kFloat);
   SPARSE_OPT_CHECK(first_partials.size() == starts.size(), "there are ", first_partials.size(),
-                   " first_partials, wanted ", starts.size());
+                   " first_partials, expected ", starts.size());
   for (size_t i = 0; i < starts.size(); ++i) {
     SPARSE_OPT_CHECK(0 <= first_partials[i] && first_partials[i] + (ends[i] - starts[i]) <= partial_sums.numel(),
-                     "partial_sums has ", partial_sums.numel(), " elements, wanted ", ends[i] - starts[i], " from ",
+                     "partial_sums has ", partial_sums.numel(), " elements, expected ", ends[i] - starts[i], " from ",
                      first_partials[i], " on");
   }
   const Cuda::Guard guard(tiles.device());
@@ -264,6 +262,7 @@ void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums,
 
 TORCH_LIBRARY_IMPL(sparse_opt_native, CUDA, m) {
   sparse_opt::implement_ops<sparse_opt::Cuda>(m);
+  sparse_opt::implement_steps<sparse_opt::Cuda>(m);
   m.impl("gather_partly_", &sparse_opt::gather_partly_);
   m.impl("tile_weight_grad_partly_", &sparse_opt::tile_weight_grad_partly_);
   m.impl("tile_weight_grad_parts", &sparse_opt::tile_weight_grad_parts);

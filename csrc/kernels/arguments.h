@@ -31,35 +31,27 @@ struct Segments {
   const int32_t* index_bases = nullptr;  // [nnz / kIndexFrame + count], with kOffset16
 };
 
-// The part that AdamW and SGD share. Exactly one of grad and dense_grads is given; null is "not given" for the rest.
+constexpr int kMaxStates = 2;  // of an optimizer: one step draws random words for so many (rounding.h)
+
+// The arguments of a step that do not depend on the optimizer. Exactly one of grad and dense_grads is given; null is
+// "not given" for the rest.
 struct StepArguments {
   Segments segments;
   DType param_dtype = DType::kFloat32;
   DType grad_dtype = DType::kFloat32;
-  DType moment_dtype = DType::kFloat32;
+  DType state_dtype = DType::kFloat32;
+  void* states[kMaxStates] = {};       // [nnz] each, as Rule::kStates lists them; null if not used
   const void* grad = nullptr;          // [nnz]
   void* const* dense_grads = nullptr;  // [count], the list in host memory
   float* master = nullptr;             // [nnz]
   const float* lr = nullptr;           // [1]
-  const float* steps = nullptr;        // [count], 1 in the first step, once counted
-  float* uncounted_steps = nullptr;    // [count], `steps` if they are to be counted up first, else null
+  float* steps = nullptr;              // [count], 1 in the first step
+  bool count_steps = false;            // add 1 to `steps` first, unless found_inf
   const float* clip_coef = nullptr;    // [1]
   const float* grad_scale = nullptr;   // [1]
   const float* found_inf = nullptr;    // [1]
   bool stochastic_rounding = false;
   uint64_t seed = 0;
-};
-
-struct AdamWArguments : StepArguments {
-  void* exp_avg = nullptr;     // [nnz]
-  void* exp_avg_sq = nullptr;  // [nnz]
-  double beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-};
-
-struct SgdArguments : StepArguments {
-  void* momentum_buffer = nullptr;  // [nnz], may be null
-  double momentum = 0, dampening = 0, weight_decay = 0;
-  bool nesterov = false;
 };
 
 // Slots of which a GPU's gather leaves one partial sum of squares. Blocks begin at multiples of 32 slots.

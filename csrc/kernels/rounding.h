@@ -1,13 +1,14 @@
 // Stochastic rounding, reproducible from a seed, a step and a compact slot.
 #pragma once
 
+#include "arguments.h"
 #include "scalar_types.h"
 
 namespace sparse_opt {
 
-// 32 random bits for the parameter, and 16 low ones for each moment.
+// 32 random bits for the parameter, and 16 low ones for each state.
 struct RandomWords {
-  uint32_t param, exp_avg, exp_avg_sq;
+  uint32_t param, states[kMaxStates];
 };
 
 // Philox2x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Counter: the compact slot's
@@ -25,7 +26,7 @@ SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, ui
     c1 = static_cast<uint32_t>(product);
     key += 0x9E3779B9u;
   }
-  return {c0, c1, c1 >> 16};
+  return {c0, {c1, c1 >> 16}};
 }
 
 // x rounded to T, away from zero with probability (|x| - below) / (above - below), where below and above are its

@@ -5,12 +5,6 @@
 #include "native_op.h"
 
 namespace sparse_opt {
-namespace {
-
-using AdamW = decltype(indexed_adamw_<AnyDevice>);
-using Sgd = decltype(indexed_sgd_<AnyDevice>);
-
-}  // namespace
 
 BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
                          std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases)
@@ -20,6 +14,8 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       ends_(std::move(ends)),
       run_length_(run_length),
       index_bases_(std::move(index_bases)),
+      bound_{{"params", params_}, {"indices", indices_},       {"starts", starts_},
+             {"ends", ends_},     {"run_length", run_length_}, {"index_bases", index_bases_}},
       own_bases_(params_.size()),
       last_pass_(params_.size(), Pass::kNone),
       received_(params_.size()),
@@ -76,8 +72,7 @@ bool BoundParams::take_grads() {
   return taken;
 }
 
-OptionalTensors BoundParams::gradients_for(const OptionalTensor& grad, bool keep) {
-  if (grad.has_value()) return std::nullopt;
+c10::IValue BoundParams::held_grads(bool keep) {
   const std::lock_guard lock(mutex_);
   return keep ? grads_ : std::exchange(grads_, {});
 }
@@ -88,45 +83,21 @@ void BoundParams::bump_versions() const {
   }
 }
 
-void BoundParams::indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
-                                 const at::Tensor& steps, const OptionalTensor& grad, const OptionalTensor& master,
-                                 double beta1, double beta2, double eps, double weight_decay,
-                                 const OptionalTensor& clip_coef, const OptionalTensor& grad_scale,
-                                 const OptionalTensor& found_inf, bool stochastic_rounding, int64_t seed,
-                                 bool check_only) {
+void BoundParams::step(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
   check_numels();
-  OptionalTensors dense_grads = gradients_for(grad, check_only);
+  const auto argument = [&](const char* name) -> c10::IValue& {
+    return arguments[op.schema().argumentIndexWithName(name).value()];
+  };
+  const bool check_only = argument("check_only").toBool();
+  for (const auto& [name, value] : bound_) argument(name) = value;
+  if (argument("grad").isNone()) argument("dense_grads") = held_grads(check_only);
+  argument("count_steps") = true;
   if (check_only) {
-    const AdamWCall checked(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, dense_grads,
-                            master, beta1, beta2, eps, weight_decay, clip_coef, grad_scale, found_inf,
-                            stochastic_rounding, seed, run_length_, index_bases_);
-    return;
+    op.callBoxedForDispatchKey(indices_.options().computeDispatchKey(), arguments);  // unseen by dispatch modes
+  } else {
+    op.callBoxed(arguments);
+    bump_versions();
   }
-  static const auto op = native_op<AdamW>("sparse_opt_native::counting_adamw_");
-  op.call(params_, indices_, starts_, ends_, exp_avg, exp_avg_sq, lr, steps, grad, std::move(dense_grads), master,
-          beta1, beta2, eps, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
-          index_bases_);
-  bump_versions();
-}
-
-void BoundParams::indexed_sgd_(const OptionalTensor& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
-                               const OptionalTensor& grad, const OptionalTensor& master, double momentum,
-                               double dampening, bool nesterov, double weight_decay, const OptionalTensor& clip_coef,
-                               const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                               bool stochastic_rounding, int64_t seed, bool check_only) {
-  check_numels();
-  OptionalTensors dense_grads = gradients_for(grad, check_only);
-  if (check_only) {
-    const SgdCall checked(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, dense_grads, master,
-                          momentum, dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf,
-                          stochastic_rounding, seed, run_length_, index_bases_);
-    return;
-  }
-  static const auto op = native_op<Sgd>("sparse_opt_native::counting_sgd_");
-  op.call(params_, indices_, starts_, ends_, momentum_buffer, lr, steps, grad, std::move(dense_grads), master, momentum,
-          dampening, nesterov, weight_decay, clip_coef, grad_scale, found_inf, stochastic_rounding, seed, run_length_,
-          index_bases_);
-  bump_versions();
 }
 
 }  // namespace sparse_opt

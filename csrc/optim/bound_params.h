@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 
 #include <c10/core/Stream.h>
 
@@ -81,23 +83,14 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   void set_received(std::vector<bool> received);
   const at::Tensor& param(size_t i) const { return params_.at(i); }
 
-  // The ops of these names on the list, with `grad` or else the gradients held, which are released. `steps` are those
-  // done before, and counted up. Bump the parameters' versions: kernels write through pointers, which autograd does not
-  // see. With check_only the arguments are checked and nothing else happens; the gradients stay held.
-  void indexed_adamw_(const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& lr,
-                      const at::Tensor& steps, const std::optional<at::Tensor>& grad,
-                      const std::optional<at::Tensor>& master, double beta1, double beta2, double eps,
-                      double weight_decay, const std::optional<at::Tensor>& clip_coef,
-                      const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                      bool stochastic_rounding, int64_t seed, bool check_only);
-  void indexed_sgd_(const std::optional<at::Tensor>& momentum_buffer, const at::Tensor& lr, const at::Tensor& steps,
-                    const std::optional<at::Tensor>& grad, const std::optional<at::Tensor>& master, double momentum,
-                    double dampening, bool nesterov, double weight_decay, const std::optional<at::Tensor>& clip_coef,
-                    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                    bool stochastic_rounding, int64_t seed, bool check_only);
+  // The step op on the list. `arguments` are those of its schema; set here are the ones that are bound, count_steps,
+  // and, unless `grad` is given, dense_grads: the gradients held, which are released. Bumps the parameters' versions,
+  // because kernels write through pointers, which autograd does not see. With check_only the arguments are checked and
+  // nothing else happens; the gradients stay held.
+  void step(const c10::OperatorHandle& op, torch::jit::Stack arguments);
 
  private:
-  std::optional<std::vector<at::Tensor>> gradients_for(const std::optional<at::Tensor>& grad, bool keep);
+  c10::IValue held_grads(bool keep);
   void check_numels() const;
   void bump_versions() const;
 
@@ -158,7 +151,8 @@ class BoundParams : public std::enable_shared_from_this<BoundParams> {
   std::vector<int64_t> starts_, ends_, numels_;
   int64_t run_length_;
   std::optional<at::Tensor> index_bases_;
-  std::vector<std::optional<at::Tensor>> own_bases_;  // of each parameter, for a call with it alone
+  const std::vector<std::pair<const char*, c10::IValue>> bound_;  // the arguments of step() that do not change
+  std::vector<std::optional<at::Tensor>> own_bases_;              // of each parameter, for a call with it alone
   // On a GPU: fp32, what the passes over each parameter left for sum_squares_. A parameter's range holds those of the
   // pass that leaves the most; what the last pass did not write is 0.
   at::Tensor partial_sums_;

@@ -12,8 +12,9 @@ namespace sparse_opt::cpu {
 // Runs body(begin, end) over parts of [0, count) on the caller's thread pool, and returns when all are done.
 using ParallelFor = void (*)(int64_t count, const std::function<void(int64_t, int64_t)>& body);
 
-void indexed_adamw(const AdamWArguments& args, ParallelFor parallel_for);
-void indexed_sgd(const SgdArguments& args, ParallelFor parallel_for);
+// One step of the optimizer that rules/ defines as Rule.
+template <typename Rule>
+void step(const StepArguments& args, const typename Rule::Options& options, ParallelFor parallel_for);
 void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for);
 void tile_weight_grad(const TileArguments& args, ParallelFor parallel_for);
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for);

@@ -8,14 +8,11 @@
 
 namespace sparse_opt::cuda {
 
-// What the elements of a tensor share in an AdamW step.
-struct alignas(16) TensorScalars {
-  float decay, sqrt_bias_correction2, step_size;
-};
-
-// `tensors` is [args.segments.count] on the device, written and read by the call alone.
-void indexed_adamw(const AdamWArguments& args, TensorScalars* tensors, cudaStream_t stream);
-void indexed_sgd(const SgdArguments& args, cudaStream_t stream);
+// One step of the optimizer that rules/ defines as Rule. `tensors` is scratch memory on the device,
+// [args.segments.count], which only this call reads and writes.
+template <typename Rule>
+void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
+          cudaStream_t stream);
 
 // Lists in host memory, [args.segments.count]: `partial_sums`, or null, where on the device the sums of squares of each
 // segment's blocks go, fp32 [its gather_blocks]; `numbers`, or null for 0, 1, 2..., of each segment among those that
@@ -33,9 +30,6 @@ void tile_weight_grad(const TileArguments& args, float* partial_sums, const int6
 // Into how many parts tile_weight_grad cuts the tokens of each tile on the current device. More than 1: the blocks of a
 // cluster.
 int tile_weight_grad_parts(const TileArguments& args);
-
-// steps[i] += 1 for i in [0, count), unless found_inf, which may be null, holds something else than 0.
-void count_steps(float* steps, int64_t count, const float* found_inf, cudaStream_t stream);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);

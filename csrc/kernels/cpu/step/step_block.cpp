@@ -1,19 +1,19 @@
 #include "step_block.h"
 
 #include "../../rounding.h"
-#include "../../update.h"
+#include "../../rules/rule.h"
 #include "../common/multiversion.h"
 
 namespace sparse_opt::cpu {
 
 SPARSE_OPT_MULTIVERSION
 void fill_random(uint64_t seed, uint64_t first_slot, uint32_t step, int64_t n, uint32_t* __restrict param,
-                 uint32_t* __restrict exp_avg, uint32_t* __restrict exp_avg_sq) {
+                 uint32_t* __restrict first_state, uint32_t* __restrict second_state) {
   for (int64_t k = 0; k < n; ++k) {
     const RandomWords words = random_words(seed, first_slot + k, step);
     param[k] = words.param;
-    exp_avg[k] = words.exp_avg;
-    exp_avg_sq[k] = words.exp_avg_sq;
+    first_state[k] = words.states[0];
+    second_state[k] = words.states[1];
   }
 }
 

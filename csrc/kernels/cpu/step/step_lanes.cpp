@@ -2,7 +2,9 @@
 
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 
+#include "../../rules/rules.h"
 #include "../common/multiversion.h"
 
 // Clang has no such pragma as is used below.
@@ -15,9 +17,9 @@ namespace sparse_opt::cpu {
 
 #ifdef SPARSE_OPT_LANES
 
-bool takes_lanes(const StepArguments& args) {
+bool runs_in_lanes(const StepArguments& args) {
   const bool in_fp32 = args.param_dtype == DType::kFloat32 && args.grad_dtype == DType::kFloat32 &&
-                       args.moment_dtype == DType::kFloat32 && args.master == nullptr;
+                       args.state_dtype == DType::kFloat32 && args.master == nullptr;
   return has_avx512() && in_fp32 && args.segments.run_length == 1 && args.segments.index_type != IndexType::kInt64;
 }
 
@@ -29,8 +31,8 @@ bool takes_lanes(const StepArguments& args) {
 namespace {
 
 constexpr int kLanes = 16;
-// Slots ahead whose lines are asked for; with dense gradients every eighth slot's is asked for before that, for its
-// page (blocks.h).
+// Lines are prefetched so many slots ahead; with dense gradients that of every eighth slot is prefetched earlier, for
+// the address translation of its page (blocks.h).
 constexpr int64_t kAhead = 256, kAnnounced = 512;
 constexpr std::integral_constant<int, 1> kAll;
 constexpr std::integral_constant<int, 8> kSome;
@@ -45,7 +47,7 @@ class Positions {
     for (int64_t k = 0; k < kAnnounced; k += kUnit) widen_unit(k);
   }
 
-  // Before slots [k, k + kUnit), k a multiple of it: those up to kAnnounced later are there after this.
+  // Call before slots [k, k + kUnit), k a multiple of kUnit: makes the positions up to kAnnounced later available.
   void begin_unit(int64_t k) { widen_unit(k + kAnnounced); }
 
   const int32_t* at(int64_t k) const {
@@ -68,37 +70,42 @@ class Positions {
   alignas(64) int32_t ring_[kRing];
 };
 
-// update(g, p, m, v) for each slot. A state that the call lacks is null.
-template <typename Update>
-void step_lanes(const StepArguments& args, const Chunk& chunk, void* first_state, void* second_state, Update update) {
+// kBranch is Rule::branch(call), as a constant.
+template <typename Rule, bool kBranch, size_t... I>
+void step_lanes(const StepArguments& args, const Chunk& chunk, const typename Rule::CallScalars& call_scalars,
+                const typename Rule::TensorScalars& tensor_scalars, std::index_sequence<I...>) {
+  const auto call = call_scalars;
+  const auto tensor = tensor_scalars;
   const int64_t size = chunk.end - chunk.begin;
   float* dense = static_cast<float*>(args.segments.dense[chunk.segment]);
   const bool gathers = args.dense_grads != nullptr;
   const float* grad = gathers ? static_cast<const float*>(args.dense_grads[chunk.segment])
                               : static_cast<const float*>(args.grad) + chunk.begin;
-  float* first = first_state != nullptr ? static_cast<float*>(first_state) + chunk.begin : nullptr;
-  float* second = second_state != nullptr ? static_cast<float*>(second_state) + chunk.begin : nullptr;
+  float* const states[] = {args.states[I] != nullptr ? static_cast<float*>(args.states[I]) + chunk.begin : nullptr...};
 
   Positions positions(args.segments, chunk);
-  // Inline: of a function that only prefetches GCC drops the call (blocks.h).
-  const auto ask_for = [&]<int Every>(int64_t k, std::integral_constant<int, Every>) __attribute__((always_inline)) {
-    if (k + kLanes > size) return;
-    const int32_t* at = positions.at(k);
+  // Always inline: GCC drops the call of a function that only prefetches (blocks.h).
+  const auto prefetch_lanes = [&]<int Every>(int64_t k, std::integral_constant<int, Every>)
+                                  __attribute__((always_inline)) {
+                                    if (k + kLanes > size) return;
+                                    const int32_t* at = positions.at(k);
 #pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes; lane += Every) __builtin_prefetch(dense + at[lane], 0, 2);
-    if (!gathers) return;
+                                    for (int lane = 0; lane < kLanes; lane += Every)
+                                      __builtin_prefetch(dense + at[lane], 0, 2);
+                                    if (!gathers) return;
 #pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes; lane += Every) __builtin_prefetch(grad + at[lane], 0, 2);
-  };
+                                    for (int lane = 0; lane < kLanes; lane += Every)
+                                      __builtin_prefetch(grad + at[lane], 0, 2);
+                                  };
   if (gathers) {
-    for (int64_t k = 0; k < kAnnounced; k += kLanes) ask_for(k, kSome);
+    for (int64_t k = 0; k < kAnnounced; k += kLanes) prefetch_lanes(k, kSome);
   }
-  for (int64_t k = 0; k < kAhead; k += kLanes) ask_for(k, kAll);
+  for (int64_t k = 0; k < kAhead; k += kLanes) prefetch_lanes(k, kAll);
 
   for (int64_t k = 0; k < size; k += kLanes) {
     if (k % Positions::kUnit == 0) positions.begin_unit(k);
-    if (gathers) ask_for(k + kAnnounced, kSome);
-    ask_for(k + kAhead, kAll);
+    if (gathers) prefetch_lanes(k + kAnnounced, kSome);
+    prefetch_lanes(k + kAhead, kAll);
     const auto lanes = static_cast<__mmask16>(size - k >= kLanes ? 0xffff : (1 << (size - k)) - 1);
     const __m512i at = _mm512_maskz_loadu_epi32(lanes, positions.at(k));
     const __m512 zero = _mm512_setzero_ps();
@@ -106,53 +113,48 @@ void step_lanes(const StepArguments& args, const Chunk& chunk, void* first_state
         gathers ? _mm512_mask_i32gather_ps(zero, lanes, at, grad, 4) : _mm512_maskz_loadu_ps(lanes, grad + k);
     if (args.grad_scale != nullptr) gradient = _mm512_div_ps(gradient, _mm512_set1_ps(*args.grad_scale));
     if (args.clip_coef != nullptr) gradient = _mm512_mul_ps(gradient, _mm512_set1_ps(*args.clip_coef));
-    alignas(64) float g[kLanes], p[kLanes], m[kLanes], v[kLanes];
+    alignas(64) float g[kLanes], p[kLanes], held[sizeof...(I)][kLanes];
     _mm512_store_ps(g, gradient);
     _mm512_store_ps(p, _mm512_mask_i32gather_ps(zero, lanes, at, dense, 4));
-    _mm512_store_ps(m, first != nullptr ? _mm512_maskz_loadu_ps(lanes, first + k) : zero);
-    _mm512_store_ps(v, second != nullptr ? _mm512_maskz_loadu_ps(lanes, second + k) : zero);
-    for (int lane = 0; lane < kLanes; ++lane) update(g[lane], p[lane], m[lane], v[lane]);
-    if (first != nullptr) _mm512_mask_storeu_ps(first + k, lanes, _mm512_load_ps(m));
-    if (second != nullptr) _mm512_mask_storeu_ps(second + k, lanes, _mm512_load_ps(v));
+    (_mm512_store_ps(held[I], states[I] != nullptr ? _mm512_maskz_loadu_ps(lanes, states[I] + k) : zero), ...);
+    for (int lane = 0; lane < kLanes; ++lane) Rule::update(call, tensor, kBranch, g[lane], p[lane], held[I][lane]...);
+    ((states[I] != nullptr ? _mm512_mask_storeu_ps(states[I] + k, lanes, _mm512_load_ps(held[I])) : void()), ...);
     _mm512_mask_i32scatter_ps(dense, lanes, at, _mm512_load_ps(p), 4);
   }
 }
 
 }  // namespace
 
-void adamw_lanes(const AdamWArguments& args, const Chunk& chunk, const AdamWScalars& scalars) {
-  const AdamWScalars s = scalars;
-  if (s.lerps_from_gradient()) {
-    step_lanes(args, chunk, args.exp_avg, args.exp_avg_sq,
-               [s](float g, float& p, float& m, float& v) { adamw_element(s, true, g, p, m, v); });
+template <typename Rule>
+void step_in_lanes(const StepArguments& args, const Chunk& chunk, const typename Rule::CallScalars& call,
+                   const typename Rule::TensorScalars& tensor) {
+  constexpr auto kStates = std::make_index_sequence<kStateCount<Rule>>();
+  if (Rule::branch(call)) {
+    step_lanes<Rule, true>(args, chunk, call, tensor, kStates);
   } else {
-    step_lanes(args, chunk, args.exp_avg, args.exp_avg_sq,
-               [s](float g, float& p, float& m, float& v) { adamw_element(s, false, g, p, m, v); });
+    step_lanes<Rule, false>(args, chunk, call, tensor, kStates);
   }
-}
-
-void sgd_lanes(const SgdArguments& args, const Chunk& chunk, const SgdScalars& scalars) {
-  const SgdScalars s = scalars;
-  step_lanes(args, chunk, args.momentum_buffer, nullptr,
-             [s](float g, float& p, float& b, float&) { sgd_element(s, g, p, b); });
 }
 
 #pragma GCC pop_options
 
 #else
 
-bool takes_lanes(const StepArguments&) {
+bool runs_in_lanes(const StepArguments&) {
   return false;
 }
 
-void adamw_lanes(const AdamWArguments&, const Chunk&, const AdamWScalars&) {
-  throw std::logic_error("adamw_lanes: this build has no AVX-512");
-}
-
-void sgd_lanes(const SgdArguments&, const Chunk&, const SgdScalars&) {
-  throw std::logic_error("sgd_lanes: this build has no AVX-512");
+template <typename Rule>
+void step_in_lanes(const StepArguments&, const Chunk&, const typename Rule::CallScalars&,
+                   const typename Rule::TensorScalars&) {
+  throw std::logic_error("step_in_lanes: this build has no AVX-512");
 }
 
 #endif
+
+#define SPARSE_OPT_INSTANTIATE(Rule)                                                              \
+  template void step_in_lanes<Rule>(const StepArguments&, const Chunk&, const Rule::CallScalars&, \
+                                    const Rule::TensorScalars&);
+SPARSE_OPT_FOR_EACH_RULE(SPARSE_OPT_INSTANTIATE)
 
 }  // namespace sparse_opt::cpu

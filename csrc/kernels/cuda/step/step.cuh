@@ -1,26 +1,33 @@
-// What the AdamW and SGD kernels share: kUnroll slots of one thread, their loads issued before anything waits for them.
+// One step of any optimizer: kUnroll slots per thread, whose loads are all issued before anything waits for them.
 //
-// A parameter is stored only where its bits change. Stores to single elements all over memory are the dearest part of a
-// step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/performance.md), and in training few active
-// weights move by as much as their last bit in one step. That is why the parameter is read even where a master holds
-// its value.
+// Bytes per active element: index 2 or 4, or 4 a run; 4 read and 4 written for each fp32 state; compact gradient 2
+// or 4. Memory is fetched by 64-byte granules, so the parameter costs 64 read and, where bits change, 64 written, and a
+// dense gradient 64 read, for each granule that the mask touches: 1 - (1 - d)^32 of them in bf16 at density d. The
+// bandwidth bound is the sum over the copy rate.
+//
+// A parameter is stored only where its bits change. Stores to single elements all over memory are the most expensive
+// part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/performance.md), and in training few
+// active weights move by as much as their last bit in one step. That is why the parameter is read even where a master
+// holds its value.
 #pragma once
 
 #include <algorithm>
-#include <initializer_list>
+#include <utility>
 
 #include "../../rounding.h"
-#include "../../update.h"
+#include "../../rules/rule.h"
 #include "../common/slots.cuh"
+#include "../kernels.h"
 
 namespace sparse_opt::cuda {
 
-template <typename Layout, typename Param>
+template <typename Layout, typename Param, typename State, int States>
 struct StepSlots : Layout {
   using Layout::kUnroll;
   template <typename T>
   using Held = typename Layout::template Held<T>;
 
+  Held<State> states[States];
   Held<Param> param;
   Held<float> master;
   Held<float> gradient;  // the words of one of the gradients' dtype
@@ -50,15 +57,19 @@ struct StepSlots : Layout {
     this->store_dense(static_cast<Param*>(dense), stored, changed);
   }
 
-  template <bool Stochastic, typename State>
-  __device__ __forceinline__ void store_state(State* state, const float (&values)[kUnroll],
-                                              const uint32_t (&random)[kUnroll]) const {
+  __device__ __forceinline__ void load_state(int i, const void* compact) {
+    states[i] = this->load_compact(static_cast<const State*>(compact));
+  }
+
+  template <bool Stochastic>
+  __device__ __forceinline__ void store_state(int i, void* compact, const float (&values)[kUnroll],
+                                              const RandomWords (&random)[kUnroll]) const {
     State stored[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      stored[j] = Stochastic ? stochastic_round<State>(values[j], random[j]) : from_float<State>(values[j]);
+      stored[j] = Stochastic ? stochastic_round<State>(values[j], random[j].states[i]) : from_float<State>(values[j]);
     }
-    this->store_compact(state, stored);
+    this->store_compact(static_cast<State*>(compact), stored);
   }
 
   template <typename Grad>
@@ -110,39 +121,94 @@ struct StepSlots : Layout {
   }
 };
 
-// Whether the compact buffers of a step can be moved as vectors.
-inline bool moves_vectors(const StepArguments& args, std::initializer_list<const void*> states) {
-  const int state_size = element_size(args.moment_dtype);
-  return has_runs_of_vectors(args.segments) && fits_vectors(args.master, sizeof(float)) &&
-         fits_vectors(args.grad, element_size(args.grad_dtype)) &&
-         std::all_of(states.begin(), states.end(), [&](const void* state) { return fits_vectors(state, state_size); });
+// One thread for each tensor: AdamW's scalars are in fp64, with powers whose number of factors grows with the step, and
+// every block of the step would begin by waiting for them. Counts the steps, too.
+template <typename Rule>
+__global__ void __launch_bounds__(kThreads)
+    tensor_scalars_kernel(const __grid_constant__ StepArguments args,
+                          const __grid_constant__ typename Rule::Options options,
+                          typename Rule::TensorScalars* tensors) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= args.segments.count) return;
+  float step = args.steps[i];
+  if (args.count_steps) {
+    if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
+    args.steps[i] = step += 1.0f;
+  }
+  tensors[i] = Rule::tensor_scalars(options, *args.lr, static_cast<int64_t>(step));
 }
 
-// Where elements lie far apart, and each has a line of the parameter and one of its gradient, few at a time. On an
-// H200, of 2.5 % of 3.2 B bf16 weights, where all change and where few do (lr 1e-6): 3.17 and 2.02 ms with two blocks
-// of 608 single elements, 3.19 and 2.00 with 672, 3.06 and 2.11 with 480; as where elements lie close, 3.42 and 1.99.
-// Few change in training. From compact gradients blocks of 608 would take 2.63 and 1.49 for 2.98 and 1.22.
+template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity, int... I>
+__device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, const StepArguments& args,
+                                           const typename Rule::CallScalars& call,
+                                           const typename Rule::TensorScalars* tensors,
+                                           std::integer_sequence<int, I...>) {
+  constexpr int kUnroll = Layout::kUnroll;
+  const BlockRange range = block_range(table, Layout::kThreads * kUnroll);
+  void* dense = table.dense[range.segment];
+  const bool has_states = !Rule::kOptionalStates || args.states[0] != nullptr;
+  StepSlots<Layout, Param, State, sizeof...(I)> slots;
+  slots.find(args.segments, range);
+  if (has_states) (slots.load_state(I, args.states[I]), ...);
+  slots.load_params(dense, args.master);
+  slots.load_gradient(args, table.companions[range.segment]);
+  const int64_t number = table.segment_offset + range.segment;
+  const typename Rule::TensorScalars tensor = tensors[number];
+  RandomWords random[kUnroll] = {};
+  if (Stochastic) {  // while the loads are on their way
+    const auto step = static_cast<uint32_t>(static_cast<int64_t>(args.steps[number]));
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) random[j] = random_words(args.seed, slots.slot(j), step);
+  }
+  __syncthreads();  // reads before writes, see move.cuh
+
+  const bool branch = Rule::branch(call);
+  float g[kUnroll], p[kUnroll], states[sizeof...(I)][kUnroll];
+  slots.gradient_values(args, g);
+#pragma unroll
+  for (int j = 0; j < kUnroll; ++j) {
+    p[j] = slots.param_value(j, args.master);
+    ((states[I][j] = to_float(slots.states[I][j])), ...);
+    Rule::update(call, tensor, branch, g[j], p[j], states[I][j]...);
+  }
+  if (has_states) (slots.template store_state<Stochastic>(I, args.states[I], states[I], random), ...);
+  slots.template store_params<Stochastic>(p, random, dense, args.master);
+}
+
+template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
+    step_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ StepArguments args,
+                const __grid_constant__ typename Rule::CallScalars call, const typename Rule::TensorScalars* tensors) {
+  if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
+  step_block<Rule, Layout, Param, State, Stochastic>(table, args, call, tensors,
+                                                     std::make_integer_sequence<int, kStateCount<Rule>>());
+}
+
+// Whether the compact buffers of a step can be moved as vectors.
+inline bool moves_vectors(const StepArguments& args) {
+  const int state_size = element_size(args.state_dtype);
+  return has_runs_of_vectors(args.segments) && fits_vectors(args.master, sizeof(float)) &&
+         fits_vectors(args.grad, element_size(args.grad_dtype)) &&
+         std::all_of(std::begin(args.states), std::end(args.states),
+                     [&](const void* state) { return fits_vectors(state, state_size); });
+}
+
+// call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/performance.md has the
+// times. Scattered elements with dense gradients, each of which has a line of the parameter and one of the gradient,
+// run with few at a time.
 template <typename Call>
-void dispatch_step_layout(const StepArguments& args, std::initializer_list<const void*> states, Call call) {
-  const bool far_apart = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype));
-  if (far_apart && args.segments.index_type == IndexType::kOffset16) {
+void dispatch_step_layout(const StepArguments& args, Call call) {
+  const bool scattered = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype));
+  if (scattered && args.segments.index_type == IndexType::kOffset16) {
     call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
-  } else if (far_apart && args.segments.index_type == IndexType::kInt32) {
+  } else if (scattered && args.segments.index_type == IndexType::kInt32) {
     call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
   } else {
-    // Of 10 % of 3.2 B bf16 weights on an H200, over many steps at lr 1e-3, in ms:
-    //
-    //   gradients, moments       compact, bf16   compact, fp32   dense, bf16   dense, fp32
-    //   128 threads, 4 slots              4.80            4.50          4.96          5.34   (spills with bf16)
-    //   256 threads, 4 slots              4.92            4.45          5.12          5.25
-    //   128 threads, 3 slots              4.00            4.44          4.73          5.30
-    //   64 threads, 3 slots               3.97            4.41          4.74          5.33
-    //   128 threads, 2 slots              4.16            4.43          4.78          5.19
-    dispatch_layout<128, 3>(args.segments, moves_vectors(args, states), call);
+    dispatch_layout<128, 3>(args.segments, moves_vectors(args), call);
   }
 }
 
-// Shared memory that a block of `kernel` asks for and does not use, so that no more than Layout::kMostBlocks of them
+// Shared memory that a block of `kernel` allocates and does not use, so that no more than Layout::kMostBlocks of them
 // are on a multiprocessor at a time: parts of so little that the L1 cache keeps its size.
 template <typename Layout, auto kKernel>
 size_t unused_shared_memory() {
@@ -155,12 +221,12 @@ size_t unused_shared_memory() {
   }
 }
 
-// call.template operator()<Layout, Param, Moment, Stochastic>()
+// call.template operator()<Layout, Param, State, Stochastic>()
 template <typename Call>
-void dispatch_step(const StepArguments& args, std::initializer_list<const void*> states, Call call) {
+void dispatch_step(const StepArguments& args, Call call) {
   dispatch_dtype(args.param_dtype, [&]<typename Param>() {
-    dispatch_step_layout(args, states, [&]<typename Layout>() {
-      if (args.moment_dtype == DType::kBFloat16) {
+    dispatch_step_layout(args, [&]<typename Layout>() {
+      if (args.state_dtype == DType::kBFloat16) {
         args.stochastic_rounding ? call.template operator()<Layout, Param, bfloat16, true>()
                                  : call.template operator()<Layout, Param, bfloat16, false>();
       } else {
@@ -168,6 +234,26 @@ void dispatch_step(const StepArguments& args, std::initializer_list<const void*>
                                  : call.template operator()<Layout, Param, float, false>();
       }
     });
+  });
+}
+
+template <typename Rule>
+void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
+          cudaStream_t stream) {
+  const auto count = static_cast<unsigned>(args.segments.count);
+  if (count == 0) return;
+  tensor_scalars_kernel<Rule><<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(args, options, tensors);
+  check_launch(Rule::kOp);
+  const auto call = Rule::call_scalars(options);
+  dispatch_step(args, [&]<typename Layout, typename Param, typename State, bool Stochastic>() {
+    for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll,
+                   [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                     if (blocks == 0) return;
+                     constexpr auto kKernel = step_kernel<Rule, Layout, Param, State, Stochastic, Capacity>;
+                     const size_t unused = unused_shared_memory<Layout, kKernel>();
+                     kKernel<<<blocks, Layout::kThreads, unused, stream>>>(table, args, call, tensors);
+                     check_launch(Rule::kOp);
+                   });
   });
 }
 
