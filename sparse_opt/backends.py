@@ -208,10 +208,10 @@ def bind(
 ) -> Any:
     """Convert parameters and segments to C++ objects once, which saves most of a step's host time.
 
-    Returns None if the backend chosen for `op` is not native. Otherwise the object has the methods `indexed_adamw_` and
-    `indexed_sgd_`, without those arguments, which also increment `steps`. `take_grads()` keeps the dense gradients for
-    the next of these calls, or returns False if a parameter has none; `gather_(i, ...)` gathers the gradient of one
-    parameter, and `hook(i, ...)` registers a native hook that does so, before the parameter's Python hooks.
+    Returns None if the backend chosen for `op` is not native. Otherwise the object's `step(op, **arguments)` calls a
+    step op without those arguments, and also increments `steps`. `take_grads()` keeps the dense gradients for the next
+    of these calls, or returns False if a parameter has none; `gather_(i, ...)` gathers the gradient of one parameter,
+    and `hook(i, ...)` registers a native hook that does so, before the parameter's Python hooks.
     """
     if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None

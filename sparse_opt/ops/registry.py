@@ -1,7 +1,7 @@
 """Registration of the ops with torch as `torch.ops.sparse_opt.*`: schemas and fakes.
 
-The schemas are defined here and not in the extension, so that the ops exist without a compiled extension. The extension
-registers its kernels as `torch.ops.sparse_opt_native.*`, with the same names and arguments except `backend`.
+The schemas are defined here and not in the extension, so that the ops exist without a compiled extension. Those of
+`torch.ops.sparse_opt_native.*`, for which the extension registers its kernels, follow from them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ SCHEMAS = {
 }
 
 _library = torch.library.Library("sparse_opt", "DEF")
+_native = torch.library.Library("sparse_opt_native", "FRAGMENT")
+
+
+def _native_schema(name: str) -> str:
+    """Return the schema of a native op; a native step op can also count its steps, or only check its arguments."""
+    arguments, returns = SCHEMAS[name]
+    arguments = arguments.replace("SymInt[]", "int[]").removesuffix(", *")
+    if name in STEP_OPS:
+        arguments = arguments.replace("Tensor steps", "Tensor(s!) steps")
+        arguments += ", bool count_steps=False, bool check_only=False"
+    return f"{name}{arguments}) -> {returns}"
 
 
 def _device(name: str, args: tuple[Any, ...]) -> torch.device:
@@ -87,6 +98,7 @@ def _register(name: str) -> None:
     arguments, returns = SCHEMAS[name]
 
     _library.define(f"{name}{arguments}, str? backend=None) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    _native.define(_native_schema(name))
     check = checks.of(name)
     mutated = [
         (i, a.name)

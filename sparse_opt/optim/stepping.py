@@ -61,7 +61,7 @@ def prepare(bucket: Bucket, op: StepOp, received: list[bool] | None, arguments: 
     """
     native, dense = bucket.native, received is None
     if native is not None and (native.take_grads() if received is None else all(received)):
-        call = functools.partial(getattr(native, op.name), **arguments, steps=bucket.steps)
+        call = functools.partial(native.step, op.name, **arguments, steps=bucket.steps)
         return BucketStep(bucket, call, functools.partial(call, check_only=True), dense, [])
 
     grads = [p.grad for p in bucket.params] if dense else []

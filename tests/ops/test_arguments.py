@@ -185,12 +185,12 @@ def test_narrow_indices():
 @pytest.mark.parametrize(
     ("run_length", "ends", "message"),
     [
-        (12, [32], "run_length is 12, wanted a power of two from 1 to 1073741824"),
-        (-16, [32], "run_length is -16, wanted a power of two"),
-        (2**31, [32], "run_length is 2147483648, wanted a power of two"),
-        (16, [24], r"segment 0 is \[0, 24\), wanted multiples of run_length 16"),
-        (16, [48], r"segment 0 is \[0, 48\), wanted within \[0, 32\)"),
-        (8, [16], "compact has 32 elements, wanted 16"),
+        (12, [32], "run_length is 12, expected a power of two from 1 to 1073741824"),
+        (-16, [32], "run_length is -16, expected a power of two"),
+        (2**31, [32], "run_length is 2147483648, expected a power of two"),
+        (16, [24], r"segment 0 is \[0, 24\), expected multiples of run_length 16"),
+        (16, [48], r"segment 0 is \[0, 48\), expected within \[0, 32\)"),
+        (8, [16], "compact has 32 elements, expected 16"),
     ],
 )
 def test_runs_are_checked_also_past_the_python_layer(run_length, ends, message):
