@@ -24,6 +24,7 @@ from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenBatch, TokenSequence
+from .data.order import chunks
 from .options import ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
@@ -146,7 +147,7 @@ def train(config: DPOConfig) -> dict[str, Any]:
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None
             parts = []
-            for pairs in _chunks(run.eval_data, config.batch_size):
+            for pairs in chunks(run.eval_data, config.batch_size):
                 batch = run.collate(pairs)
                 policy = completion_logprobs(run.model, batch)
                 parts.append(_losses(config, batch, policy, reference([pairs], [batch])[0]))
@@ -154,7 +155,7 @@ def train(config: DPOConfig) -> dict[str, Any]:
             return {"loss": losses.mean(), **_reward_metrics(chosen, rejected)}
 
         for step in run.steps(evaluate):
-            groups = _chunks(run.examples_of(step), config.batch_size)
+            groups = chunks(run.examples_of(step), config.batch_size)
             batches = [run.collate(pairs) for pairs in groups]
 
             with run.time("reference"):
@@ -265,9 +266,9 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     groups = [
         pairs
         for step in range(1, min(config.n_steps, first_epoch) + 1)
-        for pairs in _chunks(run.examples_of(step), config.batch_size)
+        for pairs in chunks(run.examples_of(step), config.batch_size)
     ]
-    groups += _chunks(run.eval_data or [], config.batch_size)
+    groups += chunks(run.eval_data or [], config.batch_size)
 
     # Before the first step the policy equals the reference in every mode.
     reference = Reference(run.model, nullcontext) if config.ref_name is None else run.reference()
@@ -276,7 +277,3 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
             known.add(pairs, completion_logprobs(reference.model, run.collate(pairs)))
             progress.advance(n, {})
     return known
-
-
-def _chunks(examples: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [examples[start : start + size] for start in range(0, len(examples), size)]

@@ -10,7 +10,6 @@ correction for an engine whose probabilities differ from the policy's (`rollouts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,15 +18,22 @@ import torch
 from torch import Tensor
 
 from sparse_opt.config import option
-from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenSequence
-from .data.prompts import PromptExample
+from .data.order import chunks
 from .options import RolloutOptions
 from .policy.logprobs import token_logprobs
-from .policy.reference import rollout_logprobs
 from .rewards.functions import Rewards, Scores, load_rewards
-from .rollouts import Engine, Rollout, Sampling, configured_engine, rollout, sample
+from .rollouts import Engine, Rollout, configured_engine, sample
+from .run.rollout_step import (
+    completion_metrics,
+    reference_logprobs,
+    sample_rollout,
+    sample_rows,
+    sampling_of,
+    score_completions,
+)
 from .run.training_run import TrainingRun
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
@@ -302,30 +308,6 @@ def update_on_rollout(
     }
 
 
-def score_completions(
-    run: TrainingRun, rewards: Rewards, sequences: Sequence[TokenSequence], examples: Sequence[PromptExample]
-) -> tuple[list[str], Scores]:
-    """The texts of the completions, without EOS, and their rewards.
-
-    Args:
-        sequences: R prompts with completions.
-        examples: R, the example of each completion.
-
-    Raises:
-        DataError: a reward function does not fit the data, or no reward function applies to any completion.
-    """
-    completion_ids = [sequence.ids[sequence.prompt_length :] for sequence in sequences]
-    texts = run.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    scores = rewards.score([example.prompt for example in examples], texts, completion_ids, columns)
-    if bool(scores.total.isnan().all()):
-        raise DataError(
-            f"no reward function ({', '.join(rewards.functions)}) applies to any of {len(texts)} completions, the "
-            f"first of the prompt {examples[0].text!r}"
-        )
-    return texts, scores
-
-
 def reward_metrics(scores: Scores) -> dict[str, float | Tensor | None]:
     """The mean reward, and that of each function; None for a function that applied to no completion."""
     by_function = scores.means()
@@ -334,27 +316,19 @@ def reward_metrics(scores: Scores) -> dict[str, float | Tensor | None]:
     }
 
 
-def completion_metrics(sequences: Sequence[TokenSequence], ended: Tensor) -> dict[str, float | Tensor]:
-    """Lengths in tokens, including EOS, and the share of completions truncated at the maximum length."""
-    lengths = [len(sequence.ids) - sequence.prompt_length for sequence in sequences]
-    return {
-        "completion_length": sum(lengths) / len(lengths),
-        "completion_length_min": float(min(lengths)),
-        "completion_length_max": float(max(lengths)),
-        "truncated": 1 - ended.float().mean(),
-    }
-
-
 def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOConfig) -> dict[str, Any]:
     """Sample one completion of each evaluation prompt: mean rewards, lengths, and the truncated share."""
     data = run.eval_data or []
-    sampling = Sampling(config.max_completion_length, config.eval_temperature, config.top_p, config.top_k)
     sequences: list[TokenSequence] = []
     ended = []
-    for start in range(0, len(data), config.completions_per_step):
-        prompts = [example.ids for example in data[start : start + config.completions_per_step]]
+    for examples in chunks(data, config.completions_per_step):
         _, part_ended, part = sample(
-            engine, prompts, n_generations=1, sampling=sampling, pad_id=run.pad_id, device=run.device
+            engine,
+            [example.ids for example in examples],
+            n_generations=1,
+            sampling=sampling_of(config, config.eval_temperature),
+            pad_id=run.pad_id,
+            device=run.device,
         )
         sequences += part
         ended.append(part_ended)
@@ -365,7 +339,6 @@ def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOCon
 def train(config: GRPOConfig) -> dict[str, Any]:
     """Run GRPO and return its summary; outputs and errors as in `dpo.train`."""
     rewards = load_rewards(config.reward_functions, config.reward_weights)  # fails before the run writes files
-    sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
     run = TrainingRun(config, "grpo", "prompt")
     reference = run.reference() if config.beta > 0 else None
     engine = configured_engine(config, run.model, run.tokenizer)
@@ -373,27 +346,16 @@ def train(config: GRPOConfig) -> dict[str, Any]:
         for step in run.steps(lambda: evaluate(run, engine, rewards, config)):
             prompts = run.examples_of(step)
             examples = [example for example in prompts for _ in range(config.n_generations)]
-            with run.time("rollout"):
-                sampled = rollout(
-                    engine,
-                    run.model,
-                    [example.ids for example in prompts],
-                    n_generations=config.n_generations,
-                    sampling=sampling,
-                    pad_id=run.pad_id,
-                    rows_per_pass=config.batch_size,
-                )
+            sampled = sample_rollout(run, engine, prompts, config.n_generations)
             with run.time("reward"):
                 texts, scores = score_completions(run, rewards, sampled.sequences, examples)
-            ref_logprobs = None
-            if reference is not None:
-                with run.time("reference"):
-                    ref_logprobs = rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
-
+            ref_logprobs = reference_logprobs(run, reference, sampled)
             advantages = group_advantages(scores.total, config.n_generations, scale=config.scale)
             statistics = update_on_rollout(run, sampled, advantages.to(run.device), ref_logprobs=ref_logprobs)
             if run.samples_due(step):
-                run.log_samples(step, sample_rows(examples, texts, scores, advantages))
+                by_function = {f"rewards/{name}": values for name, values in scores.by_function.items()}
+                columns = {"reward": scores.total, **by_function, "advantage": advantages}
+                run.log_samples(step, sample_rows([example.text for example in examples], texts, columns))
             groups = scores.total.view(-1, config.n_generations)
             run.log(
                 step,
@@ -407,20 +369,3 @@ def train(config: GRPOConfig) -> dict[str, Any]:
                 **completion_metrics(sampled.sequences, sampled.ended),
             )
         return run.finish()
-
-
-def sample_rows(
-    examples: Sequence[PromptExample], texts: Sequence[str], scores: Scores, advantages: Tensor
-) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl: each completion with its prompt, rewards and advantage; None for a missing reward."""
-    columns = {"reward": scores.total, **{f"rewards/{name}": values for name, values in scores.by_function.items()}}
-    numbers = {name: [None if v != v else v for v in values.tolist()] for name, values in columns.items()}
-    return [
-        {
-            "prompt": example.text,
-            "completion": text,
-            **{name: values[row] for name, values in numbers.items()},
-            "advantage": advantage,
-        }
-        for row, (example, text, advantage) in enumerate(zip(examples, texts, advantages.tolist(), strict=True))
-    ]

@@ -23,18 +23,19 @@ from sparse_opt.config import option
 from sparse_opt.errors import ConfigError, DataError
 
 from .data.loaders import LoadData, data_loader
+from .data.order import chunks
 from .data.prompts import PromptExample
 from .data.query_prompts import is_text_data, load_queries
 from .data.rows import load_records
 from .options import RolloutOptions
 from .policy.models import resolve_device
-from .policy.reference import rollout_logprobs
 from .policy.update_statistics import FILE as STATISTICS_FILE
 from .policy.update_statistics import UpdateStatistics
 from .policy.value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
 from .rewards.classifier import RewardModel
 from .rewards.functions import Rewards, load_rewards
-from .rollouts import Engine, Rollout, Sampling, configured_engine, sample
+from .rollouts import Engine, Rollout, configured_engine, sample
+from .run.rollout_step import reference_logprobs, sample_rows, sampling_of, score_completions
 from .run.training_run import TrainingRun
 
 # Added to the variance in `whiten`; TRL's.
@@ -105,14 +106,22 @@ def sequence_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(dim=1)
 
 
-class FixedKLController:
-    """A constant KL coefficient."""
+class KLController:
+    """The KL coefficient, adapted to a target divergence: section 2.2 of https://arxiv.org/abs/1909.08593.
 
-    def __init__(self, coefficient: float):
+    coefficient <- coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon); constant without a target.
+    """
+
+    def __init__(self, coefficient: float, target: float | None = None, horizon: float = 10000.0):
         self.coefficient = coefficient
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Do nothing; see `AdaptiveKLController.update`."""
+        """Update the coefficient from the mean `sequence_kl` of a step's `n` completions."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+            self.coefficient *= 1 + error * n / self.horizon
 
     def state_dict(self) -> dict[str, float]:
         """The state saved in a checkpoint."""
@@ -121,23 +130,6 @@ class FixedKLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the result of `state_dict()`."""
         self.coefficient = state["coefficient"]
-
-
-class AdaptiveKLController(FixedKLController):
-    """A KL coefficient adapted to a target divergence: section 2.2 of https://arxiv.org/abs/1909.08593.
-
-    coefficient <- coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
-    """
-
-    def __init__(self, coefficient: float, target: float, horizon: float):
-        super().__init__(coefficient)
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, kl: float, n: int) -> None:
-        """Update the coefficient from the mean `sequence_kl` of a step's `n` completions."""
-        error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
-        self.coefficient *= 1 + error * n / self.horizon
 
 
 # The losses. A sum over the tokens of a micro-batch is divided by `n_tokens`, the token count of the whole optimizer
@@ -305,29 +297,25 @@ class Scorer:
             # character whose bytes span both cannot be decoded.
             return self.model(decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True)), {}
         assert self.functions is not None
-        completions = decode(rollout.completions, skip_special_tokens=True)
-        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        prompts = [example.prompt for example in examples]
-        found = self.functions.score(prompts, completions, rollout.completions, columns)
-        unscored = found.total.isnan().nonzero().flatten().tolist()
+        _, scores = score_completions(run, self.functions, rollout.sequences, examples)
+        unscored = scores.total.isnan().nonzero().flatten().tolist()
         if unscored:
             raise DataError(
-                f"no reward function applies to {len(unscored)} of {len(found.total)} completions, the first of the "
+                f"no reward function applies to {len(unscored)} of {len(scores.total)} completions, the first of the "
                 f"prompt {examples[unscored[0]].text!r}; PPO needs a score for each"
             )
-        return found.total.to(run.device), {f"rewards/{name}": mean for name, mean in found.means().items()}
+        return scores.total.to(run.device), {f"rewards/{name}": mean for name, mean in scores.means().items()}
 
 
-def sample_rollout(
+def rollout_with_values(
     run: TrainingRun, engine: Engine, head: ValueHead, examples: Sequence[PromptExample], config: PPOConfig
 ) -> tuple[Rollout, Tensor]:
     """Sample `n_generations` completions of each example with their log-probabilities; and their values [R, P]."""
-    sampling = Sampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
     batch, ended, sequences = sample(
         engine,
         [example.ids for example in examples],
         n_generations=config.n_generations,
-        sampling=sampling,
+        sampling=sampling_of(config),
         pad_id=run.pad_id,
         device=run.device,
     )
@@ -348,35 +336,33 @@ def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, co
         Statistics averaged over the optimizer steps.
     """
     rollout = episodes.rollout
-    figures: list[Tensor] = []
+    statistics: list[Tensor] = []
     for _ in range(config.num_iterations):
         order = torch.randperm(len(rollout), device="cpu").tolist()
-        size = len(rollout) // config.n_minibatches
-        for start in range(0, len(rollout), size):
-            figures.append(_optimizer_step(run, critic, episodes, order[start : start + size], config))
-        moved = torch.stack(figures[-config.n_minibatches :])[:, _FIGURES.index("policy_kl")].mean()
+        for minibatch in chunks(order, len(rollout) // config.n_minibatches):
+            statistics.append(_optimizer_step(run, critic, episodes, minibatch, config))
+        moved = torch.stack(statistics[-config.n_minibatches :])[:, _STATISTICS.index("policy_kl")].mean()
         if config.early_stop_kl is not None and moved > 1.5 * config.early_stop_kl:
             break
-    return dict(zip(_FIGURES, torch.stack(figures).mean(dim=0), strict=True)) | {
-        "n_passes": torch.tensor(len(figures) / config.n_minibatches, dtype=torch.float32, device="cpu")
+    return dict(zip(_STATISTICS, torch.stack(statistics).mean(dim=0), strict=True)) | {
+        "n_passes": torch.tensor(len(statistics) / config.n_minibatches, dtype=torch.float32, device="cpu")
     }
 
 
 # Statistics of an optimizer step: losses; the divergence from the policy of the rollout by two estimates,
 # mean((new - old)^2) / 2 and mean(old - new); and the shares of tokens whose gradient is clipped to 0.
-_FIGURES = ("loss", "policy_loss", "value_loss", "approx_kl", "policy_kl", "policy_clip_share", "value_clip_share")
+_STATISTICS = ("loss", "policy_loss", "value_loss", "approx_kl", "policy_kl", "policy_clip_share", "value_clip_share")
 
 
 def _optimizer_step(
-    run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, minibatch: list[int], config: PPOConfig
+    run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, minibatch: Sequence[int], config: PPOConfig
 ) -> Tensor:
-    """One optimizer step on these rows of the rollout, `batch_size` per forward pass: [len(_FIGURES)]."""
+    """One optimizer step on these rows of the rollout, `batch_size` per forward pass: [len(_STATISTICS)]."""
     rollout = episodes.rollout
     n_tokens = sum(rollout.sequences[row].n_trained for row in minibatch)
-    figures = torch.zeros(len(_FIGURES), dtype=torch.float32, device=run.device)
+    statistics = torch.zeros(len(_STATISTICS), dtype=torch.float32, device=run.device)
     with run.time("forward_backward"):
-        for start in range(0, len(minibatch), config.batch_size):
-            rows = minibatch[start : start + config.batch_size]
+        for rows in chunks(minibatch, config.batch_size):
             part = rollout.select(rows)
             old_values, advantages, returns = (
                 rollout.cut(tensor, rows) for tensor in (episodes.values, episodes.advantages, episodes.returns)
@@ -393,11 +379,11 @@ def _optimizer_step(
             moved = (logprobs - part.logprobs).detach()  # both are 0 outside the mask
             sums = torch.stack([moved.square().sum() / 2, -moved.sum(), policy_clipped.sum(), value_clipped.sum()])
             losses = torch.stack([loss, for_policy, for_values]).detach()
-            figures += torch.cat([losses, sums / n_tokens])
+            statistics += torch.cat([losses, sums / n_tokens])
     run.update()
     with run.time("optimizer"):
         critic.update()
-    return figures
+    return statistics
 
 
 @torch.no_grad()
@@ -407,9 +393,8 @@ def evaluate(
     """Sample one completion of each evaluation prompt as in training: mean score, length, and share that ended."""
     data = run.eval_data or []
     scores, lengths, ended = [], 0, []
-    for start in range(0, len(data), config.completions_per_step):
-        examples = data[start : start + config.completions_per_step]
-        rollout, _ = sample_rollout(run, engine, head, examples, replace(config, n_generations=1))
+    for examples in chunks(data, config.completions_per_step):
+        rollout, _ = rollout_with_values(run, engine, head, examples, replace(config, n_generations=1))
         scores.append(scorer(run, rollout, examples)[0])
         lengths += rollout.batch.n_trained
         ended.append(rollout.ended)
@@ -418,31 +403,6 @@ def evaluate(
         "completion_length": lengths / len(data),
         "ended": torch.cat(ended).float().mean(),
     }
-
-
-def samples(run: TrainingRun, rollout: Rollout, scores: Tensor) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl: each completion with its prompt and score."""
-    decode = run.tokenizer.decode
-    return [
-        {
-            "prompt": decode(sequence.ids[: sequence.prompt_length]),
-            "completion": decode(sequence.ids[sequence.prompt_length :]),
-            "reward": score,
-        }
-        for sequence, score in zip(rollout.sequences, scores.tolist(), strict=True)
-    ]
-
-
-def statistics_due(step: int, config: PPOConfig) -> bool:
-    """Whether the update is measured at this step: every `statistics_steps` steps, and at the last one."""
-    return step == config.n_steps or (config.statistics_steps is not None and step % config.statistics_steps == 0)
-
-
-def make_controller(config: PPOConfig) -> FixedKLController:
-    """The KL controller of the options: adaptive if `kl_target` is set, else constant."""
-    if config.kl_target is None:
-        return FixedKLController(config.kl_coefficient)
-    return AdaptiveKLController(config.kl_coefficient, config.kl_target, config.kl_horizon)
 
 
 def load_prompt_data(config: PPOConfig) -> LoadData:
@@ -479,7 +439,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         config,
         config.learning_rate if config.value_head_learning_rate is None else config.value_head_learning_rate,
     )
-    controller = make_controller(config)
+    controller = KLController(config.kl_coefficient, config.kl_target, config.kl_horizon)
     run.keep("value_head", critic)
     run.keep("kl_controller", controller)
     statistics = statistics_file = None
@@ -492,11 +452,11 @@ def train(config: PPOConfig) -> dict[str, Any]:
         for step in run.steps(lambda: evaluate(run, engine, critic.head, scorer, config)):
             examples = [example for example in run.examples_of(step) for _ in range(config.n_generations)]
             with run.time("rollout"), torch.no_grad():
-                rollout, values = sample_rollout(run, engine, critic.head, run.examples_of(step), config)
+                rollout, values = rollout_with_values(run, engine, critic.head, run.examples_of(step), config)
             with run.time("reward"):
                 scores, by_function = scorer(run, rollout, examples)
-            with run.time("reference"):
-                ref_logprobs = rollout_logprobs(reference, rollout, config.temperature, config.batch_size)
+            ref_logprobs = reference_logprobs(run, reference, rollout)
+            assert ref_logprobs is not None
 
             logprobs, mask = rollout.logprobs, rollout.mask
             rewards = token_rewards(scores, logprobs, ref_logprobs, mask, controller.coefficient)
@@ -504,24 +464,26 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
             )
             episodes = Episodes(rollout, values, whiten(advantages, mask), returns)
-            figures = update_on(run, critic, episodes, config)
+            metrics = update_on(run, critic, episodes, config)
 
             kl = sequence_kl(logprobs, ref_logprobs, mask).mean()
             coefficient = controller.coefficient
             controller.update(kl.item(), len(rollout))
             critic.scheduler.step()
-            if statistics is not None and statistics_file is not None and statistics_due(step, config):
+            if statistics is not None and statistics_file is not None and _statistics_due(step, config):
                 with run.time("statistics"):
                     row = statistics.measure()
                 statistics_file.write({"step": step, **row})
-                figures["update_share"] = row["share_changed"]
-                figures["update_effective_rank_share"] = row["effective_rank_share"]
+                metrics["update_share"] = row["share_changed"]
+                metrics["update_effective_rank_share"] = row["effective_rank_share"]
             if run.samples_due(step):
-                run.log_samples(step, samples(run, rollout, scores))
+                decode = run.tokenizer.batch_decode
+                prompts = decode([sequence.ids[: sequence.prompt_length] for sequence in rollout.sequences])
+                run.log_samples(step, sample_rows(prompts, decode(rollout.completions), {"reward": scores}))
             run.log(
                 step,
                 n_tokens=rollout.batch.n_tokens,
-                **figures,
+                **metrics,
                 **by_function,
                 kl=kl,
                 kl_coefficient=coefficient,
@@ -534,3 +496,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 ended=rollout.ended.float().mean(),
             )
         return run.finish(beside=critic.save)
+
+
+def _statistics_due(step: int, config: PPOConfig) -> bool:
+    """Whether the update is measured at this step: every `statistics_steps` steps, and at the last one."""
+    return step == config.n_steps or (config.statistics_steps is not None and step % config.statistics_steps == 0)

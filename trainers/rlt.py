@@ -32,12 +32,14 @@ from sparse_opt.errors import ConfigError
 
 from .data.lessons import Templates
 from .data.loaders import LoadData
+from .data.order import chunks
 from .data.teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
-from .grpo import GroupOptions, LossType, completion_metrics, group_advantages, update_on_rollout
+from .grpo import GroupOptions, LossType, group_advantages, update_on_rollout
 from .policy.models import resolve_device
-from .policy.reference import Reference, rollout_logprobs
+from .policy.reference import Reference
 from .rewards.student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
-from .rollouts import Engine, Rollout, Sampling, configured_engine, rollout
+from .rollouts import Engine, Rollout, Sampling, configured_engine
+from .run.rollout_step import completion_metrics, reference_logprobs, sample_rollout, sample_rows
 from .run.training_run import TrainingRun
 
 Reduction = Literal["mean", "sum", "min", "max"]
@@ -217,8 +219,7 @@ class InParts:
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
         """See `Engine.generate`."""
-        size = max(1, self._completions // n)
-        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        parts = chunks(prompts, max(1, self._completions // n))
         return [completion for part in parts for completion in self._engine.generate(part, n, sampling)]
 
     def close(self) -> None:
@@ -249,27 +250,19 @@ class Judged:
 
     def rows(self, sampled: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
         """One log row per completion, with the parts of its reward."""
-        reward = self.reward
         columns = {
-            "reward": reward.total,
-            "reward_solution": reward.solution,
-            "reward_kl": -reward.kl,
-            "reward_format": reward.format,
-            **reward.reduced,
+            "solution": [example.lesson.solution for example in examples],
+            "reward": self.reward.total,
+            "reward_solution": self.reward.solution,
+            "reward_kl": -self.reward.kl,
+            "reward_format": self.reward.format,
+            **self.reward.reduced,
+            "explanation_length": self.explanation_lengths,
+            "completion_length": [len(completion) for completion in sampled.completions],
+            "closed": self.closed,
         }
-        numbers = {name: values.tolist() for name, values in columns.items()}
-        return [
-            {
-                "prompt": example.text,
-                "completion": tokenizer.decode(completion),
-                "solution": example.lesson.solution,
-                **{name: values[row] for name, values in numbers.items()},
-                "explanation_length": self.explanation_lengths[row],
-                "completion_length": len(completion),
-                "closed": self.closed[row],
-            }
-            for row, (example, completion) in enumerate(zip(examples, sampled.completions, strict=True))
-        ]
+        completions = [tokenizer.decode(completion) for completion in sampled.completions]
+        return sample_rows([example.text for example in examples], completions, columns)
 
 
 def judge(
@@ -324,9 +317,6 @@ def train(config: RLTConfig) -> dict[str, Any]:
     if config.student_model is not None:
         device, offload = resolve_device(config.device), config.offload_untrained_models
         student = load_student(config.student_model, config.dtype, device, offload=offload)
-    sampling = Sampling(
-        config.max_completion_length, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
-    )
     run = TrainingRun(config, "rlt", _loader(config))
     reference = None
     if config.beta > 0 or student is None:
@@ -340,27 +330,17 @@ def train(config: RLTConfig) -> dict[str, Any]:
         parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
 
         def explain(examples: Sequence[TeacherExample], n: int) -> tuple[Rollout, Judged, list[TeacherExample]]:
-            with run.time("rollout"):
-                sampled = rollout(
-                    engine,
-                    run.model,
-                    [example.ids for example in examples],
-                    n_generations=n,
-                    sampling=sampling,
-                    pad_id=run.pad_id,
-                    rows_per_pass=config.batch_size,
-                )
+            sampled = sample_rollout(run, engine, examples, n)
             of_rows = [example for example in examples for _ in range(n)]
             with run.time("reward"):
                 return sampled, judge(config, run, student, sampled, of_rows, engine.eos_ids), of_rows
 
         def evaluate() -> dict[str, Tensor | float]:
             """Statistics of one explanation per example."""
-            data, size = run.eval_data or [], config.completions_per_step
+            data = run.eval_data or []
             means: dict[str, Tensor | float] = {}
             sequences, ended = [], []
-            for start in range(0, len(data), size):
-                part = data[start : start + size]
+            for part in chunks(data, config.completions_per_step):
                 sampled, judged, _ = explain(part, 1)
                 for name, value in judged.means().items():
                     means[name] = means.get(name, 0.0) + value * (len(part) / len(data))
@@ -371,11 +351,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
         for step in run.steps(evaluate):
             sampled, judged, examples = explain(run.examples_of(step), config.n_generations)
             advantages = group_advantages(judged.reward.total, config.n_generations)
-            ref_logprobs = None
-            if config.beta > 0:
-                assert reference is not None
-                with run.time("reference"):
-                    ref_logprobs = rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
+            ref_logprobs = reference_logprobs(run, reference if config.beta > 0 else None, sampled)
             statistics = update_on_rollout(run, sampled, advantages, ref_logprobs=ref_logprobs)
             if run.samples_due(step) or parts is not None:
                 rows = judged.rows(sampled, examples, run.tokenizer)

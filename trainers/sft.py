@@ -18,6 +18,7 @@ from sparse_opt.config import option
 
 from .data.encoding import TokenBatch, TokenSequence
 from .data.loaders import data_loader
+from .data.order import chunks
 from .data.packing import check_packing, collate_packed, packing_loader
 from .options import TrainingOptions
 from .policy.logprobs import completion_logprobs
@@ -56,11 +57,9 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     with run:
 
         def batches_of(examples: Sequence[list[TokenSequence]]) -> list[TokenBatch]:
-            size = config.batch_size
-            chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
             if config.packing:
-                return [collate_packed(rows, run.pad_id).to(run.device) for rows in chunks]
-            return [run.collate(chunk) for chunk in chunks]
+                return [collate_packed(rows, run.pad_id).to(run.device) for rows in chunks(examples, config.batch_size)]
+            return [run.collate(part) for part in chunks(examples, config.batch_size)]
 
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparse_opt.trainers.ppo import (
-    AdaptiveKLController,
-    FixedKLController,
+    KLController,
     explained_variance,
     generalized_advantages,
     policy_loss,
@@ -168,19 +167,19 @@ def test_kl_is_a_sum_over_a_completions_tokens(batch):
 
 
 def test_adaptive_controller():
-    controller = AdaptiveKLController(0.2, target=6.0, horizon=10000)
+    controller = KLController(0.2, target=6.0, horizon=10000)
     coefficient = 0.2
     for kl, error in [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (5.7, -0.05), (-3.0, -0.2), (0.0, -0.2)]:
         controller.update(kl, 128)
         coefficient *= 1 + error * 128 / 10000
         assert controller.coefficient == pytest.approx(coefficient, rel=1e-12)
-    other = AdaptiveKLController(0.7, target=6.0, horizon=10000)
+    other = KLController(0.7, target=6.0, horizon=10000)
     other.load_state_dict(controller.state_dict())
     assert other.coefficient == controller.coefficient
 
 
 def test_fixed_controller():
-    controller = FixedKLController(0.05)
+    controller = KLController(0.05)
     controller.update(60.0, 128)
     assert controller.coefficient == 0.05
 

@@ -1,8 +1,13 @@
-"""The seeded order in which examples are visited."""
+"""The seeded order in which examples are visited, and their division into batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
+
+ItemT = TypeVar("ItemT")
 
 
 class ShuffledOrder:
@@ -34,3 +39,8 @@ def permutation(n: int, seed: int, epoch: int) -> list[int]:
     # An odd multiplier separates (seed, epoch) pairs: neighbouring seeds share no permutations.
     generator = torch.Generator(device="cpu").manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
     return torch.randperm(n, generator=generator, device="cpu").tolist()
+
+
+def chunks(items: Sequence[ItemT], size: int) -> list[Sequence[ItemT]]:
+    """Consecutive parts of `size` items; the last may be smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError, DataError
 
+from ..data.order import chunks
 from ..policy.models import DTYPES
 from ..policy.pretrained import load_pretrained, load_tokenizer_from
 
@@ -62,8 +63,7 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """One reward for each text: [len(texts)] fp32 on the device."""
-        starts = range(0, len(texts), self.rows_per_pass)
-        logits = [self._logits(texts[start : start + self.rows_per_pass]) for start in starts]
+        logits = [self._logits(part) for part in chunks(texts, self.rows_per_pass)]
         return torch.cat(logits)[:, self.label].float()
 
     def _logits(self, texts: Sequence[str]) -> Tensor:

@@ -39,6 +39,7 @@ from torch import Tensor
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import one_line
 
+from ..data.prompts import PromptExample
 from ..data.records import Text
 from . import math as math_rewards
 
@@ -126,15 +127,12 @@ class Rewards:
     functions: dict[str, RewardFunction]
     weights: tuple[float, ...]
 
-    def __call__(
-        self,
-        prompts: Sequence[Text],
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Tensor:
-        """`score(...).total`."""
-        return self.score(prompts, completions, completion_ids, columns).total
+    def score_examples(
+        self, examples: Sequence[PromptExample], completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    ) -> Scores:
+        """`score` for R completions with the example of each."""
+        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+        return self.score([example.prompt for example in examples], completions, completion_ids, columns)
 
     def score(
         self,

@@ -27,6 +27,7 @@ from sparse_opt.files import one_line, written_aside
 from sparse_opt.tensors import compact_json
 
 from ..data.encoding import require_known_tokens
+from ..data.order import chunks
 from ..data.prompts import PromptExample, load_prompts
 from ..options import TrainingOptions, model_slug
 from ..policy.models import load_policy, load_tokenizer, resolve_device
@@ -235,8 +236,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
         max_length=max(len(example.ids) for example in prompts) + options.max_completion_length,
         vllm_gpu_memory_utilization=options.vllm_gpu_memory_utilization,
     )
-    size = options.prompts_per_batch
-    blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    blocks = chunks(prompts, options.prompts_per_batch)
     seconds = {"generate_time_s": 0.0, "verify_time_s": 0.0}
     figures = Figures()
     with ExitStack() as locked:
@@ -282,8 +282,7 @@ def _sample_block(
     generated = time.perf_counter()
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     repeated = [example for example in block for _ in range(n)]
-    columns = {name: [example.columns[name] for example in repeated] for name in block[0].columns}
-    totals = rewards([example.prompt for example in repeated], texts, ids, columns).tolist()
+    totals = rewards.score_examples(repeated, texts, ids).total.tolist()
     scores = [None if math.isnan(total) else total for total in totals]
     answered = rewards.answered(texts)
     verified = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..data.order import chunks
 from ..policy.models import running_eagerly
 from .sampling import Sampling, cut_at_eos, require_room
 
@@ -42,11 +43,10 @@ class GenerateEngine:
         """
         require_room(self.model, prompts, sampling)
         rows = [prompt for prompt in prompts for _ in range(n)]
-        size = self.max_rows or len(rows)
         completions = []
         with generating(self.model, generation_config(sampling, self.pad_id, self.eos_ids)):
-            for start in range(0, len(rows), size):
-                completions += self._sample(rows[start : start + size])
+            for part in chunks(rows, self.max_rows or len(rows)):
+                completions += self._sample(part)
         return completions
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

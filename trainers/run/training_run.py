@@ -5,8 +5,8 @@ A loop uses it as follows:
     with TrainingRun(config, "dpo", "preference") as run:
         reference = run.reference()
         for step in run.steps(evaluate):
-            for batch in run.batches(step):
-                ...  # forward, loss, backward
+            for examples in chunks(run.examples_of(step), config.batch_size):
+                ...  # run.collate(examples), forward, loss, backward
             run.update()
             run.log(step, n_tokens, loss=loss)
         return run.finish()
@@ -280,26 +280,17 @@ class TrainingRun:
 
     # Within a step
 
-    def indices_of(self, step: int) -> list[int]:
-        """Indices of the step's `examples_per_step` examples in the data."""
-        count = self.config.examples_per_step
-        return self._order.take((step - 1) * count, count)
-
     def examples_of(self, step: int) -> list[Any]:
-        """The examples of the step."""
-        return [self.data[index] for index in self.indices_of(step)]
+        """The `examples_per_step` examples of the step."""
+        count = self.config.examples_per_step
+        return [self.data[index] for index in self._order.take((step - 1) * count, count)]
 
     def epoch_of(self, step: int) -> int:
         """The number of complete passes over the data before the step."""
         return (step - 1) * self.config.examples_per_step // len(self.data)
 
-    def batches(self, step: int) -> list[TokenBatch]:
-        """The micro-batches of a step on the device. In a batch of pairs, all chosen completions come first."""
-        examples, size = self.examples_of(step), self.config.batch_size
-        return [self.collate(examples[start : start + size]) for start in range(0, len(examples), size)]
-
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
-        """One batch of examples on the device: the first sequence of each example, then the second of each."""
+        """One batch of examples on the device: the first sequence of each (the chosen one), then the second of each."""
         sequences = [sequence for column in zip(*examples, strict=True) for sequence in column]
         return collate(sequences, self.pad_id).to(self.device)
 

@@ -118,7 +118,7 @@ def test_functions_get_what_trl_passes(user_module):
     )
     rewards = load_rewards(["my_rewards:length"])
     columns = {"answer": ("4", "5", "6"), "level": [1, 2, 3]}
-    total = rewards(["2+2=", USER, USER], ["4", "5", "6"], [(1,), (1, 2), (1, 2, 3)], columns)
+    total = rewards.score(["2+2=", USER, USER], ["4", "5", "6"], [(1,), (1, 2), (1, 2, 3)], columns).total
     assert total.dtype == torch.float32 and total.tolist() == [1.0, 2.0, 3.0]
     ((prompts, completions, completion_ids, answer, others),) = sys.modules["my_rewards"].seen
     assert prompts == ["2+2=", USER, USER]

@@ -1,0 +1,108 @@
+"""Parts of a step that the loops with rollouts share: sampling, scoring, the reference, metrics, sample rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sparse_opt.errors import DataError
+
+from ..data.encoding import TokenSequence
+from ..data.prompts import PromptExample
+from ..options import RolloutOptions
+from ..policy.reference import Reference, rollout_logprobs
+from ..rewards.functions import Rewards, Scores
+from ..rollouts import Engine, Rollout, Sampling, rollout
+from .training_run import TrainingRun
+
+
+class Prompt(Protocol):
+    """An example of a dataset of prompts."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids from which the model continues."""
+
+
+def sampling_of(config: RolloutOptions, temperature: float | None = None) -> Sampling:
+    """The sampling parameters of a loop's options; `temperature` replaces the option's."""
+    temperature = config.temperature if temperature is None else temperature
+    return Sampling(config.max_completion_length, temperature, config.top_p, config.top_k)
+
+
+def sample_rollout(run: TrainingRun, engine: Engine, prompts: Sequence[Prompt], n_generations: int) -> Rollout:
+    """Sample `n_generations` completions of each prompt with their log-probabilities; timed as `rollout`."""
+    config = run.config
+    assert isinstance(config, RolloutOptions)
+    with run.time("rollout"):
+        return rollout(
+            engine,
+            run.model,
+            [prompt.ids for prompt in prompts],
+            n_generations=n_generations,
+            sampling=sampling_of(config),
+            pad_id=run.pad_id,
+            rows_per_pass=config.batch_size,
+        )
+
+
+def score_completions(
+    run: TrainingRun, rewards: Rewards, sequences: Sequence[TokenSequence], examples: Sequence[PromptExample]
+) -> tuple[list[str], Scores]:
+    """The texts of the completions, without EOS, and their rewards.
+
+    Args:
+        sequences: R prompts with completions.
+        examples: R, the example of each completion.
+
+    Raises:
+        DataError: a reward function does not fit the data, or no reward function applies to any completion.
+    """
+    completion_ids = [sequence.ids[sequence.prompt_length :] for sequence in sequences]
+    texts = run.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    scores = rewards.score_examples(examples, texts, completion_ids)
+    if bool(scores.total.isnan().all()):
+        raise DataError(
+            f"no reward function ({', '.join(rewards.functions)}) applies to any of {len(texts)} completions, the "
+            f"first of the prompt {examples[0].text!r}"
+        )
+    return texts, scores
+
+
+def reference_logprobs(run: TrainingRun, reference: Reference | None, sampled: Rollout) -> Tensor | None:
+    """`rollout_logprobs` under the reference, timed as `reference`; None without a reference."""
+    config = run.config
+    assert isinstance(config, RolloutOptions)
+    if reference is None:
+        return None
+    with run.time("reference"):
+        return rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
+
+
+def completion_metrics(sequences: Sequence[TokenSequence], ended: Tensor) -> dict[str, float | Tensor]:
+    """Lengths in tokens, including EOS, and the share of completions truncated at the maximum length."""
+    lengths = [len(sequence.ids) - sequence.prompt_length for sequence in sequences]
+    return {
+        "completion_length": sum(lengths) / len(lengths),
+        "completion_length_min": float(min(lengths)),
+        "completion_length_max": float(max(lengths)),
+        "truncated": 1 - ended.float().mean(),
+    }
+
+
+def sample_rows(
+    prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Tensor | Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl: each prompt with its completion and the values of the columns; None for NaN."""
+    values = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in columns.items()}
+    return [
+        {
+            "prompt": prompt,
+            "completion": completion,
+            # NaN is the only value that differs from itself.
+            **{name: None if column[row] != column[row] else column[row] for name, column in values.items()},
+        }
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
