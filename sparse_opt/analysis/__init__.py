@@ -13,7 +13,7 @@ from .ranks import (
     measure_ranks,
     rank_stats,
 )
-from .sparsity import ChangeCounts, StepChanges, changes_at, count_changes, measure_sparsity, sum_changes
+from .sparsity import ChangeCounts, StepChanges, count_changes, measure_sparsity, sum_changes
 
 __all__ = [
     "ChangeCounts",
@@ -22,7 +22,6 @@ __all__ = [
     "Coverage",
     "RankStats",
     "StepChanges",
-    "changes_at",
     "count_changes",
     "get_effective_rank",
     "get_layer_rank_stats",

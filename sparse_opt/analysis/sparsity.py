@@ -162,20 +162,6 @@ def measure_sparsity(
     return [StepChanges(step, stored[step], rounded[step] if any_wide else None) for step in wanted]
 
 
-def changes_at(
-    log: StateLog,
-    step: int,
-    *,
-    tolerances: Sequence[float] = (),
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    mlp_only: bool = False,
-) -> dict[str, ChangeCounts]:
-    """Tensor name -> what changed between the base weights and a logged step: `measure_sparsity` of one step."""
-    (found,) = measure_sparsity(log, [step], tolerances=tolerances, include=include, exclude=exclude, mlp_only=mlp_only)
-    return dict(found.stored)
-
-
 def _require_tolerances(tolerances: Sequence[float]) -> None:
     for tolerance in tolerances:
         if not tolerance >= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import warnings
 import weakref
@@ -25,7 +24,6 @@ from .lock import WriterLock, require_no_log
 from .lock import claim as claim
 from .maintenance import Problem as Problem
 from .reader import DeltaReader
-from .reader import StateDelta as StateDelta
 from .state import StateReader, is_text, read_state
 from .writer import Append, StepInfo, StepWriter
 
@@ -337,18 +335,6 @@ class DeltaLog(DeltaReader):
                 warnings.warn(f"{trouble.error}; training goes on, and steps are missing in the log", stacklevel=3)
                 writing.warned = True
         return trouble.wants_fresh
-
-
-def delta_log_dir_name(model_name: str) -> str:
-    """Return `delta_logs_{model}`: `google/gemma-3-270m-it` -> `delta_logs_google_gemma_3_270m_it`.
-
-    Raises:
-        DeltaLogError: the name has no letter or digit.
-    """
-    slug = re.sub(r"[^0-9a-z]+", "_", model_name.lower()).strip("_")
-    if not slug:
-        raise DeltaLogError(f"model name {model_name!r} has no letter or digit to name a directory by")
-    return f"delta_logs_{slug}"
 
 
 def _end(writer: StepWriter, lock: WriterLock) -> None:

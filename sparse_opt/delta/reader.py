@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,25 +14,10 @@ from . import maintenance as delta_verify
 from .chain import LogFiles
 from .codec import Backend
 from .digest import StateDigest
-from .files import LogSettings, StepFile, StepHeader, read_header, read_keyframe
+from .files import LogSettings, StepFile, read_header
 from .maintenance import Problem
 from .state import StateLayout, read_state
 from .writer import StepInfo
-
-
-class StateDelta:
-    """Iterable over the tensors of W0 and of one step; it can be iterated repeatedly.
-
-    Yields (name, tensor of the base state, tensor of the step), on the CPU, in the model's order. The state of the step
-    is held in memory; each iteration reads the base state from its file tensor by tensor.
-    """
-
-    def __init__(self, base: StepHeader, state: Mapping[str, Tensor], names: Collection[str]) -> None:
-        self._base, self._state, self._names = base, state, names
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for name, tensor in read_keyframe(self._base, self._names):
-            yield name, tensor, self._state[name]
 
 
 class DeltaReader:
@@ -118,19 +103,6 @@ class DeltaReader:
             for name, tensor in tensors.items():
                 tensor.copy_(state[name])
 
-    def iter_delta(self, step: int, names: Sequence[str] | None = None) -> StateDelta:
-        """Return an iterable of (name, base tensor, tensor at `step`) over all tensors, or the named ones.
-
-        Rebuilds the state of `step` once; each iteration reads the base tensor by tensor.
-
-        Raises:
-            DeltaLogError: as `load`; a name is not in the log.
-        """
-        for name in names or ():
-            self._require_name(name)
-        chosen = set(self.layout.names if names is None else names)
-        return StateDelta(self._log_files.base(), self._files.state(step), chosen)
-
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
 
@@ -140,7 +112,8 @@ class DeltaReader:
         Raises:
             DeltaLogError: as `load`; the name is not in the log; the steps do not ascend.
         """
-        self._require_name(name)
+        if name not in self.layout.names:
+            raise DeltaLogError(f"{self.directory}: no tensor {name} in the log")
         if any(a > b for a, b in pairwise(steps)):
             raise DeltaLogError(f"{self.directory}: steps {list(steps)} do not ascend")
         yield from self._files.tensor_states(name, steps)
@@ -173,7 +146,3 @@ class DeltaReader:
         """
         self._drain()
         return delta_verify.verify(self.directory, self._log_files.backend, on_step)
-
-    def _require_name(self, name: str) -> None:
-        if name not in self.layout.names:
-            raise DeltaLogError(f"{self.directory}: no tensor {name} in the log")

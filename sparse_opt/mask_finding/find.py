@@ -9,7 +9,6 @@ import torch
 
 from ..delta.state import StateLog, TensorSpec, floating_parameters
 from ..errors import MaskError
-from ..masks.mask_set import MaskSet
 from ..masks.parameters import select_names
 from .log_scores import LogMethod, LogScores, plan_scores
 from .select import FoundMask, Pool, find_mask, require_arguments
@@ -98,30 +97,6 @@ def find_from_log(
         figures=figures,
         progress=progress,
     )
-
-
-def find_magnitude(
-    log: StateLog,
-    *,
-    sparsity: float,
-    target_step: int | None = None,
-    min_tensor_keep: float = 0.0025,
-    pool: Pool = "global",
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    mlp_only: bool = False,
-) -> MaskSet:
-    """Find the mask of the elements that moved furthest from the base weights: `find_from_log`, method magnitude."""
-    return find_from_log(
-        log,
-        sparsity=sparsity,
-        target_step=target_step,
-        min_tensor_keep=min_tensor_keep,
-        pool=pool,
-        include=include,
-        exclude=exclude,
-        mlp_only=mlp_only,
-    ).mask
 
 
 def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool) -> dict[str, str]:

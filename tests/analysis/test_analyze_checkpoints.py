@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_opt.analysis import CheckpointPair, changes_at, count_changes, measure_ranks
+from sparse_opt.analysis import CheckpointPair, count_changes, measure_ranks, measure_sparsity
 from sparse_opt.errors import DataError
 
 
@@ -40,7 +40,7 @@ def test_two_folders_are_a_log_of_two_steps(write, random_states):
     pair = CheckpointPair.open(write("base", base, shards=3), write("tuned", tuned))
     assert pair.steps == (0, 1)
     assert set(pair.layout.names) == set(tuned)
-    found = changes_at(pair, 1, tolerances=[1e-5])
+    found = measure_sparsity(pair, [1], tolerances=[1e-5])[0].stored
     assert found == {name: count_changes(base[name], tuned[name], [1e-5]) for name in found}
     assert set(measure_ranks(pair)) == {name for name in tuned if "norm" not in name}
     for step, state in ((0, base), (1, tuned)):
@@ -54,7 +54,7 @@ def test_two_folders_are_a_log_of_two_steps(write, random_states):
 def test_a_checkpoint_of_another_dtype_is_compared_in_fp32(write):
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     pair = CheckpointPair.open(write("base", {"w.weight": weight.bfloat16()}), write("tuned", {"w.weight": weight}))
-    counts = changes_at(pair, 1, tolerances=[0.0])["w.weight"]
+    counts = measure_sparsity(pair, [1], tolerances=[0.0])[0].stored["w.weight"]
     assert counts.changed == int((weight != weight.bfloat16().float()).sum())
 
 
@@ -65,13 +65,13 @@ def test_gpt2_names_match_with_and_without_their_prefix(write):
         pair = CheckpointPair.open(write(f"a{len(first)}", first), write(f"b{len(second)}", second))
         (name,) = pair.layout.names
         assert name in second
-        assert changes_at(pair, 1)[name].changed == 48
+        assert measure_sparsity(pair, [1])[0].stored[name].changed == 48
 
 
 def test_a_mask_kept_as_a_buffer_is_no_weight(write):
     state = {"h.0.attn.c_attn.weight": torch.zeros(4, 12), "h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     pair = CheckpointPair.open(write("base", state), write("tuned", state))
-    assert list(changes_at(pair, 1)) == ["h.0.attn.c_attn.weight"]
+    assert list(measure_sparsity(pair, [1])[0].stored) == ["h.0.attn.c_attn.weight"]
 
 
 def test_a_tied_head_may_be_missing(write):
@@ -124,4 +124,4 @@ def test_a_hub_name_is_taken_from_the_cache(write, tmp_path, monkeypatch):
     (tmp_path / "hub" / "models--someone--small" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     pair = CheckpointPair.open("someone/small", "someone/small@main")
-    assert changes_at(pair, 1)["a.weight"].changed == 0
+    assert measure_sparsity(pair, [1])[0].stored["a.weight"].changed == 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_opt.analysis import ChangeCounts, changes_at, count_changes, measure_sparsity, states, sum_changes
+from sparse_opt.analysis import ChangeCounts, count_changes, measure_sparsity, states, sum_changes
 from sparse_opt.analysis.sparsity import TOLERANCES, changes_by_component, changes_by_layer
 from sparse_opt.errors import DataError, DeltaLogError
 
@@ -83,7 +83,7 @@ def by_hand(base: torch.Tensor, now: torch.Tensor) -> ChangeCounts:
 
 
 def test_parts_add_up(make_log, random_states):
-    counts = changes_at(make_log(random_states(torch.bfloat16)), 30, tolerances=[1e-5])
+    counts = measure_sparsity(make_log(random_states(torch.bfloat16)), [30], tolerances=[1e-5])[0].stored
     components, layers = changes_by_component(counts), changes_by_layer(counts)
     assert list(components) == ["embeddings", "attention q", "MLP up", "norms"]
     assert list(layers) == ["0", "1", "none"]

@@ -91,7 +91,6 @@ def use_a_log(folder: Path, states: list[dict[str, Tensor]], same_bits: Compare,
             for name in live:
                 for step, tensor in log.tensor_states(name, log.steps):
                     same_bits({name: tensor}, {name: states[step][name]})
-            assert [name for name, _, _ in log.iter_delta(2)] == list(live)
             log.apply_(live, 1)
             same_bits(live, states[1])
             live = {name: tensor.clone() for name, tensor in states[0].items()}

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta.log import delta_log_dir_name
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -221,20 +220,6 @@ def test_metadata_and_names(tmp_path: Path) -> None:
     assert repr(log).endswith("1 steps, last 0)")
 
 
-def test_iter_delta(logged: Any, same_bits: Compare) -> None:
-    log = DeltaLog.open(logged.directory)
-    for step in (0, 2, 5, 8):
-        delta = log.iter_delta(step)
-        for _ in range(2):
-            rows = list(delta)
-            assert [name for name, _, _ in rows] == ["a.w", "b", "n"]
-            same_bits({name: base for name, base, _ in rows}, logged.states[0])
-            same_bits({name: tensor for name, _, tensor in rows}, logged.states[step])
-    assert [name for name, _, _ in log.iter_delta(8, ["n", "a.w"])] == ["a.w", "n"]
-    with pytest.raises(DeltaLogError, match="no tensor x in the log"):
-        log.iter_delta(8, ["a.w", "x"])
-
-
 def test_step_of_and_digest(logged: Any) -> None:
     log = DeltaLog.open(logged.directory)
     for step, state in logged.states.items():
@@ -287,20 +272,3 @@ class Wrapping(Tensor):
 def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DeltaLogError, match="w is Wrapping, wanted a plain tensor: gather sharded ones first"):
         DeltaLog.create(tmp_path / "log", {"w": torch.zeros(3).as_subclass(Wrapping)})
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("google/gemma-3-270m-it", "delta_logs_google_gemma_3_270m_it"),
-        ("meta-llama/Llama-3.1-8B", "delta_logs_meta_llama_llama_3_1_8b"),
-        ("./runs/model/", "delta_logs_runs_model"),
-    ],
-)
-def test_directory_names(model: str, name: str) -> None:
-    assert delta_log_dir_name(model) == name
-
-
-def test_a_directory_name_needs_a_letter() -> None:
-    with pytest.raises(DeltaLogError, match="no letter or digit"):
-        delta_log_dir_name("/./")

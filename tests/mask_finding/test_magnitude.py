@@ -1,4 +1,4 @@
-"""find_magnitude against sorting every score at once."""
+"""find_from_log, method magnitude, against sorting all scores at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sparse_opt import DeltaLog, MaskSet, __version__
 from sparse_opt.errors import DeltaLogError, MaskError
 from sparse_opt.mask_finding import log_scores as mask_scores
 from sparse_opt.mask_finding import topk as score_selection
-from sparse_opt.mask_finding.find import find_magnitude, mask_file_name
+from sparse_opt.mask_finding.find import find_from_log, mask_file_name
 from sparse_opt.masks.parameters import select_names
 
 State = dict[str, Tensor]
@@ -26,6 +27,10 @@ def log_of(directory: Path, before: State, after: State, **metadata: str) -> Del
     log.append(50, after)
     log.close()
     return log
+
+
+def find_magnitude(log: DeltaLog, **options: Any) -> MaskSet:
+    return find_from_log(log, **options).mask
 
 
 def sorted_mask(before: State, after: State, sparsity: float, keep: float, pool: str) -> dict[str, list[int]]:
@@ -94,7 +99,7 @@ def test_equals_sorting_everything(
     before, after = change(torch.Generator().manual_seed(3), dtype)
     log = log_of(tmp_path / "log", before, after)
     for sparsity, keep in [(97.5, 0.0025), (50.0, 0.2), (3.0, 0.01), (99.96, 0.0)]:
-        mask = find_magnitude(log, sparsity=sparsity, min_tensor_keep=keep, pool=pool)  # type: ignore[arg-type]
+        mask = find_magnitude(log, sparsity=sparsity, min_tensor_keep=keep, pool=pool)
         wanted = sorted_mask(before, after, sparsity, keep, pool)
         assert {name: mask[name].tolist() for name in mask.names} == wanted, (sparsity, keep)
 
@@ -128,7 +133,7 @@ def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
         with pytest.warns(
             UserWarning, match=r"only 2 elements have a magnitude score above zero where 20 were asked for: .* keeps 2"
         ):
-            mask = find_magnitude(log, sparsity=90, min_tensor_keep=0.04, pool=pool)  # type: ignore[arg-type]
+            mask = find_magnitude(log, sparsity=90, min_tensor_keep=0.04, pool=pool)
         assert mask["a"].tolist() == [3, 97]
         assert mask["still"].tolist() == []
         assert mask.metadata["sparsity"] == "90.0"
@@ -142,7 +147,7 @@ def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
     log = log_of(tmp_path / "log", before, {"a": torch.zeros(100), "b": torch.ones(8)})
     for pool in ("global", "tensor"):
         with pytest.raises(MaskError, match="no element of the chosen tensors has a magnitude score above zero"):
-            find_magnitude(log, sparsity=90, include=["a"], pool=pool)  # type: ignore[arg-type]
+            find_magnitude(log, sparsity=90, include=["a"], pool=pool)
     with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged one"):
         find_magnitude(log, sparsity=90, target_step=0)
 
@@ -186,7 +191,7 @@ def test_other_arguments_out_of_range(tmp_path: Path) -> None:
     with pytest.raises(MaskError, match=r"keeps 60 elements, but sparsity 90.0 leaves 30: lower one of the two"):
         find_magnitude(log, sparsity=90.0, min_tensor_keep=0.2)
     with pytest.raises(MaskError, match="pool is 'layer', wanted global or tensor"):
-        find_magnitude(log, sparsity=90, pool="layer")  # type: ignore[arg-type]
+        find_magnitude(log, sparsity=90, pool="layer")
     with pytest.raises(MaskError, match="no tensor of .* is chosen"):
         find_magnitude(log, sparsity=90, include=["v*"])
     with pytest.raises(DeltaLogError, match="step 7 is not logged"):

@@ -116,8 +116,17 @@ class Patch:
             PatchError: as `from_parts`.
         """
         whole = cls._of_frame(frame, length, level, dtype, numels)
-        begin, end = whole._records_of(i)
-        return whole._alone(i, _part({"records": read_records(begin, end)}, "records", torch.uint8, end - begin))
+        first, last = first_tiles(numels, level)[i : i + 2]
+        begin, end = whole.offsets()[[first, last]].tolist()
+        return replace(
+            whole,
+            numels=whole.numels[i : i + 1],
+            counts=whole.counts[i : i + 1],
+            heads=None if whole.heads is None else whole.heads[first:last],
+            sizes=whole.sizes[first:last],
+            records=_part({"records": read_records(begin, end)}, "records", torch.uint8, end - begin),
+            tables=None if whole.tables is None else replace(whole.tables, row_of=whole.tables.row_of[i : i + 1]),
+        )
 
     @classmethod
     def _of_frame(
@@ -159,29 +168,6 @@ class Patch:
         offsets = lengths.new_zeros(len(lengths) + 1)
         torch.cumsum(lengths * _RECORD_UNIT[self.level], 0, out=offsets[1:])
         return offsets
-
-    def of_tensor(self, i: int) -> Patch:
-        """Return the patch of tensor `i` alone, as a view of this one's memory."""
-        begin, end = self._records_of(i)
-        return self._alone(i, self.records[begin:end])
-
-    def _records_of(self, i: int) -> tuple[int, int]:
-        """Return begin and end of the records of tensor `i`, in bytes."""
-        first, last = first_tiles(self.numels, self.level)[i : i + 2]
-        begin, end = self.offsets()[[first, last]].tolist()
-        return begin, end
-
-    def _alone(self, i: int, records: Tensor) -> Patch:
-        first, last = first_tiles(self.numels, self.level)[i : i + 2]
-        return replace(
-            self,
-            numels=self.numels[i : i + 1],
-            counts=self.counts[i : i + 1],
-            heads=None if self.heads is None else self.heads[first:last],
-            sizes=self.sizes[first:last],
-            records=records,
-            tables=None if self.tables is None else replace(self.tables, row_of=self.tables.row_of[i : i + 1]),
-        )
 
 
 # The parts of each level, by name.
