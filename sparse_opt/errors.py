@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class SparseOptError(Exception):
     """Base class of the errors that this package raises for invalid data or failed operations."""
@@ -25,3 +27,9 @@ class DataError(SparseOptError, ValueError):
 
 class ConfigError(SparseOptError, ValueError):
     """A configuration key or value is invalid. The command line exits with 2 on this error, with 1 on the others."""
+
+
+def listed(items: Sequence[str], separator: str = ", ", most: int = 3) -> str:
+    """Join the first items for a message, followed by the number of the others."""
+    more = len(items) - most
+    return separator.join(items[:most]) + (f"{separator}and {more} more" if more > 0 else "")

@@ -18,6 +18,10 @@ from torch import Tensor
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
+class DamagedFile(ValueError):
+    """The bytes of a file are not those of its format; the message does not name the file."""
+
+
 @contextlib.contextmanager
 def written_aside(
     path: Path, *, replace: bool = True, before_publishing: Callable[[], object] | None = None

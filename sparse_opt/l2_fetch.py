@@ -50,7 +50,7 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
         RuntimeError: the device has no such setting or did not accept the value; the setting has not changed.
     """
     if n_bytes not in GRANULARITIES:
-        raise ValueError(f"n_bytes is {n_bytes}, wanted {', '.join(map(str, GRANULARITIES))}")
+        raise ValueError(f"n_bytes is {n_bytes}, expected {', '.join(map(str, GRANULARITIES))}")
     module, index = _reached(device)
     before = int(module.l2_fetch_granularity(index))
     module.set_l2_fetch_granularity(index, int(n_bytes))
@@ -74,7 +74,7 @@ def _reached(device: torch.device | str | int) -> tuple[Any, int]:
         device = f"cuda:{device}"
     device = torch.device(device)
     if device.type != "cuda":
-        raise ValueError(f"device is {device}, wanted a CUDA device")
+        raise ValueError(f"device is {device}, expected a CUDA device")
     cause = why_unreachable()
     if not cause and device.index is not None and device.index >= torch.cuda.device_count():
         cause = f"device is {device}, and torch finds {torch.cuda.device_count()}"

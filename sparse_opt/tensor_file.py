@@ -22,6 +22,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from .files import DamagedFile
+
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors package limits it
 _MAX_DIMENSIONS = 64
 # Dtypes by the names of the format, which has none for torch's complex32 and bits8 to bits16. Types of less than a byte
@@ -61,10 +63,6 @@ def can_store(dtype: torch.dtype) -> bool:
     return True
 
 
-class DamagedFile(ValueError):
-    """The bytes of a file are not those of a safetensors file; the message does not name the file."""
-
-
 @dataclass(frozen=True)
 class _Entry:
     """A tensor's entry in the header: dtype, shape, and begin and end in bytes of the file."""
@@ -97,6 +95,12 @@ class TensorFile:
     def numel(self, name: str) -> int:
         """The number of elements of a tensor."""
         return self._entries[name].numel
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._entries[name].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
 
     def read(self, name: str) -> Tensor:
         """Read a tensor, on the CPU. Raises DamagedFile if the file has been truncated, OSError if it is unreadable."""

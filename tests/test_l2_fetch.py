@@ -46,13 +46,13 @@ def test_changes_no_bit_of_a_step(kept: None) -> None:
 
 @pytest.mark.parametrize("n_bytes", [0, 16, 48, 256])
 def test_refuses_other_sizes(n_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"n_bytes is {n_bytes}, wanted 32, 64, 128"):
+    with pytest.raises(ValueError, match=f"n_bytes is {n_bytes}, expected 32, 64, 128"):
         set_l2_fetch_granularity(n_bytes)
 
 
 @pytest.mark.parametrize("call", [l2_fetch_granularity, lambda device: set_l2_fetch_granularity(32, device)])
 def test_refuses_a_device_without_it(call) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match="device is cpu, wanted a CUDA device"):
+    with pytest.raises(ValueError, match="device is cpu, expected a CUDA device"):
         call("cpu")
 
 

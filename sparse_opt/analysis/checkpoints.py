@@ -9,13 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..delta.state import StateLayout, TensorSpec
 from ..errors import DataError
-from ..files import one_line
+from ..files import DamagedFile, one_line
+from ..tensor_file import open_tensors
 from ..tensors import tensor_digest
 
 _SINGLE = "model.safetensors"
@@ -24,20 +23,6 @@ _INDEX = "model.safetensors.index.json"
 _BUFFER = re.compile(r"(^|\.)(attn|attention|crossattention)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
 # What transformers puts before the names of a model with a head, and original checkpoints of GPT-2 leave out.
 _PREFIX = "transformer."
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -70,17 +55,12 @@ class Checkpoint:
         specs: dict[str, TensorSpec] = {}
         for path in _files_of(text):
             try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():
-                        piece = file.get_slice(name)
-                        dtype = _DTYPES.get(piece.get_dtype())
-                        if dtype is None:
-                            raise DataError(
-                                f"{path}: {name} has the dtype {piece.get_dtype()}, which is not known here"
-                            )
-                        specs[name] = TensorSpec(name, str(dtype).removeprefix("torch."), tuple(piece.get_shape()))
+                with open_tensors(path) as file:
+                    for name in file.names:
+                        dtype = str(file.dtype(name)).removeprefix("torch.")
+                        specs[name] = TensorSpec(name, dtype, file.shape(name))
                         files[name] = path
-            except (OSError, SafetensorError) as error:
+            except (OSError, DamagedFile) as error:
                 raise DataError(f"{path}: not a readable safetensors file: {one_line(error)}") from error
         if not specs:
             raise DataError(f"{text}: its safetensors files hold no tensor")
@@ -90,10 +70,9 @@ class Checkpoint:
         """One tensor, on the CPU. Raises DataError naming the file."""
         path = self.files[name]
         try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError) as error:
+            with open_tensors(path) as file:
+                return file.read(name)
+        except (OSError, DamagedFile) as error:
             raise DataError(f"{path}: {name} cannot be read: {one_line(error)}") from error
 
 
@@ -101,7 +80,7 @@ class CheckpointPair:
     """A `StateLog` of two steps: 0 is the base checkpoint, 1 the tuned one.
 
     Tensors are matched by name, with or without GPT-2's prefix `transformer.`. A tied tensor that only one of the two
-    files has (`lm_head.weight`, besides the embeddings) is left out if the configuration ties it. Dtypes may differ:
+    files has (`lm_head.weight`) is left out if the configuration ties it to the embeddings. Dtypes may differ:
     `layout` is that of the tuned checkpoint.
     """
 
@@ -128,7 +107,7 @@ class CheckpointPair:
         return layout.state_digest([tensor_digest(self._side(step).read(spec.name)) for spec in specs])
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(step, the named tensor), on the CPU; reads it when it is asked for."""
+        """Yield (step, the named tensor), on the CPU; each is read when it is requested."""
         if name not in self._base_names:
             raise DataError(f"{self.directory}: no tensor {name} in both checkpoints")
         for step in steps:
@@ -143,7 +122,7 @@ class CheckpointPair:
 
     def _require(self, step: int) -> None:
         if step not in self.steps:
-            raise DataError(f"{self.directory}: step {step} asked for, there are 0 (base) and 1 (tuned)")
+            raise DataError(f"{self.directory}: step is {step}, expected 0 (base) or 1 (tuned)")
 
 
 def _matched(base: Checkpoint, tuned: Checkpoint) -> dict[str, str]:
@@ -161,7 +140,7 @@ def _matched(base: Checkpoint, tuned: Checkpoint) -> dict[str, str]:
         odd = [n for n in left if not _BUFFER.search(n) and not (n == "lm_head.weight" and _ties_head(there))]
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise DataError(f"{here.source} has {odd[0]}{more}, which {there.source} has not: two different models")
+            raise DataError(f"{odd[0]}{more} is in {here.source} and not in {there.source}: two different models")
     for name, other in pairs.items():
         mine, theirs = tuned.specs[name].shape, base.specs[other].shape
         if mine != theirs:
@@ -194,7 +173,7 @@ def _files_of(source: str) -> list[Path]:
             return [path / _SINGLE]
         raise DataError(f"{source}: holds no {_SINGLE} and no {_INDEX}")
     if path.exists():
-        raise DataError(f"{source}: wanted a folder, a .safetensors file or a hub name")
+        raise DataError(f"{source}: expected a folder, a .safetensors file or a hub name")
     return _hub_files(source)
 
 
@@ -213,7 +192,7 @@ def _hub_files(source: str) -> list[Path]:
         # For the ties of the head; not every model has one.
         with suppress(EntryNotFoundError):
             _hub_file(name, revision, "config.json")
-        # What the cache holds first: a hub that cannot be reached says nothing about the other file.
+        # Cached files first: without a connection, the hub cannot tell which of the two files exists.
         single, index = (_cached(name, revision, file) for file in (_SINGLE, _INDEX))
         if single is None and index is None:
             try:
@@ -227,7 +206,7 @@ def _hub_files(source: str) -> list[Path]:
         assert index is not None
         return [_hub_file(name, revision, shard) for shard in _shards(index)]
     except (EntryNotFoundError, OSError, ValueError) as error:
-        raise DataError(f"cannot read the checkpoint {source}, which is no folder: {one_line(error)}") from error
+        raise DataError(f"cannot read the checkpoint {source}, which is not a folder: {one_line(error)}") from error
 
 
 def _hub_file(name: str, revision: str, file: str) -> Path:

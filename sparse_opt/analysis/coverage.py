@@ -82,21 +82,21 @@ def measure_coverage(
     """
     for tau in taus:
         if not tau >= 0:
-            raise DataError(f"tau is {tau}, wanted at least 0")
+            raise DataError(f"tau is {tau}, expected at least 0")
     if not taus:
-        raise DataError("no tau given, wanted at least one")
+        raise DataError("no tau given, expected at least one")
     names = chosen_names(log, include, exclude, mlp_only)
-    wanted = chosen_steps(log, steps)
-    column = {step: i for i, step in enumerate(wanted)}
-    active = [[0] * len(wanted) for _ in taus]
-    shared = [[0] * len(wanted) for _ in taus]
+    chosen = chosen_steps(log, steps)
+    column = {step: i for i, step in enumerate(chosen)}
+    active = [[0] * len(chosen) for _ in taus]
+    shared = [[0] * len(chosen) for _ in taus]
     numel = 0
     for name in progress(names):
-        base, states = base_and_states(log, name, wanted[-1:])
+        base, states = base_and_states(log, name, chosen[-1:])
         tensor = next(states)[1]
         numel += tensor.numel()
         final = [distances(*pair) for pair in blocks(*common_dtype(base, tensor), device=device)]
-        for step, tensor in log.tensor_states(name, wanted):
+        for step, tensor in log.tensor_states(name, chosen):
             pairs = blocks(*common_dtype(base, tensor), device=device)
             for pair, moved_finally in zip(pairs, final, strict=True):
                 moved = distances(*pair)
@@ -106,4 +106,4 @@ def measure_coverage(
                     shared[i][column[step]] += int((both > tau).count_nonzero())
     if not numel:
         raise DataError(f"{log.directory}: the chosen tensors have no elements")
-    return Coverage(tuple(wanted), tuple(taus), numel, tuple(map(tuple, active)), tuple(map(tuple, shared)))
+    return Coverage(tuple(chosen), tuple(taus), numel, tuple(map(tuple, active)), tuple(map(tuple, shared)))

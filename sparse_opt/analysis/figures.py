@@ -43,7 +43,7 @@ def require_matplotlib(option: str) -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"option '{option}' wants the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
+            f"option '{option}' needs the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
         ) from error
 
 

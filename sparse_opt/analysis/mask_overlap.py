@@ -170,7 +170,7 @@ def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Compa
         UserWarning: a mask says that it was made for a model of another name than the first; once for each name.
     """
     if len(masks) < 2:
-        raise MaskError(f"found {len(masks)} masks to compare, wanted two and more")
+        raise MaskError(f"found {len(masks)} masks to compare, expected two or more")
     names = _compared_names(masks, common)
     pairs = list(itertools.combinations(masks.items(), 2))
     return [
@@ -194,13 +194,13 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
                     continue
                 has, lacks = (label, other_label) if name in first else (other_label, label)
                 raise MaskError(
-                    f"{name} is in {has} and not in {lacks}: wanted masks of one model "
+                    f"{name} is in {has} and not in {lacks}: expected masks of one model "
                     "('common' compares over what all of them list)"
                 )
             if first.shapes[name] != other.shapes[name]:
                 raise MaskError(
                     f"{name} is {list(first.shapes[name])} in {label} and {list(other.shapes[name])} in {other_label}: "
-                    "wanted masks of one model"
+                    "expected masks of one model"
                 )
         models = [mask.metadata.get("model") for mask in (first, other)]
         if None not in models and models[0] != models[1] and models[1] not in warned:
@@ -208,7 +208,7 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
             warnings.warn(f"{label} was made for the model {models[0]}, {other_label} for {models[1]}", stacklevel=3)
     names = [name for name in first.names if all(name in other for _, other in others)]
     if not names:
-        raise MaskError(f"{', '.join(masks)} have no parameter in common, wanted masks of one model")
+        raise MaskError(f"{', '.join(masks)} have no parameter in common, expected masks of one model")
     return names
 
 

@@ -164,15 +164,15 @@ def measure_ranks(
         DeltaLogError: the log is damaged.
     """
     if not tau >= 0:
-        raise DataError(f"tau is {tau}, wanted at least 0")
+        raise DataError(f"tau is {tau}, expected at least 0")
     dims = {spec.name: len(spec.shape) for spec in log.layout.tensors}
     names = [n for n in chosen_names(log, include, exclude, mlp_only) if is_weight_matrix(n, dims[n])]
     if not names:
         raise DataError(f"no weight matrix of {log.directory} is chosen by include, exclude and mlp_only")
-    wanted = chosen_steps(log, None if step is None else [step])[-1:]
+    chosen = chosen_steps(log, None if step is None else [step])[-1:]
     stats: dict[str, RankStats] = {}
     for name in progress(names):
-        base, states = base_and_states(log, name, wanted)
+        base, states = base_and_states(log, name, chosen)
         tensor = next(states)[1]
         stats |= _named_stats(name, base, tensor, tau, method, k, device)
     return stats

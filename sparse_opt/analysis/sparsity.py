@@ -147,22 +147,22 @@ def measure_sparsity(
     """
     _require_tolerances(tolerances)
     names = chosen_names(log, include, exclude, mlp_only)
-    wanted = chosen_steps(log, steps)
+    chosen = chosen_steps(log, steps)
     any_wide = False
-    stored: dict[int, dict[str, ChangeCounts]] = {step: {} for step in wanted}
-    rounded: dict[int, dict[str, ChangeCounts]] = {step: {} for step in wanted}
+    stored: dict[int, dict[str, ChangeCounts]] = {step: {} for step in chosen}
+    rounded: dict[int, dict[str, ChangeCounts]] = {step: {} for step in chosen}
     for name in progress(names):
-        base, states = base_and_states(log, name, wanted)
+        base, states = base_and_states(log, name, chosen)
         for step, tensor in states:
             stored[step][name] = rounded[step][name] = count_changes(base, tensor, tolerances, device=device)
             if max(base.element_size(), tensor.element_size()) > 2:
                 any_wide = True
                 both = base.to(torch.bfloat16), tensor.to(torch.bfloat16)
                 rounded[step][name] = count_changes(*both, tolerances, device=device)
-    return [StepChanges(step, stored[step], rounded[step] if any_wide else None) for step in wanted]
+    return [StepChanges(step, stored[step], rounded[step] if any_wide else None) for step in chosen]
 
 
 def _require_tolerances(tolerances: Sequence[float]) -> None:
     for tolerance in tolerances:
         if not tolerance >= 0:
-            raise DataError(f"tolerance is {tolerance}, wanted at least 0")
+            raise DataError(f"tolerance is {tolerance}, expected at least 0")

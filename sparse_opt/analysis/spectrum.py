@@ -60,14 +60,14 @@ def singular_values(matrix: Tensor, method: Method = "exact", *, k: int = LOWRAN
         DataError: no matrix, no elements, NaN or infinite ones, an unknown method, or a k below 1.
     """
     if matrix.ndim != 2 or not matrix.numel():
-        raise DataError(f"matrix has the shape {list(matrix.shape)}, wanted two dimensions with elements")
+        raise DataError(f"matrix has the shape {list(matrix.shape)}, expected two dimensions with elements")
     if method not in METHODS:
-        raise DataError(f"method is {method!r}, wanted one of {', '.join(METHODS)}")
+        raise DataError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
     if k < 1:
-        raise DataError(f"k is {k}, wanted at least 1")
+        raise DataError(f"k is {k}, expected at least 1")
     odd = matrix.numel() - int(matrix.isfinite().count_nonzero())
     if odd:
-        raise DataError(f"{odd} of {matrix.numel()} elements are NaN or infinite, wanted numbers")
+        raise DataError(f"{odd} of {matrix.numel()} elements are NaN or infinite, expected numbers")
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
     squared_norm = 0.0
     for start in range(0, tall.shape[0], _ROWS):

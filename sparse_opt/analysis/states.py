@@ -54,7 +54,7 @@ def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
                 f"{log.directory}: step {step} is not logged; {len(logged)} are, {logged[0]} to {logged[-1]}"
             )
         if step == logged[0]:
-            raise DataError(f"{log.directory}: step {step} is the base, wanted steps after it")
+            raise DataError(f"{log.directory}: step {step} is the base, expected a later step")
     return sorted(set(steps)) if steps else list(logged[1:])
 
 

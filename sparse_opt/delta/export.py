@@ -3,7 +3,6 @@
     export_state    the whole state, dense: one safetensors file, as `safetensors.torch.load_file` and loaders of
                     checkpoints read it
     export_values   what changed since another step: flat positions and new values, one safetensors file
-    export_pt       `base_state.pt` and `deltas_step_{n}.pt`: see `delta.pt_log`
 
 `export_values` writes for each tensor that changed
 
@@ -26,7 +25,7 @@ twice, or to a state in between, they give the same result. Metadata, all string
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,9 +39,7 @@ from ..masks.mask_set import MaskSet
 from ..tensors import as_bits, compact_json
 from .files import MASK_NAME, LogSettings, list_steps
 from .log import DeltaLog
-from .open import step_states
-from .pt_files import pt_file_name
-from .state import StateLog
+from .state import StateLog, step_states
 
 OnTensor = Callable[[], None]
 
@@ -74,7 +71,7 @@ def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_
             written or is in the folder of a delta log.
     """
     if since >= step:
-        raise DeltaLogError(f"{log.directory}: changes since step {since} at step {step}: wanted an earlier step")
+        raise DeltaLogError(f"{log.directory}: since is step {since}, expected a step before {step}")
     _require_target(Path(path))
     parts: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
@@ -105,65 +102,6 @@ def export_values(log: StateLog, since: int, step: int, path: str | Path, *, on_
     return changed
 
 
-def export_pt(
-    log: StateLog, steps: Sequence[int], folder: str | Path, *, on_step: Callable[[int], None] | None = None
-) -> dict[int, int]:
-    """Write `base_state.pt` and one `deltas_step_{n}.pt` per step: fp32 weights, and fp32 differences to them.
-
-    Only floating-point parameters are written, tied ones once, as by the tools that write such files. The folder is
-    renamed into place after everything is written. Holds the base, one state and one fp32 difference in memory.
-
-    Returns step -> number of elements whose bits base + difference does not reproduce: see `delta.pt_log`.
-
-    Args:
-        steps: logged ones, ascending, after the first.
-        folder: missing or empty.
-
-    Raises:
-        DeltaLogError: a step is not logged or is the first one, a parameter is fp64, which fp32 does not hold, the log
-            is damaged, or the folder cannot be written.
-    """
-    first = log.steps[0]
-    if not steps or min(steps) <= first:
-        raise DeltaLogError(f"{log.directory}: steps {list(steps)} to write, wanted ones after step {first}, the base")
-    specs = [spec for spec in log.layout.tensors if spec.name not in log.layout.buffers]
-    names = [spec.name for spec in specs if getattr(torch, spec.dtype).is_floating_point]
-    wide = [spec.name for spec in specs if spec.dtype == "float64"]
-    if wide:
-        raise DeltaLogError(f"{log.directory}: {wide[0]} is float64, which files of fp32 differences do not hold")
-    base: dict[str, Tensor] = {}
-    inexact = {}
-    try:
-        with new_folder(Path(folder)) as aside:
-            for step, state in step_states(log, (first, *steps)):
-                if not base:
-                    base = {name: state[name].to(torch.float32, copy=True) for name in names}
-                    _save_pt(base, aside / pt_file_name(0))
-                    continue
-                differences = {name: state[name].float() - base[name] for name in names}
-                _save_pt(differences, aside / pt_file_name(step))
-                inexact[step] = sum(_inexact(base[name], differences[name], state[name]) for name in names)
-                if on_step is not None:
-                    on_step(step)
-    except OSError as error:
-        raise DeltaLogError(f"{folder}: cannot be written: {one_line(error)}") from error
-    return inexact
-
-
-def _save_pt(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        # Opened here because torch.save writes a file name that it is given, here a temporary one, into the file.
-        with path.open("wb") as file:
-            torch.save(tensors, file)
-    except RuntimeError as error:
-        raise OSError(f"{path.name}: {one_line(error)}") from error
-
-
-def _inexact(base: Tensor, difference: Tensor, wanted: Tensor) -> int:
-    found = (base + difference).to(wanted.dtype)
-    return int((as_bits(found) != as_bits(wanted)).sum())
-
-
 def _single(log: StateLog, name: str, step: int) -> Tensor:
     return next(tensor for _, tensor in log.tensor_states(name, [step])).contiguous()
 
@@ -179,7 +117,7 @@ def _call(callback: Callable[..., None] | None, *arguments: Any) -> None:
 
 def _require_target(path: Path) -> None:
     if path.suffix != ".safetensors":
-        raise DeltaLogError(f"{path}: the file ends in {path.suffix or 'no suffix'}, wanted .safetensors")
+        raise DeltaLogError(f"{path}: the file ends in {path.suffix or 'no suffix'}, expected .safetensors")
     if list_steps(path.parent)[0]:
         # The file could replace a step or the mask of the log.
         raise DeltaLogError(f"{path}: is in the folder of a delta log: choose another folder")
@@ -227,7 +165,7 @@ def convert(
             f"{min(layout.buffers)}: they would be parameters in the new log"
         )
     if steps[0] != 0:
-        raise DeltaLogError(f"{log.directory}: begins with step {steps[0]}, wanted 0")
+        raise DeltaLogError(f"{log.directory}: begins with step {steps[0]}, expected 0")
     settings, mask = LogSettings(), None
     if isinstance(log, DeltaLog):
         settings = log.settings

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import DeltaLogError
-from ..files import one_line, write_safetensors
-from ..tensor_file import DamagedFile, TensorFile, open_tensors
+from ..files import DamagedFile, one_line, write_safetensors
+from ..tensor_file import TensorFile, open_tensors
 from ..tensors import combined_digest, compact_json, dtype_name, metadata_digest
 from .codec import LEVELS
 from .digest import StateDigest
@@ -61,12 +61,12 @@ class LogSettings:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise DeltaLogError(f"level is {self.level!r}, wanted one of {', '.join(LEVELS)}")
+            raise DeltaLogError(f"level is {self.level!r}, expected one of {', '.join(LEVELS)}")
         if self.against not in AGAINST:
-            raise DeltaLogError(f"against is {self.against!r}, wanted {' or '.join(AGAINST)}")
+            raise DeltaLogError(f"against is {self.against!r}, expected {' or '.join(AGAINST)}")
         every = self.keyframe_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise DeltaLogError(f"keyframe_every is {every!r}, wanted 1 or more, or None")
+            raise DeltaLogError(f"keyframe_every is {every!r}, expected 1 or more, or None")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def read_header(file: StepFile) -> StepHeader:
 
 def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
     if fields.get("format") != FORMAT:
-        raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, wanted {FORMAT!r}")
+        raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, expected {FORMAT!r}")
     if fields.get("format_version") != FORMAT_VERSION:
         raise DeltaLogError(
             f"{file.where}: the file is of format version {fields.get('format_version')!r}, "
@@ -218,8 +218,8 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         raise DeltaLogError(
             f"{file.where}: damaged: its header has digest {metadata_digest(fields)}, it says {written!r}"
         )
-    for key, wanted in (("step", str(file.step)), ("kind", file.kind)):
-        if fields[key] != wanted:
+    for key, expected in (("step", str(file.step)), ("kind", file.kind)):
+        if fields[key] != expected:
             raise DeltaLogError(f"{file.where}: the file was written as {key} {fields[key]}; was it renamed?")
     layout, log_metadata, settings, masked = None, None, None, False
     if file.kind == KEYFRAME:
@@ -260,7 +260,7 @@ def require_digests(header: StepHeader, layout: StateLayout) -> None:
     """Raise DeltaLogError unless the header's tensor digests fit the layout and give its result digest."""
     where = header.file.where
     if len(header.tensor_digests) != len(layout.tensors):
-        raise DeltaLogError(f"{where}: {len(header.tensor_digests)} tensor digests, wanted {len(layout.tensors)}")
+        raise DeltaLogError(f"{where}: {len(header.tensor_digests)} tensor digests, expected {len(layout.tensors)}")
     found = layout.state_digest(header.tensor_digests)
     if found != header.result_digest:
         raise DeltaLogError(f"{where}: its tensor digests make {found}, its result digest is {header.result_digest}")

@@ -79,7 +79,7 @@ class DeltaLog(DeltaReader):
         self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError, backend: Backend | None
     ) -> None:
         if on_error not in ("raise", "warn"):
-            raise DeltaLogError(f"on_error is {on_error!r}, wanted raise or warn")
+            raise DeltaLogError(f"on_error is {on_error!r}, expected raise or warn")
         super().__init__(directory, backend)
         self._model, self._on_error = model_or_state, on_error
         self._writing: _Writing | None = None
@@ -325,16 +325,16 @@ class DeltaLog(DeltaReader):
 
     def _report(self, writing: _Writing) -> bool:
         """Raise or warn if a step failed and that was not reported yet; True if the next step must be a keyframe."""
-        trouble = writing.writer.reported()
-        if not trouble.stopped:
+        status = writing.writer.reported()
+        if not status.stopped:
             writing.warned = False
-        if trouble.error is not None:
-            if self._on_error == "raise" or not isinstance(trouble.error, DeltaLogError):
-                raise trouble.error
+        if status.error is not None:
+            if self._on_error == "raise" or not isinstance(status.error, DeltaLogError):
+                raise status.error
             if not writing.warned:
-                warnings.warn(f"{trouble.error}; training goes on, and steps are missing in the log", stacklevel=3)
+                warnings.warn(f"{status.error}; training goes on, and steps are missing in the log", stacklevel=3)
                 writing.warned = True
-        return trouble.wants_fresh
+        return status.needs_keyframe
 
 
 def _end(writer: StepWriter, lock: WriterLock) -> None:

@@ -120,7 +120,7 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
         if step not in listed:
             raise DeltaLogError(f"{files.directory}: step {step} is not logged")
     if a >= b:
-        raise DeltaLogError(f"{files.directory}: squash from step {a} to step {b}: wanted an earlier and a later step")
+        raise DeltaLogError(f"{files.directory}: squash from step {a} to step {b}, expected ascending steps")
     between = [step for step in listed if a < step < b]
     for step in (step for step in listed if step > b):
         header = files.header(listed[step])

@@ -1,16 +1,12 @@
-"""Opens a log of states of either file format, and iterates over its steps."""
+"""Opens a log of states of either file format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from torch import Tensor
 
 from ..errors import DeltaLogError
 from .log import DeltaLog
-from .pt_log import PtDeltaLog, is_pt_delta_log
-from .state import StateLog
+from .pt import PtDeltaLog, is_pt_delta_log
 
 
 def open_log(path: str | Path) -> DeltaLog | PtDeltaLog:
@@ -23,19 +19,5 @@ def open_log(path: str | Path) -> DeltaLog | PtDeltaLog:
     if not is_pt_delta_log(directory):
         return DeltaLog.open(directory)
     if any(directory.glob("step_*.safetensors")):
-        raise DeltaLogError(f"{directory}: holds a delta log and a log of .pt files, wanted one of them")
+        raise DeltaLogError(f"{directory}: holds a delta log and a log of .pt files, expected one of them")
     return PtDeltaLog(directory)
-
-
-def step_states(log: StateLog, steps: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield (step, the state's tensors by their first names), on the CPU, for ascending logged steps.
-
-    Reads the log once, all tensors in parallel, and holds one state; a yielded state is valid until the next one is
-    requested.
-
-    Raises:
-        DeltaLogError: as `StateLog.tensor_states`.
-    """
-    readers = {name: log.tensor_states(name, steps) for name in log.layout.names}
-    for step in steps:
-        yield step, {name: next(reader)[1] for name, reader in readers.items()}

@@ -53,11 +53,11 @@ class Schedule:
                 ranges.append((first, end, stride))
             else:
                 raise ConfigError(
-                    f"{where}: cannot read '{_shortened(item)}'; wanted a step, first-last, first-last:stride, "
+                    f"{where}: cannot read '{_shortened(item)}'; expected a step, first-last, first-last:stride, "
                     "every:k, last or until:n"
                 )
         if not (every or ranges or last):
-            raise ConfigError(f"{where}: names no step; wanted a step, first-last, every:k or last")
+            raise ConfigError(f"{where}: names no step; expected a step, first-last, every:k or last")
         return cls(tuple(every), tuple(ranges), last, until)
 
     def due(self, step: int, n_steps: int | None = None) -> bool:

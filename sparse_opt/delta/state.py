@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import DeltaLogError
+from ..errors import DeltaLogError, listed
 from ..files import one_line
 from ..tensor_file import DTYPES, can_store
 from ..tensors import canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
 
-_SHOWN_MISMATCHES = 3
 _RESERVED_NAME = "__metadata__"
 _DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
 _MOST_DIMENSIONS = 64
@@ -100,9 +99,7 @@ class StateLayout:
         """Raise DeltaLogError, listing the differences, unless `other` has the same tensors."""
         lines = self.mismatches(other)
         if lines:
-            more = len(lines) - _SHOWN_MISMATCHES
-            listed = "; ".join(lines[:_SHOWN_MISMATCHES]) + (f"; and {more} more" if more > 0 else "")
-            raise DeltaLogError(f"{where}: the model is not the logged one: {listed}")
+            raise DeltaLogError(f"{where}: the model is not the logged one: {listed(lines, '; ')}")
 
     def to_json(self) -> str:
         tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]
@@ -228,14 +225,14 @@ def is_text(text: str) -> bool:
 
 def _require_plain(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
-        raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, wanted a tensor")
+        raise DeltaLogError(f"state entry {name} is {type(tensor).__name__}, expected a tensor")
     if type(tensor) is not Tensor:
         _require_plain_type(name, tensor)
     if tensor.is_nested:
         raise DeltaLogError(f"state entry {name} is nested, expected a tensor of one shape")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise DeltaLogError(
-            f"state entry {name} is {tensor.layout} on {tensor.device}, wanted a strided tensor in memory"
+            f"state entry {name} is {tensor.layout} on {tensor.device}, expected a strided tensor in memory"
         )
     if not can_store(tensor.dtype):
         raise DeltaLogError(
@@ -257,7 +254,7 @@ def _require_plain_type(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise DeltaLogError(f"state entry {name} is {kind.__name__}, expected an initialized tensor")
     if is_wrapper(tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise DeltaLogError(f"state entry {name} is {kind.__name__}, wanted a plain tensor: gather sharded ones first")
+        raise DeltaLogError(f"state entry {name} is {kind.__name__}, expected a plain tensor: gather sharded tensors")
 
 
 def _reach(tensor: Tensor) -> int:
@@ -309,3 +306,17 @@ def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:
         for spec in layout.tensors
         if spec.name not in layout.buffers and getattr(torch, spec.dtype).is_floating_point
     }
+
+
+def step_states(log: StateLog, steps: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield (step, the state's tensors by their first names), on the CPU, for ascending logged steps.
+
+    Reads the log once, all tensors in parallel, and holds one state; a yielded state is valid until the next one is
+    requested.
+
+    Raises:
+        DeltaLogError: as `StateLog.tensor_states`.
+    """
+    readers = {name: log.tensor_states(name, steps) for name in log.layout.names}
+    for step in steps:
+        yield step, {name: next(reader)[1] for name, reader in readers.items()}

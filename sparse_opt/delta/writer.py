@@ -126,12 +126,13 @@ class StepJob:
 class WriterStatus:
     """Status of the writer.
 
-    stopped: the last attempted step could not be written. wants_fresh: and no keyframe that restarts the log has been
-    submitted since. error: its cause, if it was not reported yet.
+    stopped: the last attempted step could not be written.
+    needs_keyframe: stopped, and no keyframe that restarts the log has been submitted since.
+    error: the cause, if it was not reported yet.
     """
 
     stopped: bool
-    wants_fresh: bool
+    needs_keyframe: bool
     error: BaseException | None
 
 

@@ -62,17 +62,17 @@ class SparseArguments:
     def __post_init__(self) -> None:
         Schedule.parse(self.delta_log_steps)
         if self.delta_log_level not in LEVELS:
-            raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, wanted one of {', '.join(LEVELS)}")
+            raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected one of {', '.join(LEVELS)}")
         if self.delta_log_on_error not in ("raise", "warn"):
-            raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, wanted raise or warn")
+            raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, expected raise or warn")
         if self.delta_log_keyframe_every is not None and self.delta_log_keyframe_every < 1:
-            raise ConfigError(f"delta_log_keyframe_every is {self.delta_log_keyframe_every}, wanted 1 or more, or None")
+            raise ConfigError(f"delta_log_keyframe_every is {self.delta_log_keyframe_every}, expected 1 or more")
         for option in fields(self):
             if self.delta_log_dir is None and option.name.startswith("delta_log_"):
                 if getattr(self, option.name) != option.default:
                     raise ConfigError(f"{option.name} does nothing without delta_log_dir")
         if self.delta_log_dir is not None and not self.keep_base_weights:
-            raise ConfigError("a delta log begins with the base weights: delta_log_dir wants keep_base_weights=True")
+            raise ConfigError("a delta log begins with the base weights: delta_log_dir needs keep_base_weights=True")
 
 
 def as_mask(mask: Mask) -> MaskSet:
@@ -88,4 +88,4 @@ def as_mask(mask: Mask) -> MaskSet:
         return MaskSet.from_bool(mask)
     if isinstance(mask, str | PathLike):
         return MaskSet.load(Path(mask))
-    raise TypeError(f"mask is a {type(mask).__name__}, wanted a MaskSet, a path, or a dict of bool tensors")
+    raise TypeError(f"mask is a {type(mask).__name__}, expected a MaskSet, a path, or a dict of bool tensors")

@@ -83,13 +83,13 @@ def require(package: str) -> None:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"sparse_opt.integrations wants {package} >= {FIRST[package]}, which is not installed: "
+            f"sparse_opt.integrations needs {package} >= {FIRST[package]}, which is not installed: "
             "pip install 'sparse-opt[integrations]'"
         ) from None
     from packaging.version import Version  # a dependency of transformers
 
     if Version(found) < Version(FIRST[package]):
         raise ImportError(
-            f"sparse_opt.integrations wants {package} >= {FIRST[package]}, found {found}: "
+            f"sparse_opt.integrations needs {package} >= {FIRST[package]}, found {found}: "
             f"pip install '{package}>={FIRST[package]}'"
         )

@@ -195,8 +195,8 @@ class SparseCallback(TrainerCallback):
 
     def __init__(self, trainer: SparseTrainer) -> None:
         self._trainer = trainer
-        wanted = trainer.sparse_arguments.delta_log_dir is not None
-        self._log = SparseDeltaLogCallback(trainer) if wanted else None
+        logs = trainer.sparse_arguments.delta_log_dir is not None
+        self._log = SparseDeltaLogCallback(trainer) if logs else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer

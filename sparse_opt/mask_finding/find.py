@@ -1,17 +1,21 @@
-"""Finds masks from a log of states, and names the files of found masks."""
+"""Finds masks, from a log of states or from an untrained model, and names their files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Unpack
 
 import torch
+from torch import nn
 
-from ..delta.state import StateLog, TensorSpec, floating_parameters
+from ..delta.state import StateLog, floating_parameters
 from ..errors import MaskError
 from ..masks.parameters import select_names
+from ..tensors import canonical_names, named_parameters_of
 from .log_scores import LogMethod, LogScores, plan_scores
-from .select import FoundMask, Pool, find_mask, require_arguments
+from .model_scores import CalibrationSequence, ModelMethod, calibrated_scores, weight_scores
+from .select import FoundMask, SelectionOptions, find_mask, require_arguments
 
 
 def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
@@ -20,15 +24,15 @@ def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pat
     Without a step, as for an untrained model: `sparsity_97.5pct_snip.safetensors`. A pattern other than element follows
     the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
     """
-    return f"sparsity_{float(sparsity)}pct_{_made_how(method, step, pattern)}.safetensors"
+    return f"sparsity_{float(sparsity)}pct_{_source(method, step, pattern)}.safetensors"
 
 
 def top_file_name(percent: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
     """`top_10.0pct_momentum_w25_step25.safetensors`: as `mask_file_name`, for the percent of elements to keep."""
-    return f"top_{float(percent)}pct_{_made_how(method, step, pattern)}.safetensors"
+    return f"top_{float(percent)}pct_{_source(method, step, pattern)}.safetensors"
 
 
-def _made_how(method: str, step: int | None, pattern: str) -> str:
+def _source(method: str, step: int | None, pattern: str) -> str:
     parts = [method, *([] if pattern == "element" else [pattern]), *([] if step is None else [f"step{step}"])]
     return "_".join(parts)
 
@@ -40,15 +44,11 @@ def find_from_log(
     sparsity: float,
     target_step: int | None = None,
     momentum_window: int | None = None,
-    min_tensor_keep: float = 0.0025,
-    pool: Pool = "global",
-    pattern: str = "element",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
     device: torch.device | str = "cpu",
-    figures: bool = False,
-    progress: bool = False,
+    **options: Unpack[SelectionOptions],
 ) -> FoundMask:
     """Find the mask of the elements that a method scores highest in a log of states.
 
@@ -59,7 +59,7 @@ def find_from_log(
         target_step, momentum_window: see `mask_finding.log_scores.plan_scores`.
         include, exclude, mlp_only: which tensors are used: see `select_names`.
         device: where the scores are computed; every device gives the same mask.
-        others: see `find_mask`.
+        options: min_tensor_keep, pool, pattern, tensor_stats and progress of `find_mask`.
 
     Returns:
         A mask over the chosen tensors. Its metadata: method, sparsity, step, base_step, steps_read (how many),
@@ -70,9 +70,10 @@ def find_from_log(
         MaskError: as `mask_finding.log_scores.plan_scores` and `find_mask`; or no tensor is chosen.
         DeltaLogError: the log is damaged, or the step is not logged.
     """
-    require_arguments(sparsity, min_tensor_keep, pool, pattern)
+    require_arguments(sparsity, options)
     plan = plan_scores(log, method, target_step=target_step, momentum_window=momentum_window)
-    specs = _chosen(log, include, exclude, mlp_only)
+    specs = floating_parameters(log)
+    names = _selected(specs, str(log.directory), include, exclude, mlp_only)
     metadata = {
         "method": method,
         "sparsity": str(float(sparsity)),
@@ -87,16 +88,50 @@ def find_from_log(
     model = log.metadata.get("model")
     if model is not None:
         metadata["model"] = model
-    return find_mask(
-        LogScores(log, plan, specs, torch.device(device)),
-        sparsity=sparsity,
-        min_tensor_keep=min_tensor_keep,
-        pool=pool,
-        pattern=pattern,
-        metadata=metadata,
-        figures=figures,
-        progress=progress,
-    )
+    scores = LogScores(log, plan, {name: specs[name] for name in names}, torch.device(device))
+    return find_mask(scores, sparsity=sparsity, metadata=metadata, **options)
+
+
+def find_from_model(
+    model: nn.Module,
+    *,
+    method: ModelMethod,
+    sparsity: float,
+    sequences: Sequence[CalibrationSequence] = (),
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    **options: Unpack[SelectionOptions],
+) -> FoundMask:
+    """Find the mask of the elements that a method scores highest in an untrained model, on the model's device.
+
+    `mask_finding.model_scores` describes the methods, `find_mask` how elements are selected. The candidates are the
+    floating-point parameters, tied ones once; wanda's are the weights of linear layers among them.
+
+    Args:
+        model: for `weight_magnitude` any module, for the other methods a causal language model: see
+            `mask_finding.model_scores.calibrated_scores`.
+        sequences: calibration data, at least one sequence, for the methods other than `weight_magnitude`.
+        include, exclude, mlp_only: which tensors are used: see `select_names`.
+        metadata: strings for the mask; method, sparsity, the given include, exclude and mlp_only, and those of
+            `find_mask` are added.
+        options: min_tensor_keep, pool, pattern, tensor_stats and progress of `find_mask`.
+
+    Raises:
+        MaskError: as `calibrated_scores` and `find_mask`; or no tensor is chosen.
+    """
+    require_arguments(sparsity, options)
+    parameters = named_parameters_of(model)
+    firsts = canonical_names(parameters)
+    candidates = [name for name, p in parameters.items() if firsts[name] == name and p.is_floating_point()]
+    chosen = {name: parameters[name] for name in _selected(candidates, "the model", include, exclude, mlp_only)}
+    if method == "weight_magnitude":
+        scores = weight_scores(chosen)
+    else:
+        scores = calibrated_scores(model, chosen, sequences, method, progress=options.get("progress", False))
+    made = {"method": method, "sparsity": str(float(sparsity)), **choice_metadata(include, exclude, mlp_only)}
+    return find_mask(scores, sparsity=sparsity, metadata={**(metadata or {}), **made}, **options)
 
 
 def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool) -> dict[str, str]:
@@ -106,11 +141,10 @@ def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None
     return chosen | ({"mlp_only": "true"} if mlp_only else {})
 
 
-def _chosen(
-    log: StateLog, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
-) -> dict[str, TensorSpec]:
-    specs = floating_parameters(log)
-    names = select_names(specs, include=include, exclude=exclude, mlp_only=mlp_only)
-    if not names:
-        raise MaskError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")
-    return {name: specs[name] for name in names}
+def _selected(
+    names: Collection[str], source: str, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
+) -> list[str]:
+    selected = select_names(names, include=include, exclude=exclude, mlp_only=mlp_only)
+    if not selected:
+        raise MaskError(f"no tensor of {source} is chosen by include, exclude and mlp_only")
+    return selected

@@ -80,11 +80,11 @@ def plan_scores(
         DeltaLogError: the target step is not logged.
     """
     if method not in LOG_METHODS:
-        raise MaskError(f"method is {method!r}, wanted one of {', '.join(LOG_METHODS)}")
+        raise MaskError(f"method is {method!r}, expected one of {', '.join(LOG_METHODS)}")
     if momentum_window is not None and method != "momentum":
-        raise MaskError(f"momentum_window is {momentum_window}, and the method {method}: wanted method momentum")
+        raise MaskError(f"momentum_window is {momentum_window}, expected None for the method {method}")
     if momentum_window is not None and momentum_window < 2:
-        raise MaskError(f"momentum_window is {momentum_window}, wanted 2 or more velocities")
+        raise MaskError(f"momentum_window is {momentum_window}, expected 2 or more velocities")
     logged = log.steps
     step = logged[-1] if target_step is None else target_step
     if step not in logged:
@@ -96,7 +96,7 @@ def plan_scores(
     if after == 0:
         raise MaskError(
             f"{log.directory}: no element of step {step} has changed since step {logged[0]}: it is the first logged "
-            "one, wanted a later one"
+            "step, expected a later one"
         )
     if method in ("magnitude", "oracle"):
         return ScorePlan(method, (upto[0], step))
@@ -110,9 +110,9 @@ def plan_scores(
     return ScorePlan(method, upto[-window - 1 :])
 
 
-def _too_few(log: StateLog, what: str, wanted: int, found: int, step: int) -> str:
+def _too_few(log: StateLog, what: str, needed: int, found: int, step: int) -> str:
     return (
-        f"{log.directory}: {what} needs {wanted} logged steps after the first, step {log.steps[0]}; "
+        f"{log.directory}: {what} needs {needed} logged steps after the first, step {log.steps[0]}; "
         f"up to step {step} there {'is' if found == 1 else 'are'} {found}"
     )
 

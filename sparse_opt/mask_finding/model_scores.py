@@ -32,6 +32,7 @@ from tqdm import tqdm
 from ..errors import MaskError
 
 CalibrationMethod = Literal["snip", "fisher_gradient", "wanda"]
+ModelMethod = Literal["weight_magnitude", "snip", "fisher_gradient", "wanda"]
 CALIBRATION_METHODS: tuple[CalibrationMethod, ...] = ("snip", "fisher_gradient", "wanda")
 
 
@@ -97,7 +98,7 @@ def calibrated_scores(
         if len(sequence.ids) - max(sequence.prompt_length, 1) < 1:
             raise MaskError(
                 f"calibration sequence {i} has {len(sequence.ids)} tokens and a prompt of {sequence.prompt_length}, "
-                "wanted a completion token that can be predicted"
+                "expected a completion token that can be predicted"
             )
     shown = tqdm(sequences, desc=method, unit="sequence", leave=False, disable=None if progress else True)
     training = model.training
@@ -146,9 +147,9 @@ def _of_gradients(
 def _gradients_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager inside which only these parameters require grad, and no gradients exist at entry."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    wanted = {id(p) for p in parameters.values()}
+    chosen = {id(p) for p in parameters.values()}
     for parameter, _, _ in before:
-        parameter.requires_grad_(id(parameter) in wanted)
+        parameter.requires_grad_(id(parameter) in chosen)
         parameter.grad = None
     try:
         with torch.enable_grad():
@@ -182,8 +183,7 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
 
         return add
 
-    wanted = {id(p) for p in chosen.values()}
-    hooks = [layer.register_forward_pre_hook(collect(key)) for key in wanted for layer in layers[key]]
+    hooks = [layer.register_forward_pre_hook(collect(key)) for key in map(id, chosen.values()) for layer in layers[key]]
     try:
         with torch.no_grad():
             for sequence in sequences:

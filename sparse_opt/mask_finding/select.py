@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class ScoreSource(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorFigures:
+class TensorStats:
     """Statistics of one tensor in a selection. With a pattern, scores are those of units; counts are of elements.
 
     kept, scoring, numel: number of elements kept, with a score above zero, and in all.
@@ -84,25 +84,37 @@ class FoundMask:
     threshold: for pool global, the lowest score that counted towards the quota, apart from the floors; None if the
         floors meet the quota.
     capture: None for the pattern element.
-    tensors: only with `figures=True`.
+    tensors: only with `tensor_stats=True`.
     """
 
     mask: MaskSet
     threshold: float | None
     capture: PatternCapture | None
-    tensors: Mapping[str, TensorFigures]
+    tensors: Mapping[str, TensorStats]
 
 
-def require_arguments(sparsity: float, min_tensor_keep: float, pool: str, pattern: str) -> None:
+class SelectionOptions(TypedDict, total=False):
+    """Options of `find_mask`, which the functions that call it pass on."""
+
+    min_tensor_keep: float
+    pool: Pool
+    pattern: str
+    tensor_stats: bool
+    progress: bool
+
+
+def require_arguments(sparsity: float, options: SelectionOptions) -> None:
     """Raise MaskError if an argument of `find_mask` is out of range."""
     if not 0.0 < sparsity < 100.0:
-        raise MaskError(f"sparsity is {sparsity} percent, wanted above 0 and below 100")
+        raise MaskError(f"sparsity is {sparsity} percent, expected above 0 and below 100")
+    min_tensor_keep = options.get("min_tensor_keep", 0.0)
     if not 0.0 <= min_tensor_keep <= 1.0:
-        raise MaskError(f"min_tensor_keep is {min_tensor_keep}, wanted a share from 0 to 1")
+        raise MaskError(f"min_tensor_keep is {min_tensor_keep}, expected a share from 0 to 1")
+    pool, pattern = options.get("pool", "global"), options.get("pattern", "element")
     if pool not in POOLS:
-        raise MaskError(f"pool is {pool!r}, wanted {' or '.join(POOLS)}")
+        raise MaskError(f"pool is {pool!r}, expected {' or '.join(POOLS)}")
     if pattern not in PATTERNS:
-        raise MaskError(f"pattern is {pattern!r}, wanted one of {', '.join(PATTERNS)}")
+        raise MaskError(f"pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}")
 
 
 def find_mask(
@@ -113,7 +125,7 @@ def find_mask(
     pool: Pool = "global",
     pattern: str = "element",
     metadata: Mapping[str, str] | None = None,
-    figures: bool = False,
+    tensor_stats: bool = False,
     progress: bool = False,
 ) -> FoundMask:
     """Find the mask of the elements with the highest scores.
@@ -141,14 +153,14 @@ def find_mask(
         pool: whether units are compared over all tensors or within each.
         pattern: the units that are kept or left out as a whole; see `masks.patterns`.
         metadata: strings for the mask; pool, min_tensor_keep, made_by, and with a pattern captured_score, are added.
-        figures: collect `FoundMask.tensors`, which reads each score once more.
+        tensor_stats: collect `FoundMask.tensors`, which reads each score once more.
         progress: show a bar on a terminal.
 
     Raises:
         MaskError: an argument is out of range, the floors alone exceed the quota, a score is NaN or below zero (names
             the tensor), all scores are zero, the quota is zero, or no unit fits into it.
     """
-    require_arguments(sparsity, min_tensor_keep, pool, pattern)
+    require_arguments(sparsity, {"min_tensor_keep": min_tensor_keep, "pool": pool, "pattern": pattern})
     numels = {name: math.prod(shape) for name, shape in source.shapes.items()}
     # Without this rounding, 100 - 99.9 is slightly less than 0.1, and halves would not be rounded up.
     percent = round(100.0 - sparsity, 10)
@@ -165,7 +177,7 @@ def find_mask(
     }
     chosen = selections[pattern]
     indices: dict[str, Tensor] = {}
-    tensors: dict[str, TensorFigures] = {}
+    tensors: dict[str, TensorStats] = {}
     sums, counts = dict.fromkeys(selections, 0.0), dict.fromkeys(selections, 0)
     with tqdm(
         total=(3 if pooled else 1) * len(numels),
@@ -188,14 +200,14 @@ def find_mask(
                 positions = expand_units(units, source.shapes[name], pattern)
                 # int32 takes half the memory.
                 indices[name] = positions.to(torch.int32) if numels[name] < 2**31 else positions
-                if figures:
-                    tensors[name] = _figures(scores, units, positions.numel())
+                if tensor_stats:
+                    tensors[name] = _tensor_stats(scores, units, positions.numel())
     if not counts[pattern]:
         raise MaskError(_nothing(source, chosen, pattern, sparsity))
-    if chosen.reachable < chosen.wanted:
+    if chosen.reachable < chosen.requested:
         warnings.warn(
-            f"only {chosen.reachable} elements have a {source.what} above zero where {chosen.wanted} were asked for: "
-            f"the mask keeps {counts[pattern]}",
+            f"only {chosen.reachable} elements have a {source.what} above zero, {chosen.requested} were requested: the "
+            f"mask keeps {counts[pattern]}",
             stacklevel=2,
         )
     capture = None
@@ -233,9 +245,9 @@ def _require_numbers(bits: Tensor, what: str, name: str) -> None:
         return
     nans = int(bits.view(torch.float32).isnan().count_nonzero())
     if nans:
-        raise MaskError(f"the {what} of {name} is NaN at {nans} of {bits.numel()} elements, wanted numbers")
+        raise MaskError(f"the {what} of {name} is NaN at {nans} of {bits.numel()} elements, expected numbers")
     below = int((bits < 0).count_nonzero())
-    raise MaskError(f"the {what} of {name} has a minus sign at {below} of {bits.numel()} elements, wanted 0 and more")
+    raise MaskError(f"the {what} of {name} has a minus sign at {below} of {bits.numel()} elements, expected 0 and more")
 
 
 def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity: float, pattern: str = "") -> None:
@@ -248,21 +260,21 @@ def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity
 
 
 def _nothing(source: ScoreSource, selection: GlobalSelection | TensorSelection, pattern: str, sparsity: float) -> str:
-    if not selection.wanted:
+    if not selection.requested:
         each = " of any tensor by itself" if isinstance(selection, TensorSelection) else ""
         numel = sum(map(math.prod, source.shapes.values()))
         return f"sparsity {sparsity} leaves none of the {numel} elements{each}"
     if selection.reachable:
-        return f"no unit of {pattern} fits: sparsity {sparsity} leaves {selection.wanted} elements in all"
+        return f"no unit of {pattern} fits: sparsity {sparsity} leaves {selection.requested} elements in all"
     return f"no element of the chosen tensors has a {source.what} above zero"
 
 
-def _figures(scores: UnitScores, units: Tensor, kept: int) -> TensorFigures:
+def _tensor_stats(scores: UnitScores, units: Tensor, kept: int) -> TensorStats:
     if not scores.bits.numel():
-        return TensorFigures(0, 0, 0, None, None, None, None)
+        return TensorStats(0, 0, 0, None, None, None, None)
     least_kept = int(scores.bits[units.to(scores.bits.device)].min()) if units.numel() else None
     least, most = (int(bits) for bits in scores.bits.aminmax())
-    return TensorFigures(
+    return TensorStats(
         kept=kept,
         scoring=scores.scoring,
         numel=int(scores.bits.numel() if scores.sizes is None else scores.sizes.sum()),

@@ -134,7 +134,7 @@ class GlobalSelection:
     """
 
     def __init__(self, floors: Mapping[str, int], quota: int) -> None:
-        self.wanted, self._wanted_floors = quota, dict(floors)
+        self.requested, self._requested_floors = quota, dict(floors)
         self._quota = quota
         self._floors: dict[str, int] = {}
         self._uppers: dict[str, Histogram] = {}
@@ -148,7 +148,7 @@ class GlobalSelection:
 
     def count(self, name: str, scores: UnitScores) -> None:
         """First round."""
-        self._floors[name] = reaching(scores, self._wanted_floors[name])
+        self._floors[name] = reaching(scores, self._requested_floors[name])
         self._uppers[name] = upper_histogram(scores)
 
     @property
@@ -159,7 +159,7 @@ class GlobalSelection:
     @property
     def reachable(self) -> int:
         """Elements of all units with a score above zero, or the quota where that is less; after the first round."""
-        return min(self.wanted, sum(histogram.total for histogram in self._uppers.values()))
+        return min(self.requested, sum(histogram.total for histogram in self._uppers.values()))
 
     def refine(self, name: str, scores: UnitScores) -> None:
         """Second round."""
@@ -211,14 +211,14 @@ class TensorSelection:
 
     def __init__(self, floors: Mapping[str, int], shares: Mapping[str, int]) -> None:
         self._floors, self._shares = floors, shares
-        self.wanted = 0
+        self.requested = 0
         self.reachable = 0
 
     def take(self, name: str, scores: UnitScores) -> Tensor:
         """Sorted int64 positions, on the CPU, of the units that are kept."""
-        wanted = max(self._floors[name], self._shares[name])
-        self.wanted += wanted
-        self.reachable += min(wanted, scores.scoring)
+        requested = max(self._floors[name], self._shares[name])
+        self.requested += requested
+        self.reachable += min(requested, scores.scoring)
         kept = max(reaching(scores, self._floors[name]), fitting(scores, self._shares[name]))
         return best(scores, kept)
 

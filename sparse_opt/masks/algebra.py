@@ -41,7 +41,7 @@ def intersect(masks: Sequence[MaskSet]) -> MaskSet:
     _require_shapes(masks)
     names = [name for name in masks[0].names if all(name in mask for mask in masks)]
     if not names:
-        raise MaskError(f"the {len(masks)} masks have no parameter in common, wanted masks of one model")
+        raise MaskError(f"the {len(masks)} masks have no parameter in common, expected masks of one model")
     return _combined("intersect", masks, names, position_sets.intersection)
 
 
@@ -81,7 +81,7 @@ def _metadata(operation: str, masks: Sequence[MaskSet]) -> dict[str, str]:
 
 def _require_shapes(masks: Sequence[MaskSet]) -> None:
     if len(masks) < 2:
-        raise MaskError(f"found {len(masks)} masks, wanted two and more")
+        raise MaskError(f"found {len(masks)} masks, expected two or more")
     shapes: dict[str, tuple[int, ...]] = {}
     for mask in masks:
         for name, shape in mask.shapes.items():

@@ -1,7 +1,7 @@
 """Reads and writes mask files: a safetensors file of positions with metadata, or a `.pt` dictionary of bool tensors.
 
-A `.pt` file is a zip archive as torch.save has written it since torch 1.6; the older format has no checksums and is
-refused. It holds name -> bool tensor, either directly, or under the key `masks` with the metadata under `metadata`.
+A `.pt` file (`pt_file`) holds name -> bool tensor, either directly, or under the key `masks` with the metadata under
+`metadata`.
 
 The safetensors file holds, for each parameter, its name and the int32 (int64 from 2**31 elements on) tensor of its
 active positions. Its metadata:
@@ -19,10 +19,6 @@ active positions. Its metadata:
 from __future__ import annotations
 
 import json
-import pickle
-import warnings
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +29,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import MaskError
-from ..files import one_line, write_safetensors, written_aside
-from ..tensor_file import DamagedFile, open_tensors
+from ..files import DamagedFile, one_line, write_safetensors, written_aside
+from ..pt_file import check_pt, load_pt, save_pt
+from ..tensor_file import open_tensors
 from ..tensors import compact_json, metadata_digest
 
 FORMAT = "sparse-opt mask"
@@ -103,10 +100,9 @@ def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, s
     content: dict[str, Any] = dict(masks) if plain else {"masks": dict(masks), "metadata": dict(metadata)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened here because torch.save writes a file name that it is given, here a temporary one, into the file.
-        with written_aside(path) as aside, aside.open("wb") as file:
-            torch.save(content, file)
-    except (OSError, RuntimeError) as error:
+        with written_aside(path) as aside:
+            save_pt(content, aside)
+    except OSError as error:
         raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
 
 
@@ -131,10 +127,10 @@ def _read_safetensors(path: Path) -> IndexMasks:
         with open_tensors(path) as file:
             header = file.metadata
             if header.get("format") != FORMAT:
-                raise MaskError(f"{path}: format is {header.get('format')!r}, wanted {FORMAT!r}")
+                raise MaskError(f"{path}: format is {header.get('format')!r}, expected {FORMAT!r}")
             if header.get("format_version") != FORMAT_VERSION:
                 raise MaskError(
-                    f"{path}: format version is {header.get('format_version')!r}, wanted {FORMAT_VERSION!r}"
+                    f"{path}: format version is {header.get('format_version')!r}, expected {FORMAT_VERSION!r}"
                 )
             written = header.pop("metadata_digest", None)
             if metadata_digest(header) != written:
@@ -166,38 +162,30 @@ def _parsed_shapes(path: Path, text: str) -> dict[str, tuple[int, ...]]:
 
 
 def _read_pt(path: Path) -> BoolMasks:
-    _require_sound_zip(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about tensors and pickles that are refused below
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    # An invalid pickle can raise any of these.
-    except (
-        OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError,
-        pickle.UnpicklingError,
-    ) as error:  # fmt: skip
-        # The cause follows torch's advice to trust the file, which is cut off.
-        cause = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or one_line(error)
-        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {cause}") from error
+        check_pt(path)
+        content = load_pt(path)
+    except (OSError, DamagedFile) as error:
+        raise MaskError(f"{path}: not a readable .pt dictionary of bool tensors: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise MaskError(f"{path}: holds a {type(content).__name__}, wanted a dictionary of bool tensors")
-    beside: dict[Any, Any] = {}
+        raise MaskError(f"{path}: holds a {type(content).__name__}, expected a dictionary of bool tensors")
+    other_entries: dict[Any, Any] = {}
     masks = content
     if isinstance(content.get("masks"), dict):
         masks = content["masks"]
-        beside = {key: value for key, value in content.items() if key != "masks"}
-        tensors = [key for key, value in beside.items() if isinstance(value, Tensor)]
+        other_entries = {key: value for key, value in content.items() if key != "masks"}
+        tensors = [key for key, value in other_entries.items() if isinstance(value, Tensor)]
         if tensors:
-            raise MaskError(f"{path}: holds a tensor {tensors[0]!r} beside 'masks', wanted all masks under that key")
-        if isinstance(beside.get("metadata"), dict):
-            beside |= beside.pop("metadata")
+            raise MaskError(f"{path}: holds a tensor {tensors[0]!r} next to 'masks', expected all masks under that key")
+        if isinstance(other_entries.get("metadata"), dict):
+            other_entries |= other_entries.pop("metadata")
     odd = [name for name in masks if not isinstance(name, str)]
     if odd or not masks:
-        raise MaskError(f"{path}: holds {f'the key {odd[0]!r}' if odd else 'no masks'}, wanted parameter names")
+        raise MaskError(f"{path}: holds {f'the key {odd[0]!r}' if odd else 'no masks'}, expected parameter names")
     for name, mask in masks.items():
         if isinstance(mask, Tensor):
             _require_stored(path, name, mask)
-    metadata = {str(key): str(value) for key, value in beside.items() if isinstance(value, (str, int, float))}
+    metadata = {str(key): str(value) for key, value in other_entries.items() if isinstance(value, (str, int, float))}
     return BoolMasks(masks, {key: value for key, value in metadata.items() if key not in _RESERVED})
 
 
@@ -214,22 +202,3 @@ def _require_stored(path: Path, name: str, tensor: Tensor) -> None:
             f"{path}: {name} is {list(tensor.shape)} with strides {list(tensor.stride())} over {stored} stored bytes, "
             f"expected {needed}: a tensor that repeats its elements"
         )
-
-
-def _require_sound_zip(path: Path) -> None:
-    """Compare the checksums of a torch.save archive, which torch.load does not do.
-
-    Compressed records are refused: torch.save does not write them, and they could expand to any size.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
-            if packed:
-                raise MaskError(f"{path}: {packed[0]!r} is compressed, expected an archive as torch.save writes it")
-            broken = archive.testzip()
-    except MaskError:
-        raise
-    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise MaskError(f"{path}: not a readable archive as torch.save writes it: {one_line(error)}") from error
-    if broken is not None:
-        raise MaskError(f"{path}: damaged: {broken!r} does not have its checksum")

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from ..errors import MaskError
+from ..errors import MaskError, listed
 from ..tensors import (
     canonical_names,
     combined_digest,
@@ -27,7 +27,6 @@ from .patterns import PATTERNS, broken_unit, most_specific_pattern
 from .positions import intersection_size
 from .sampling import random_indices
 
-_SHOWN_MISMATCHES = 3
 _FIRST_INT64_NUMEL = 2**31
 
 
@@ -82,10 +81,10 @@ class MaskSet:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         if pattern not in PATTERNS:
-            raise MaskError(f"mask pattern is {pattern!r}, wanted one of {', '.join(PATTERNS)}")
+            raise MaskError(f"mask pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}")
         if set(indices) != set(shapes):
             odd = sorted(set(indices) ^ set(shapes))
-            raise MaskError(f"indices and shapes name different tensors: {_listed(odd)}")
+            raise MaskError(f"indices and shapes name different tensors: {listed(odd)}")
         checked = {name: _checked(name, tensor, shapes[name], pattern) for name, tensor in indices.items()}
         self._fill(checked, shapes, pattern, metadata)
 
@@ -98,7 +97,7 @@ class MaskSet:
     ) -> None:
         for key, value in (metadata or {}).items():
             if not isinstance(key, str) or not isinstance(value, str):
-                raise MaskError(f"mask metadata {key!r} is {value!r}, wanted a string")
+                raise MaskError(f"mask metadata {key!r} is {value!r}, expected a string")
         self.indices: Mapping[str, Tensor] = MappingProxyType(indices)
         self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({n: tuple(map(int, shapes[n])) for n in indices})
         self.pattern = pattern
@@ -144,9 +143,9 @@ class MaskSet:
             MaskError: density or pattern is out of range, or two parameters of the model share memory.
         """
         if not 0.0 <= density <= 1.0:
-            raise MaskError(f"mask density is {density}, wanted 0 to 1")
+            raise MaskError(f"mask density is {density}, expected 0 to 1")
         if pattern not in PATTERNS:
-            raise MaskError(f"mask pattern is {pattern!r}, wanted one of {', '.join(PATTERNS)}")
+            raise MaskError(f"mask pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}")
         shapes: dict[str, tuple[int, ...]] = {}
         if isinstance(model_or_shapes, nn.Module):
             params = named_parameters_of(model_or_shapes)
@@ -173,13 +172,13 @@ class MaskSet:
         indices, shapes = {}, {}
         for name, tensor in masks.items():
             if not isinstance(name, str):
-                raise MaskError(f"a mask has the name {name!r}, wanted a parameter's name")
+                raise MaskError(f"a mask has the name {name!r}, expected a parameter's name")
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
                 found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise MaskError(f"mask of {name} is {found}, wanted a bool tensor")
+                raise MaskError(f"mask of {name} is {found}, expected a bool tensor")
             if tensor.layout != torch.strided or tensor.is_meta:
                 what = "on the meta device" if tensor.is_meta else str(tensor.layout)
-                raise MaskError(f"mask of {name} is {what}, wanted a dense tensor with values")
+                raise MaskError(f"mask of {name} is {what}, expected a dense tensor with values")
             positions = tensor.detach().cpu().reshape(-1).nonzero().view(-1)
             indices[name] = positions.to(_index_dtype(tensor.numel()))
             shapes[name] = tuple(tensor.shape)
@@ -272,7 +271,7 @@ class MaskSet:
             else:
                 found[firsts[name]] = positions
         if problems:
-            raise MaskError(f"mask does not fit the model: {_listed(problems, '; ')}")
+            raise MaskError(f"mask does not fit the model: {listed(problems, '; ')}")
         ordered = {name: found[name] for name in params if name in found}
         shapes = {name: tuple(params[name].shape) for name in ordered}
         return self._of_checked(ordered, shapes, self.pattern, self.metadata)
@@ -401,25 +400,20 @@ def _checked(name: str, tensor: Tensor, shape: Sequence[int], pattern: str) -> T
     """Check one tensor's positions and return a private CPU copy, or raise a MaskError that names the tensor."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
         found = f"{tensor.dtype} of {tensor.dim()} dimensions" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise MaskError(f"positions of {name} are {found}, wanted int32 or int64 of one dimension")
+        raise MaskError(f"positions of {name} are {found}, expected int32 or int64 of one dimension")
     if any(int(size) < 0 for size in shape):
-        raise MaskError(f"shape of {name} is {list(shape)}, wanted sizes of 0 and more")
+        raise MaskError(f"shape of {name} is {list(shape)}, expected sizes of 0 or more")
     numel = math.prod(map(int, shape))
     positions = tensor.detach().cpu()
     if positions.numel():
         if not bool((positions[1:] > positions[:-1]).all()):
-            raise MaskError(f"positions of {name} are not strictly ascending, wanted sorted and unique")
+            raise MaskError(f"positions of {name} are not strictly ascending, expected sorted and unique")
         first, last = int(positions[0]), int(positions[-1])
         if first < 0 or last >= numel:
-            raise MaskError(f"positions of {name} run from {first} to {last}, wanted 0 to {numel - 1}")
+            raise MaskError(f"positions of {name} run from {first} to {last}, expected 0 to {numel - 1}")
         broken = broken_unit(positions, shape, pattern)
         if broken is not None:
-            raise MaskError(f"positions of {name} take a part of {pattern} unit {broken}, wanted all or none of each")
+            raise MaskError(f"positions of {name} take a part of {pattern} unit {broken}, expected all or none of it")
         return positions.to(_index_dtype(numel), copy=True).contiguous()
     # Not a copy: a copy of a tensor made from an empty numpy array would keep its stride of 0.
     return torch.empty(0, dtype=_index_dtype(numel), device="cpu")
-
-
-def _listed(items: Sequence[str], separator: str = ", ") -> str:
-    more = len(items) - _SHOWN_MISMATCHES
-    return separator.join(items[:_SHOWN_MISMATCHES]) + (f"{separator}and {more} more" if more > 0 else "")

@@ -27,14 +27,14 @@ def random_indices(name: str, shape: Sequence[int], density: float, pattern: str
 def _sample(n: int, k: int, source: np.random.PCG64) -> Tensor:
     """Return k of range(n), sorted: positions are drawn with replacement until k different ones are marked."""
     inverted = 2 * k > n
-    wanted = n - k if inverted else k
+    count = n - k if inverted else k
     marked = np.zeros(n, dtype=np.bool_)
     positions = torch.from_numpy(marked)
-    missing = wanted
+    missing = count
     while missing:
         # Never more draws than are missing, so that none has to be undone.
         draws = source.random_raw(min(missing, _DRAWS_PER_ROUND)) % np.uint64(n)
         # torch scatters several times faster than numpy; numpy counts several times faster than torch.
         positions.index_fill_(0, torch.from_numpy(draws.astype(np.int64)), True)
-        missing = wanted - int(np.count_nonzero(marked))
+        missing = count - int(np.count_nonzero(marked))
     return (positions.logical_not_() if inverted else positions).nonzero().view(-1)

@@ -136,7 +136,7 @@ def test_numbers_that_are_none_are_refused(odd):
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (0, 3)], ids=str)
 def test_what_is_no_matrix_is_refused(shape):
-    with pytest.raises(DataError, match="wanted two dimensions with elements"):
+    with pytest.raises(DataError, match="expected two dimensions with elements"):
         get_rank(torch.ones(shape))
 
 

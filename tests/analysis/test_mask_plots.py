@@ -176,7 +176,7 @@ def test_without_matplotlib_it_says_so(monkeypatch):
     real = builtins.__import__
     monkeypatch.delitem(sys.modules, "matplotlib")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"^option 'png' wants the package matplotlib, .*sparse-opt\[plot\]'$"):
+    with pytest.raises(ConfigError, match=r"^option 'png' needs the package matplotlib, .*sparse-opt\[plot\]'$"):
         require_matplotlib("png")
 
 

@@ -143,7 +143,7 @@ def test_without_matplotlib_it_says_so_before_the_work(sparse_opt, masks, tmp_pa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     call = ("mask", "compare", *paths[:2], f"--{option}", tmp_path / "x.png", "--csv", tmp_path / "x.csv")
     line = sparse_opt(*call).failed_in_one_line(2)
-    assert f"option '{option}' wants the package matplotlib" in line
+    assert f"option '{option}' needs the package matplotlib" in line
     assert "pip install 'sparse-opt[plot]'" in line
     assert not (tmp_path / "x.csv").exists()
     # Tables need no pictures.

@@ -66,9 +66,9 @@ class States:
         return changed
 
 
-def assert_same_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         other = found[name].cpu().contiguous()
         assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
         flat = tensor.cpu().contiguous().view(-1)

@@ -39,9 +39,9 @@ def test_create_wants_a_directory_without_a_log(tmp_path: Path) -> None:
         DeltaLog.create(tmp_path / "file", state)
     for options, message in (
         ({"keyframe_every": 0}, "keyframe_every is 0"),
-        ({"level": "small"}, "level is 'small', wanted one of fast, packed, tight"),
-        ({"against": "last"}, "against is 'last', wanted previous or base"),
-        ({"on_error": "ignore"}, "on_error is 'ignore', wanted raise or warn"),
+        ({"level": "small"}, "level is 'small', expected one of fast, packed, tight"),
+        ({"against": "last"}, "against is 'last', expected previous or base"),
+        ({"on_error": "ignore"}, "on_error is 'ignore', expected raise or warn"),
         ({"base": {"v": torch.zeros(4)}}, "base: the model is not the logged one: w is missing"),
     ):
         with pytest.raises(DeltaLogError, match=message):
@@ -115,8 +115,8 @@ def test_going_on_after_a_stop(logged: Any, states: Any, same_bits: Compare) -> 
         assert log.append(9).wait().kind == "keyframe"
         after = states.change(state, 0.05)
         assert log.append(10, after).wait().kind == "patch"
-    for step, wanted in {**logged.states, 9: state, 10: after}.items():
-        same_bits(logged.load(step), wanted)
+    for step, expected in {**logged.states, 9: state, 10: after}.items():
+        same_bits(logged.load(step), expected)
     assert DeltaLog.open(logged.directory).verify() == []
 
 

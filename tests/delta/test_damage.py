@@ -165,7 +165,7 @@ def test_a_file_of_another_run(logged: Any, same_bits: Compare, tmp_path: Path, 
 def test_a_foreign_safetensors_file(logged: Any) -> None:
     path = logged.file(1)
     save_file({"w": torch.zeros(2)}, path)
-    with pytest.raises(DeltaLogError, match=f"{path}: step 1: format is None, wanted 'sparse-opt delta log'"):
+    with pytest.raises(DeltaLogError, match=f"{path}: step 1: format is None, expected 'sparse-opt delta log'"):
         logged.load(2)
 
 
@@ -197,14 +197,14 @@ def flip(name: str, index: int) -> Callable[[dict[str, Tensor]], None]:
         ),
         (put("bfloat16.heads", 0, 0), "tile 0 of tensor 0 is damaged"),
         (put("bfloat16.heads", 0, 2**16 - 1), "tile 0 of tensor 0 is damaged"),
-        (put("bfloat16.width", 0, 16), "the patch of bfloat16: its width is 16, wanted less than 16"),
+        (put("bfloat16.width", 0, 16), "the patch of bfloat16: its width is 16, expected less than 16"),
         (flip("bfloat16.records", 0), "damaged"),
         (
             lambda p: p.update({"bfloat16.counts": p["bfloat16.counts"].int()}),
-            r"its counts is int32 \[1\], wanted int64",
+            r"its counts is int32 \[1\], expected int64",
         ),
-        (lambda p: p.update({"bfloat16.sizes": p["bfloat16.sizes"].repeat(2)}), r"its sizes is uint16 \[2\], wanted"),
-        (lambda p: p.pop("float32.heads"), "the patch of float32: it holds .*, (wanted|expected) .*heads"),
+        (lambda p: p.update({"bfloat16.sizes": p["bfloat16.sizes"].repeat(2)}), r"its sizes is uint16 \[2\], expected"),
+        (lambda p: p.pop("float32.heads"), "the patch of float32: it holds .*, (expected|expected) .*heads"),
         (lambda p: p.update({"float32.more": torch.zeros(1)}), "the patch of float32: it holds .*more"),
         (
             lambda p: p.update({"float64.counts": torch.zeros(1)}),
@@ -238,7 +238,7 @@ def test_forged_headers(logged: Any) -> None:
         ({"parent_step": None}, "is a patch and names no earlier step"),
         ({"parent_step": 0}, "follows the state [0-9a-f]{32}, but step 0 is the state"),
         ({"result_digest": "0" * 32}, "its tensor digests make [0-9a-f]{32}, its result digest is 0{32}"),
-        ({"tensor_digests": ()}, "0 tensor digests, wanted 3"),
+        ({"tensor_digests": ()}, "0 tensor digests, expected 3"),
         ({"mask_digest": "0" * 32}, "is of a log with the mask 0{32}, this one has the mask none"),
         ({"masked": True}, "needs the mask of the log: .*mask.safetensors: no such mask file"),
         ({"level": "fast"}, "damaged: the patch of bfloat16: it holds"),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet, backends
 from sparse_opt.delta.codec import Backend
-from sparse_opt.delta.export import convert, export_pt, export_state, export_values
-from sparse_opt.delta.pt_log import PtDeltaLog
+from sparse_opt.delta.export import convert, export_state, export_values
+from sparse_opt.delta.pt import PtDeltaLog, export_pt
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # A tensor on the device `meta` has no values: every tensor that is made without a device shows there.

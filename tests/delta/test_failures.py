@@ -222,8 +222,8 @@ def test_what_is_logged_is_the_state_at_the_call(
     assert not any(one.done() for one in handed)
     disk.gate.set()
     assert [one.wait().kind for one in handed] == ["patch", "keyframe"]
-    for step, wanted in kept.items():
-        same_bits(log.load(step), wanted)
+    for step, expected in kept.items():
+        same_bits(log.load(step), expected)
 
 
 def test_no_more_than_two_steps_wait(tmp_path: Path, disk: Disk, state: dict[str, Tensor]) -> None:

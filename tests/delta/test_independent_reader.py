@@ -171,13 +171,13 @@ def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, level: str, 
     layout = json.loads(base["layout"])["tensors"]
     positions = parse(tmp_path / "log" / "mask.safetensors")[1] if masked else {}
     log, met, found, spaces = DeltaLog.open(tmp_path / "log"), Counter(), {}, set()
-    for step, wanted in kept.items():
+    for step, expected in kept.items():
         (path,) = (tmp_path / "log").glob(f"step_{step:08d}.*")
         metadata, _ = parse(path)
         spaces.add(metadata.get("space", "keyframe"))
         found = rebuild(path, found, layout, positions, met)
         check_digests(metadata, layout, found)
-        assert found == {name: as_bytes(tensor) for name, tensor in wanted.items()}
+        assert found == {name: as_bytes(tensor) for name, tensor in expected.items()}
         assert found == {name: as_bytes(tensor) for name, tensor in log.load(step).items()}
     assert spaces == {"keyframe", "dense", *(["mask"] if masked else [])}
     kinds = {"one", "field", "escaped"} if level == "packed" else set()

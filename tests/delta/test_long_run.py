@@ -28,10 +28,10 @@ def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the other process: sums of another order are others
     try:
-        wanted = {0: digest(), **{step: digest() for step in train(model)}}
+        expected = {0: digest(), **{step: digest() for step in train(model)}}
     finally:
         torch.set_num_threads(threads)
-    assert len(set(wanted.values())) == STEPS + 1
+    assert len(set(expected.values())) == STEPS + 1
 
     driver = Path(__file__).with_name("run_driver.py")
     for killed_at in ("117", "163", None):
@@ -44,7 +44,7 @@ def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None
             assert int(killed_at) - 2 <= log.last_step <= int(killed_at)
 
     assert log.steps == tuple(range(STEPS + 1))
-    assert {step: log.digest(step) for step in log.steps} == wanted
+    assert {step: log.digest(step) for step in log.steps} == expected
     # Rebuilds each of them, and compares its digest with the one that the file says.
     assert log.verify() == []
     assert all(info.masked for info in log.info() if info.kind == "patch")
@@ -52,4 +52,4 @@ def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None
     for step in (1, 59, 60, 117, 118, 200):
         state = log.load(step)
         found = StateDigest.start([state[name] for name in layout.names]).result()
-        assert layout.state_digest(found) == wanted[step]
+        assert layout.state_digest(found) == expected[step]

@@ -62,10 +62,10 @@ def test_patches_over_the_mask(
                 assert info.changed == sum(len(mask[name][step % 2 :: 2]) for name in mask.names)
     with DeltaLog.open(tmp_path / "log") as log:
         assert log.mask_digest == mask.digest
-        for step, wanted in kept.items():
-            same_bits(log.load(step), wanted)
-            for name in wanted:
-                same_bits({name: next(log.tensor_states(name, [step]))[1]}, {name: wanted[name]})
+        for step, expected in kept.items():
+            same_bits(log.load(step), expected)
+            for name in expected:
+                same_bits({name: next(log.tensor_states(name, [step]))[1]}, {name: expected[name]})
         assert log.verify() == []
         # Going on, and taking steps out, keep to the mask.
         step_(state, mask, 4)
@@ -94,8 +94,8 @@ def test_a_change_outside_of_the_mask_is_not_lost(
             masked.append(log.append(step).wait().masked)
             kept[step] = copy_of(state)
         assert masked == [True, False, True]
-        for step, wanted in kept.items():
-            same_bits(log.load(step), wanted)
+        for step, expected in kept.items():
+            same_bits(log.load(step), expected)
         assert log.verify() == []
         # Over the step that went outside, too.
         assert not log.squash(1, 3).masked
@@ -143,7 +143,7 @@ def test_a_lost_or_other_mask(tmp_path: Path, state: dict[str, Tensor], mask: Ma
     damaged[-1] ^= 64
     for content, message in (
         (None, "no such mask file"),
-        (bytes(damaged), "positions of b run from 2 to 1073742512, wanted 0 to 699"),
+        (bytes(damaged), "positions of b run from 2 to 1073742512, expected 0 to 699"),
         (other, f"{mask.digest}, but {path} is the mask {other.digest}"),
     ):
         path.unlink(missing_ok=True)

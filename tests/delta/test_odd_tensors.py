@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta.export import convert, export_pt, export_state, export_values
-from sparse_opt.delta.pt_log import PtDeltaLog
+from sparse_opt.delta.export import convert, export_state, export_values
+from sparse_opt.delta.pt import PtDeltaLog, export_pt
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -132,7 +132,7 @@ ODD: dict[str, tuple[Any, Callable[[], Tensor], str]] = {
     **{name: ("odd", lambda name=name: of_dtype(name), f"odd is torch.{name}") for name in NOT_LOGGED},
     "quantized": ("odd", quantized, "odd is torch.qint8"),
     "nested": ("odd", nested, "odd is nested"),
-    "fake": ("odd", fake, "odd is FakeTensor, wanted a plain tensor"),
+    "fake": ("odd", fake, "odd is FakeTensor, expected a plain tensor"),
     "lazy": ("odd", nn.UninitializedParameter, "odd is UninitializedParameter"),
     "mkldnn": ("odd", lambda: torch.zeros(4000).to_mkldnn(), "odd is torch._mkldnn on cpu"),
     "surrogate": ("w\ud800", zeros, r"'w\\ud800' is no name that can be written as UTF-8"),

@@ -91,8 +91,8 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(
         read = Patch.from_parts(parts, level, patch.dtype, patch.numels)
         whole = [tensor.to(decoder[1], copy=True) for tensor in old]
         patch_codec.apply_(whole, read, backend=decoder[0])
-        for found, wanted in zip(whole, new, strict=True):
-            assert bytes_of(found) == bytes_of(wanted)
+        for found, expected in zip(whole, new, strict=True):
+            assert bytes_of(found) == bytes_of(expected)
         records = parts.pop("records")
         for i, (before, after) in enumerate(drawn):
             alone = before.to(decoder[1], copy=True)

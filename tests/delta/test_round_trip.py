@@ -151,8 +151,8 @@ def test_a_state_that_lies_on_several_devices(tmp_path: Path, states: Any, same_
         for step, on_gpu in enumerate(("a", "b", "n", "ab", "abn", ""), start=1):
             kept[step] = states.change(kept[step - 1], 0.1)
             log.append(step, {name: t.cuda() if name in on_gpu else t for name, t in kept[step].items()})
-        for step, wanted in kept.items():
-            same_bits(log.load(step), wanted)
+        for step, expected in kept.items():
+            same_bits(log.load(step), expected)
         assert log.verify() == []
 
 
@@ -187,8 +187,8 @@ def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
             kept[step] = {"w": state["w"].clone()}
     assert kinds == ["patch", "keyframe", "patch", "keyframe", "patch"]
     log = DeltaLog.open(tmp_path / "log")
-    for step, wanted in kept.items():
-        same_bits(log.load(step), wanted)
+    for step, expected in kept.items():
+        same_bits(log.load(step), expected)
     assert log.verify() == []
     assert [info.kind for info in log.info()] == ["keyframe", *kinds]
     # A keyframe needs nothing before it, and the chain goes on from it.
@@ -250,9 +250,9 @@ def test_steps_not_logged(logged: Any) -> None:
             torch.zeros(3, dtype=torch.complex128),
             "w is torch.complex128, expected a dtype that safetensors",
         ),
-        (torch.zeros(3, device="meta"), "w is torch.strided on meta, wanted a strided tensor in memory"),
+        (torch.zeros(3, device="meta"), "w is torch.strided on meta, expected a strided tensor in memory"),
         (torch.zeros(3, 3).to_sparse(), "w is torch.sparse_coo on cpu"),
-        (5, "w is int, wanted a tensor"),
+        (5, "w is int, expected a tensor"),
     ],
     ids=["complex128", "meta", "sparse", "number"],
 )
@@ -270,5 +270,5 @@ class Wrapping(Tensor):
 
 
 def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeltaLogError, match="w is Wrapping, wanted a plain tensor: gather sharded ones first"):
+    with pytest.raises(DeltaLogError, match="w is Wrapping, expected a plain tensor: gather sharded tensors"):
         DeltaLog.create(tmp_path / "log", {"w": torch.zeros(3).as_subclass(Wrapping)})

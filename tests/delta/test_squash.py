@@ -77,7 +77,7 @@ def test_what_can_not_be_squashed(logged: Any, same_bits: Compare) -> None:
     for a, b, message in (
         (0, 3, "step 3 is not logged"),
         (4, 8, "step 4 is not logged"),
-        (5, 5, "squash from step 5 to step 5: wanted an earlier and a later step"),
+        (5, 5, "squash from step 5 to step 5, expected ascending steps"),
         (8, 1, "squash from step 8 to step 1"),
     ):
         with pytest.raises(DeltaLogError, match=f"{logged.directory}: {message}"):

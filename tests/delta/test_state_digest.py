@@ -180,11 +180,11 @@ def test_known_digests():
 @pytest.mark.usefixtures("host_path")
 def test_later_writes_do_not_show():
     state = [torch.arange(100_000.0), torch.ones(3)]
-    wanted = digests_of(state)
+    expected = digests_of(state)
     pending = StateDigest.start(state)
     for tensor in state:
         tensor.zero_()
-    assert pending.result() == wanted == pending.result()
+    assert pending.result() == expected == pending.result()
 
 
 def test_a_tensor_made_of_others_is_refused():
@@ -212,12 +212,12 @@ def test_gpu_and_cpu_tensors_keep_their_order(gpu_source):
 def test_gpu_digests_are_taken_in_the_order_of_the_stream(gpu_source):
     state = [gpu_source.tensor((1 << 20,), torch.bfloat16), gpu_source.tensor((1001,), torch.float32)]
     StateDigest.start(state).result()  # memory for both ends is there from here on
-    wanted = [torch.full_like(tensor, 0.5) for tensor in state]
+    expected = [torch.full_like(tensor, 0.5) for tensor in state]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
-        for tensor, value in zip(state, wanted, strict=True):
+        for tensor, value in zip(state, expected, strict=True):
             tensor.copy_(value)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -231,7 +231,7 @@ def test_gpu_digests_are_taken_in_the_order_of_the_stream(gpu_source):
         found = other_thread.submit(pending.result).result()
     stream.synchronize()
     assert not waited
-    assert found == digests_of(wanted)
+    assert found == digests_of(expected)
 
 
 @pytest.mark.gpu
@@ -245,8 +245,8 @@ def test_gpu_digests_are_captured_in_a_graph(gpu_source):
         for tensor in state:
             tensor.copy_(gpu_source.tensor(tuple(tensor.shape), tensor.dtype))
         graph.replay()
-        wanted = [digest for tensor in state for digest in chunk_digests_of(tensor)]
-        assert [bytes(row) for row in captured.cpu().numpy()] == wanted
+        expected = [digest for tensor in state for digest in chunk_digests_of(tensor)]
+        assert [bytes(row) for row in captured.cpu().numpy()] == expected
 
 
 @pytest.mark.gpu

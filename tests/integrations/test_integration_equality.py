@@ -197,13 +197,13 @@ def test_precomputed_references_are_those_of_the_base_weights(lab, curve):
 def test_parameter_groups_are_the_trainers(lab):
     theirs, ours = lab("Trainer"), lab("Trainer", mask=lab.random_mask(1.0))
     names = {p: name for name, p in theirs.model.named_parameters()}
-    wanted = [
+    expected = [
         (group["weight_decay"], group["lr"], [names[p] for p in group["params"]])
         for group in theirs.create_optimizer().param_groups
     ]
     groups = ours.create_optimizer().param_groups
-    assert [(group["weight_decay"], group["lr"], group["param_names"]) for group in groups] == wanted
-    assert all(names for *_, names in wanted)
+    assert [(group["weight_decay"], group["lr"], group["param_names"]) for group in groups] == expected
+    assert all(names for *_, names in expected)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e9])

@@ -34,20 +34,20 @@ def test_a_missing_or_old_package_is_one_line(package, monkeypatch):
     first = versions.FIRST[package]
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(
-        ImportError, match=rf"wants {package} >= {first}, which is not installed: pip install"
+        ImportError, match=rf"needs {package} >= {first}, which is not installed: pip install"
     ) as caught:
         versions.require(package)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(metadata, "version", lambda name: "1.0.0")
     with pytest.raises(
-        ImportError, match=rf"wants {package} >= {first}, found 1.0.0: pip install '{package}>={first}'"
+        ImportError, match=rf"needs {package} >= {first}, found 1.0.0: pip install '{package}>={first}'"
     ):
         versions.require(package)
 
 
 def test_a_trainer_of_an_old_version_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "1.0.0")
-    with pytest.raises(ImportError, match="wants transformers"):
+    with pytest.raises(ImportError, match="needs transformers"):
         factory.sparse_trainer.__wrapped__(transformers.Trainer)
 
 

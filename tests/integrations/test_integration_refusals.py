@@ -138,7 +138,7 @@ def test_masks_of_other_models(lab):
     foreign = MaskSet.from_bool({"model.elsewhere.weight": torch.ones(3, dtype=torch.bool)})
     refused(lab, "model.elsewhere.weight", mask=foreign, error=MaskError)
     refused(lab, "no-such-mask.safetensors", mask="no-such-mask.safetensors", error=MaskError)
-    refused(lab, "mask is a int, wanted a MaskSet, a path, or a dict of bool tensors", mask=3, error=TypeError)
+    refused(lab, "mask is a int, expected a MaskSet, a path, or a dict of bool tensors", mask=3, error=TypeError)
     sparse = sparse_trainer(SFTTrainer)
     with pytest.raises(TypeError, match="mask"):
         sparse(lab.model(), args=lab.args("SFT"))

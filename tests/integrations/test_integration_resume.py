@@ -253,13 +253,13 @@ def doubled(model):
         ({"delta_log_dir": "log", "delta_log_steps": "every:0"}, "step schedule 'every:0': cannot read 'every:0'"),
         (
             {"delta_log_dir": "log", "delta_log_level": "low"},
-            "delta_log_level is 'low', wanted one of fast, packed, tight",
+            "delta_log_level is 'low', expected one of fast, packed, tight",
         ),
-        ({"delta_log_dir": "log", "delta_log_on_error": "go"}, "delta_log_on_error is 'go', wanted raise or warn"),
-        ({"delta_log_dir": "log", "delta_log_keyframe_every": 0}, "delta_log_keyframe_every is 0, wanted 1 or more"),
+        ({"delta_log_dir": "log", "delta_log_on_error": "go"}, "delta_log_on_error is 'go', expected raise or warn"),
+        ({"delta_log_dir": "log", "delta_log_keyframe_every": 0}, "delta_log_keyframe_every is 0, expected 1 or more"),
         ({"delta_log_steps": "every:5"}, "delta_log_steps does nothing without delta_log_dir"),
         ({"delta_log_level": "tight"}, "delta_log_level does nothing without delta_log_dir"),
-        ({"delta_log_dir": "log", "keep_base_weights": False}, "delta_log_dir wants keep_base_weights=True"),
+        ({"delta_log_dir": "log", "keep_base_weights": False}, "delta_log_dir needs keep_base_weights=True"),
     ],
 )
 def test_log_options_that_can_not_be(options, message):

@@ -103,12 +103,12 @@ def test_scores_are_those_of_the_formulas(
     scores, plan = scores_of(MemoryLog(states), device, method=method, target_step=step, momentum_window=window)
     assert plan.step == step
     for name, shape in SHAPES.items():
-        wanted = numpy_score(states, name, method, step, window)
+        expected = numpy_score(states, name, method, step, window)
         found = scores.bits(name).cpu().view(torch.float32).numpy().reshape(shape)
         # One rounding to float32, and the error of variances in float64: sums of squares differ by 1e-15 of v^2, and
         # s + 1e-8 with it by 1e-15 v^2 / 1e-8 at the most.
-        np.testing.assert_allclose(found, wanted, rtol=2**-23, atol=0)
-        assert ((found == 0) == (wanted == 0)).all()
+        np.testing.assert_allclose(found, expected, rtol=2**-23, atol=0)
+        assert ((found == 0) == (expected == 0)).all()
 
 
 def test_steady_changes_score_by_the_epsilon_alone() -> None:
@@ -128,7 +128,7 @@ def test_a_gpu_gives_the_same_bits_and_the_same_mask(method: str, dtype: torch.d
     there, _ = scores_of(log, torch.device("cuda"), method=method)
     for name in SHAPES:
         assert torch.equal(here.bits(name), there.bits(name).cpu())
-    # Room for one unit: the matrix is smaller than a tile, and no more than 640 of its 641 elements are wanted.
+    # Room for one unit: the matrix is smaller than a tile, and no more than 640 of its 641 elements are expected.
     for pattern, sparsity in (("element", 50), ("run16", 50), ("tile64", 1)):
         masks = [
             find_from_log(log, method=method, sparsity=sparsity, pattern=pattern, min_tensor_keep=0, device=device).mask  # type: ignore[arg-type]
@@ -197,10 +197,10 @@ def test_steps_that_each_method_reads() -> None:
         ({"method": "momentum", "target_step": 2}, "momentum with window 2 needs 2 logged steps .* step 2 there is 1"),
         ({"method": "fisher", "target_step": 2}, "fisher needs 2 logged steps after the first, .* step 2 there is 1"),
         ({"method": "momentum", "target_step": 0}, "no element of step 0 has changed since step 0"),
-        ({"method": "momentum", "momentum_window": 1}, "momentum_window is 1, wanted 2 or more velocities"),
-        ({"method": "fisher", "momentum_window": 3}, "momentum_window is 3, and the method fisher"),
+        ({"method": "momentum", "momentum_window": 1}, "momentum_window is 1, expected 2 or more velocities"),
+        ({"method": "fisher", "momentum_window": 3}, "momentum_window is 3, expected None for the method fisher"),
         ({"method": "oracle", "target_step": 9}, "target_step is 9, and oracle scores the last logged step, 10"),
-        ({"method": "snip"}, "method is 'snip', wanted one of magnitude, momentum, fisher, oracle"),
+        ({"method": "snip"}, "method is 'snip', expected one of magnitude, momentum, fisher, oracle"),
     ],
 )
 def test_too_few_steps_and_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -228,8 +228,8 @@ def test_delta_log_and_memory_give_the_mask_of_the_sorted_formula(tmp_path: Path
     ]
     assert masks[0] == masks[1]
     assert masks[0].metadata["model"] == "tiny"
-    wanted = np.concatenate([numpy_score(states, n, method, 10, None).reshape(-1) for n in SHAPES]).astype(np.float32)
-    order = np.argsort(-wanted, kind="stable")[: masks[0].nnz]
+    expected = np.concatenate([numpy_score(states, n, method, 10, None).reshape(-1) for n in SHAPES]).astype(np.float32)
+    order = np.argsort(-expected, kind="stable")[: masks[0].nnz]
     starts = dict(zip(SHAPES, np.cumsum([0, *(int(np.prod(s)) for s in SHAPES.values())]), strict=False))
     found = np.concatenate([masks[0][n].numpy() + starts[n] for n in SHAPES])
     assert np.array_equal(found, np.sort(order))

@@ -140,10 +140,10 @@ def made_scores(seed: int, kind: str) -> dict[str, Tensor]:
 def test_units_are_those_of_looking_at_each(pattern: str, kind: str, pool: str, device: torch.device) -> None:
     scores = made_scores(1, kind)
     for sparsity, keep in [(50.0, 0.0), (40.0, 0.01), (10.0, 0.002)]:
-        wanted = brute_mask(scores, pattern, sparsity, keep, pool)
+        expected = brute_mask(scores, pattern, sparsity, keep, pool)
         source = Scores(scores, device)
         found = find_mask(source, sparsity=sparsity, min_tensor_keep=keep, pool=pool, pattern=pattern)  # type: ignore[arg-type]
-        assert {name: found.mask[name].tolist() for name in found.mask.names} == wanted, (sparsity, keep)
+        assert {name: found.mask[name].tolist() for name in found.mask.names} == expected, (sparsity, keep)
         assert found.mask.pattern == pattern
 
 
@@ -237,7 +237,7 @@ def test_tensors_in_another_order_keep_the_same_where_nothing_ties() -> None:
 
 def test_figures_say_what_was_kept_and_from_which_score_on() -> None:
     scores = made_scores(6, "spread") | {"still": torch.zeros(10)}
-    found = find_mask(Scores(scores), sparsity=90, figures=True)
+    found = find_mask(Scores(scores), sparsity=90, tensor_stats=True)
     for name, figures in found.tensors.items():
         flat = scores[name].reshape(-1)
         assert (figures.kept, figures.numel) == (found.mask[name].numel(), flat.numel())
@@ -275,13 +275,13 @@ def test_nan_names_the_tensor(sign: int, device: torch.device) -> None:
     bad = torch.tensor([1.0, math.copysign(math.nan, sign), math.inf])
     assert (bad.view(torch.int32)[1] > 0) == (sign > 0)
     source = Scores({"good": torch.ones(9), "bad": bad}, device)
-    with pytest.raises(MaskError, match="the test score of bad is NaN at 1 of 3 elements, wanted numbers"):
+    with pytest.raises(MaskError, match="the test score of bad is NaN at 1 of 3 elements, expected numbers"):
         find_mask(source, sparsity=50)
 
 
 def test_scores_below_zero_are_refused() -> None:
     source = Scores({"w": torch.tensor([1.0, -2.0, 3.0])})
-    with pytest.raises(MaskError, match="the test score of w has a minus sign at 1 of 3 elements, wanted 0 and more"):
+    with pytest.raises(MaskError, match="the test score of w has a minus sign at 1 of 3 elements, expected 0 and more"):
         find_mask(source, sparsity=50)
 
 
@@ -304,11 +304,11 @@ def test_halves_of_an_element_are_rounded_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sparsity": 0.0}, "sparsity is 0.0 percent, wanted above 0 and below 100"),
+        ({"sparsity": 0.0}, "sparsity is 0.0 percent, expected above 0 and below 100"),
         ({"sparsity": 100.0}, "sparsity is 100.0 percent"),
         ({"sparsity": 101.0}, "sparsity is 101.0 percent"),
-        ({"pattern": "run8"}, "pattern is 'run8', wanted one of element, run16"),
-        ({"pool": "layer"}, "pool is 'layer', wanted global or tensor"),
+        ({"pattern": "run8"}, "pattern is 'run8', expected one of element, run16"),
+        ({"pool": "layer"}, "pool is 'layer', expected global or tensor"),
         ({"min_tensor_keep": -0.1}, "min_tensor_keep is -0.1"),
     ],
 )

@@ -56,12 +56,12 @@ def test_gradient_scores(tiny_llama, tied: bool) -> None:
     model = tiny_llama(tie_word_embeddings=tied).eval()
     each = gradients(model)
     for name, found in scores_of(model, "fisher_gradient").items():
-        wanted = sum(g[name] ** 2 for g in each) / len(each)
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-12)
+        expected = sum(g[name] ** 2 for g in each) / len(each)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-12)
     for name, found in scores_of(model, "snip").items():
         mean = sum(g[name] for g in each) / len(each)
-        wanted = (model.get_parameter(name).double() * mean).abs()
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-9)
+        expected = (model.get_parameter(name).double() * mean).abs()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-9)
 
 
 def test_the_model_is_left_as_it_was(tiny_llama) -> None:
@@ -109,8 +109,8 @@ def test_wanda_of_linear_layers(tiny_llama, tied: bool) -> None:
     # A tied output layer is an embedding too, which meets no input.
     assert set(found) == {f"{name}.weight" for name in layers}
     assert ("lm_head.weight" in found) != tied
-    for name, wanted in wanda_by_hand(model, layers, out_first=True).items():
-        torch.testing.assert_close(found[f"{name}.weight"].double(), wanted, rtol=1e-5, atol=0)
+    for name, expected in wanda_by_hand(model, layers, out_first=True).items():
+        torch.testing.assert_close(found[f"{name}.weight"].double(), expected, rtol=1e-5, atol=0)
 
 
 def test_wanda_of_gpt2_whose_weights_are_transposed() -> None:
@@ -120,8 +120,8 @@ def test_wanda_of_gpt2_whose_weights_are_transposed() -> None:
     layers = {n: m for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}
     found = scores_of(model, "wanda")
     assert set(found) == {f"{name}.weight" for name in layers}
-    for name, wanted in wanda_by_hand(model, layers, out_first=False).items():
-        torch.testing.assert_close(found[f"{name}.weight"].double(), wanted, rtol=1e-5, atol=0)
+    for name, expected in wanda_by_hand(model, layers, out_first=False).items():
+        torch.testing.assert_close(found[f"{name}.weight"].double(), expected, rtol=1e-5, atol=0)
 
 
 def test_weight_magnitude_is_the_full_sort_of_absolute_weights(tiny_llama) -> None:
@@ -131,9 +131,9 @@ def test_weight_magnitude_is_the_full_sort_of_absolute_weights(tiny_llama) -> No
     mask = find_mask(weight_scores(parameters), sparsity=90, min_tensor_keep=0).mask
     flat = torch.cat([p.detach().float().abs().view(-1) for p in parameters.values()])
     order = flat.sort(descending=True, stable=True).indices[: mask.nnz]
-    wanted = torch.zeros(len(flat), dtype=torch.bool)
-    wanted[order] = True
-    assert torch.equal(torch.cat([mask.bool(name).view(-1) for name in mask.names]), wanted)
+    expected = torch.zeros(len(flat), dtype=torch.bool)
+    expected[order] = True
+    assert torch.equal(torch.cat([mask.bool(name).view(-1) for name in mask.names]), expected)
 
 
 def test_what_no_sequence_reached_is_not_kept(tiny_llama) -> None:
@@ -151,7 +151,7 @@ def test_refusals(tiny_llama) -> None:
     parameters = parameters_of(model)
     with pytest.raises(MaskError, match="snip needs calibration sequences, and there are none"):
         calibrated_scores(model, parameters, [], "snip")
-    with pytest.raises(MaskError, match="calibration sequence 1 has 3 tokens and a prompt of 3, wanted a completion"):
+    with pytest.raises(MaskError, match="calibration sequence 1 has 3 tokens and a prompt of 3, expected a completion"):
         calibrated_scores(model, parameters, [SEQUENCES[0], Sequence([1, 2, 3], 3)], "snip")
     norms = {name: p for name, p in parameters.items() if "norm" in name}
     with pytest.raises(MaskError, match="wanda scores weights of linear layers, and none of the 5 chosen tensors is"):

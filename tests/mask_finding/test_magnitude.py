@@ -100,8 +100,8 @@ def test_equals_sorting_everything(
     log = log_of(tmp_path / "log", before, after)
     for sparsity, keep in [(97.5, 0.0025), (50.0, 0.2), (3.0, 0.01), (99.96, 0.0)]:
         mask = find_magnitude(log, sparsity=sparsity, min_tensor_keep=keep, pool=pool)
-        wanted = sorted_mask(before, after, sparsity, keep, pool)
-        assert {name: mask[name].tolist() for name in mask.names} == wanted, (sparsity, keep)
+        expected = sorted_mask(before, after, sparsity, keep, pool)
+        assert {name: mask[name].tolist() for name in mask.names} == expected, (sparsity, keep)
 
 
 def test_counting_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
     log = log_of(tmp_path / "log", before, after)
     for pool in ("global", "tensor"):
         with pytest.warns(
-            UserWarning, match=r"only 2 elements have a magnitude score above zero where 20 were asked for: .* keeps 2"
+            UserWarning, match=r"only 2 elements have a magnitude score above zero, 20 were requested: .* keeps 2"
         ):
             mask = find_magnitude(log, sparsity=90, min_tensor_keep=0.04, pool=pool)
         assert mask["a"].tolist() == [3, 97]
@@ -148,7 +148,7 @@ def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
     for pool in ("global", "tensor"):
         with pytest.raises(MaskError, match="no element of the chosen tensors has a magnitude score above zero"):
             find_magnitude(log, sparsity=90, include=["a"], pool=pool)
-    with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged one"):
+    with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged step"):
         find_magnitude(log, sparsity=90, target_step=0)
 
 
@@ -156,8 +156,8 @@ def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
     before = {"w": torch.zeros(6)}
     after = {"w": torch.tensor([1e-45, float("-inf"), 1e-38, 3e38, 0.0, -1e-45])}
     log = log_of(tmp_path / "log", before, after)
-    for keep, wanted in [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 5])]:
-        assert find_magnitude(log, sparsity=100 - 100 * keep / 6, min_tensor_keep=0)["w"].tolist() == wanted
+    for keep, expected in [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 5])]:
+        assert find_magnitude(log, sparsity=100 - 100 * keep / 6, min_tensor_keep=0)["w"].tolist() == expected
 
 
 def test_fp64_weights_are_not_rounded_before_the_subtraction(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_nan_scores_name_the_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sparsity", [0.0, 100.0, -1.0, 101.0, float("nan")])
 def test_sparsity_out_of_range(tmp_path: Path, sparsity: float) -> None:
     log = log_of(tmp_path / "log", {"w": torch.zeros(3)}, {"w": torch.ones(3)})
-    with pytest.raises(MaskError, match="wanted above 0 and below 100"):
+    with pytest.raises(MaskError, match="expected above 0 and below 100"):
         find_magnitude(log, sparsity=sparsity)
 
 
@@ -190,7 +190,7 @@ def test_other_arguments_out_of_range(tmp_path: Path) -> None:
         find_magnitude(log, sparsity=50, min_tensor_keep=1.5)
     with pytest.raises(MaskError, match=r"keeps 60 elements, but sparsity 90.0 leaves 30: lower one of the two"):
         find_magnitude(log, sparsity=90.0, min_tensor_keep=0.2)
-    with pytest.raises(MaskError, match="pool is 'layer', wanted global or tensor"):
+    with pytest.raises(MaskError, match="pool is 'layer', expected global or tensor"):
         find_magnitude(log, sparsity=90, pool="layer")
     with pytest.raises(MaskError, match="no tensor of .* is chosen"):
         find_magnitude(log, sparsity=90, include=["v*"])

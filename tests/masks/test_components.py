@@ -53,7 +53,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("config_class", "wanted"),
+    ("config_class", "expected"),
     [
         (LlamaConfig, ATTENTION | GATED_MLP),
         (MistralConfig, ATTENTION | GATED_MLP),
@@ -68,12 +68,12 @@ def names_of(model: nn.Module) -> list[str]:
         (OPTConfig, ATTENTION | PLAIN_MLP),
     ],
 )
-def test_every_layer_has_the_parts_of_its_architecture(config_class, wanted):
+def test_every_layer_has_the_parts_of_its_architecture(config_class, expected):
     model = model_of(config_class)
     found = {name: component_of(name) for name in names_of(model)}
     assert {c.layer for c in found.values()} == {None, 0, 1, 2}
     for layer in range(3):
-        assert {c.part for c in found.values() if c.layer == layer} == wanted | {"norms"}
+        assert {c.part for c in found.values() if c.layer == layer} == expected | {"norms"}
     assert {c.part for c in found.values() if c.layer is None} == {"embeddings", "norms", "lm_head"}
     assert not any(c.conv1d for c in found.values())
     # What torch and transformers call the module agrees.

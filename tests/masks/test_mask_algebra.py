@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_by_name():
     for combine in (union, intersect):
         with pytest.raises(MaskError, match=r"^a.0.bias is \[77\] in one mask, \[7, 11\] in another$"):
             combine([a, MaskSet.random({"a.0.bias": (7, 11)}, density=0.5)])
-        with pytest.raises(MaskError, match="found 1 masks, wanted two"):
+        with pytest.raises(MaskError, match="found 1 masks, expected two"):
             combine([a])
     with pytest.raises(MaskError, match="the 2 masks have no parameter in common"):
         intersect([a, MaskSet.random({"b": (7,)}, density=0.5)])
@@ -100,13 +100,13 @@ def test_position_sets_against_python(dtype):
         x, y = (torch.randperm(100, generator=generator)[:size].sort().values.to(dtype) for size in sizes)
         first, second = set(x.tolist()), set(y.tolist())
         assert position_sets.intersection_size(x, y) == len(first & second)
-        for found, wanted in (
+        for found, expected in (
             (position_sets.intersection(x, y), first & second),
             (position_sets.union(x, y), first | second),
             (position_sets.complement(x, 100), set(range(100)) - first),
         ):
             assert found.dtype == dtype
-            assert found.tolist() == sorted(wanted)
+            assert found.tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize("numel", [12, 13, 24, 25])

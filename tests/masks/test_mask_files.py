@@ -132,9 +132,9 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
     assert "no such mask file" in refusal(path)
     assert "no such mask file" in refusal(tmp_path)
     save_file({"w": torch.ones(3)}, path)
-    assert "format is None, wanted 'sparse-opt mask'" in refusal(path)
+    assert "format is None, expected 'sparse-opt mask'" in refusal(path)
     save_file({"w": torch.ones(3)}, path, {"format": "sparse-opt mask", "format_version": "2"})
-    assert "format version is '2', wanted '1'" in refusal(path)
+    assert "format version is '2', expected '1'" in refusal(path)
     path.write_text("not a mask")
     assert "not a readable safetensors file" in refusal(path)
     other = tmp_path / "mask.npz"
@@ -228,11 +228,11 @@ def test_pt_with_any_other_object_is_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.ones(2, dtype=torch.bool)], "holds a list, wanted a dictionary"),
-        ({"w": torch.ones(2)}, "mask of w is torch.float32, wanted a bool tensor"),
-        ({"masks": {"w": torch.ones(2, dtype=torch.int8)}}, "mask of w is torch.int8, wanted a bool tensor"),
-        ({"w": "x"}, "mask of w is str, wanted a bool tensor"),
-        ({3: torch.ones(2, dtype=torch.bool)}, "holds the key 3, wanted parameter names"),
+        ([torch.ones(2, dtype=torch.bool)], "holds a list, expected a dictionary"),
+        ({"w": torch.ones(2)}, "mask of w is torch.float32, expected a bool tensor"),
+        ({"masks": {"w": torch.ones(2, dtype=torch.int8)}}, "mask of w is torch.int8, expected a bool tensor"),
+        ({"w": "x"}, "mask of w is str, expected a bool tensor"),
+        ({3: torch.ones(2, dtype=torch.bool)}, "holds the key 3, expected parameter names"),
         ({}, "holds no masks"),
     ],
     ids=["list", "float", "int8", "string", "number_as_name", "nothing"],
@@ -244,7 +244,7 @@ def test_pt_of_other_content(tmp_path: Path, content: Any, message: str) -> None
 
 def test_pt_of_the_old_form_is_refused(mask: MaskSet, tmp_path: Path) -> None:
     torch.save(bool_masks(mask), tmp_path / "m.pt", _use_new_zipfile_serialization=False)
-    assert "not a readable archive as torch.save writes it" in refusal(tmp_path / "m.pt")
+    assert "it is not a file that torch.save wrote" in refusal(tmp_path / "m.pt")
 
 
 def test_pt_damage_gives_the_right_mask_or_a_refusal(mask: MaskSet, tmp_path: Path) -> None:

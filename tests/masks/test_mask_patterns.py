@@ -89,6 +89,6 @@ def test_ragged_edges_are_units_of_their_own(pattern: str) -> None:
         chosen = mask_patterns.expand_units(torch.tensor([number]), shape, pattern)
         height, width = PATTERNS[pattern]
         rows, columns = (1 if number == 0 else 130 % height or height), (1 if number == 0 else 70 % width or width)
-        wanted = min(height, 130) * min(width, 70) if number == 0 else rows * columns
-        assert chosen.numel() == wanted
+        expected = min(height, 130) * min(width, 70) if number == 0 else rows * columns
+        assert chosen.numel() == expected
         assert broken_unit(chosen, shape, pattern) is None

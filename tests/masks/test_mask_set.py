@@ -24,9 +24,9 @@ def mask_of(**masks: list[int]) -> MaskSet:
     [
         (positions(1, 0), r"w are not strictly ascending"),
         (positions(1, 1), r"w are not strictly ascending"),
-        (positions(-1, 2), r"w run from -1 to 2, wanted 0 to 5"),
-        (positions(0, 6), r"w run from 0 to 6, wanted 0 to 5"),
-        (torch.tensor([0.0, 1.0]), r"w are torch.float32 .* wanted int32 or int64"),
+        (positions(-1, 2), r"w run from -1 to 2, expected 0 to 5"),
+        (positions(0, 6), r"w run from 0 to 6, expected 0 to 5"),
+        (torch.tensor([0.0, 1.0]), r"w are torch.float32 .* expected int32 or int64"),
         (torch.tensor([True, False]), r"w are torch.bool"),
         (positions(0, 1).view(1, 2), r"w are torch.int32 of 2 dimensions"),
         ([0, 1], r"w are list"),
@@ -39,11 +39,11 @@ def test_constructor_refuses_positions(indices: Tensor, message: str) -> None:
 
 
 def test_constructor_refuses_the_rest() -> None:
-    with pytest.raises(MaskError, match=r"pattern is 'run8', wanted one of element, run16"):
+    with pytest.raises(MaskError, match=r"pattern is 'run8', expected one of element, run16"):
         MaskSet({}, {}, pattern="run8")
     with pytest.raises(MaskError, match=r"different tensors: b"):
         MaskSet({"a": positions(0)}, {"a": (1,), "b": (1,)})
-    with pytest.raises(MaskError, match=r"metadata 'step' is 5, wanted a string"):
+    with pytest.raises(MaskError, match=r"metadata 'step' is 5, expected a string"):
         MaskSet({}, {}, metadata={"step": 5})  # type: ignore[dict-item]
     with pytest.raises(MaskError, match=r"shape of a is \[-1\]"):
         MaskSet({"a": positions()}, {"a": (-1,)})
@@ -128,7 +128,7 @@ def test_bool_and_from_bool_are_inverse() -> None:
     "value", [torch.ones(3), torch.ones(3, dtype=torch.uint8), [True]], ids=["float", "uint8", "list"]
 )
 def test_from_bool_takes_bool_tensors_only(value: object) -> None:
-    with pytest.raises(MaskError, match="mask of w is .*, wanted a bool tensor"):
+    with pytest.raises(MaskError, match="mask of w is .*, expected a bool tensor"):
         MaskSet.from_bool({"w": value})  # type: ignore[dict-item]
 
 

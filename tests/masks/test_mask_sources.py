@@ -290,7 +290,7 @@ def test_numbers_are_refused_until_they_are_made_bools(
     masks = random_bools({"layer.w": (5, 7), "layer.b": (7,)})
     numbers = {**masks, "layer.b": masks["layer.b"].to(dtype)}
     for source, load in sources(numbers, tmp_path).items():
-        assert f"mask of layer.b is {dtype}, wanted a bool tensor" in refusal(load), source
+        assert f"mask of layer.b is {dtype}, expected a bool tensor" in refusal(load), source
     assert MaskSet.from_bool(page["as_bool"](numbers)) == MaskSet.from_bool(masks)
     numbers["layer.b"][2] = 3
     assert refusal(lambda: page["as_bool"](numbers), ValueError) == "mask of layer.b holds other numbers than 0 and 1"
@@ -412,18 +412,18 @@ def test_nothing_active_is_no_mask_to_train_under(tmp_path: Path) -> None:
 def test_what_is_no_mask_in_memory() -> None:
     values = torch.ones(2, 3, dtype=torch.bool)
     for given, message in [
-        ({3: values}, "a mask has the name 3, wanted a parameter's name"),
-        ({"w": values.to_sparse()}, "mask of w is torch.sparse_coo, wanted a dense tensor with values"),
-        ({"w": values.to("meta")}, "mask of w is on the meta device, wanted a dense tensor with values"),
+        ({3: values}, "a mask has the name 3, expected a parameter's name"),
+        ({"w": values.to_sparse()}, "mask of w is torch.sparse_coo, expected a dense tensor with values"),
+        ({"w": values.to("meta")}, "mask of w is on the meta device, expected a dense tensor with values"),
     ]:
         assert refusal(lambda given=given: MaskSet.from_bool(given)) == message
     text = refusal(lambda: MaskSet.from_bool({"w": values}, metadata={"step": 50}))
-    assert text == "mask metadata 'step' is 50, wanted a string"
+    assert text == "mask metadata 'step' is 50, expected a string"
 
 
-def test_a_tensor_beside_masks_is_not_lost(tmp_path: Path) -> None:
+def test_a_tensor_next_to_masks_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save({"masks": random_bools({"w": (5, 7)}), "b": torch.ones(7, dtype=torch.bool)}, path)
     assert refusal(lambda: MaskSet.load(path)) == (
-        f"{path}: holds a tensor 'b' beside 'masks', wanted all masks under that key"
+        f"{path}: holds a tensor 'b' next to 'masks', expected all masks under that key"
     )

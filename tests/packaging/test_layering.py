@@ -30,6 +30,7 @@ LAYERS = (
         "tables",
         "file_lock",
         "tensor_file",
+        "pt_file",
         "cuda_archs",
         "option_values",
         "config",

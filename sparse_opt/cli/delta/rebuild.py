@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...delta.log import DeltaLog
-    from ...delta.pt_log import PtDeltaLog
+    from ...delta.pt import PtDeltaLog
     from ...delta.state import StateLayout
 
     Log = DeltaLog | PtDeltaLog
@@ -30,7 +30,7 @@ def open_as_told(args: Namespace) -> Log:
     import torch
 
     from ...delta.open import open_log
-    from ...delta.pt_log import PtDeltaLog
+    from ...delta.pt import PtDeltaLog
 
     dtype = None if args.dtype in (None, "stored") else getattr(torch, args.dtype)
     if args.base_state is not None:
@@ -46,7 +46,7 @@ def open_as_told(args: Namespace) -> Log:
 
 def say_exact_dtype(log: Log, args: Namespace, stream: TextIO) -> None:
     """Print a hint if no dtype was given and all weights of an fp32 base are exact in a 16-bit dtype."""
-    from ...delta.pt_log import PtDeltaLog
+    from ...delta.pt import PtDeltaLog
 
     if isinstance(log, PtDeltaLog) and args.dtype is None:
         exact = log.exact_dtype()
@@ -115,7 +115,8 @@ def run_export(args: Namespace) -> None:
 
     from sparse_opt.trainers.run.outputs import check_new_folder
 
-    from ...delta.export import export_pt, export_state, export_values
+    from ...delta.export import export_state, export_values
+    from ...delta.pt import export_pt
 
     if args.format != "pt" and len(args.step) > 1:
         raise ConfigError(f"option 'step' is {args.step}: format {args.format} takes one step")

@@ -15,7 +15,7 @@ from .rebuild import open_as_told
 
 if TYPE_CHECKING:
     from ...delta.log import DeltaLog, StepInfo
-    from ...delta.pt_log import PtDeltaLog
+    from ...delta.pt import PtDeltaLog
     from ...delta.state import StateLayout
 
 

@@ -71,16 +71,13 @@ def _random(args: Namespace) -> None:
     from sparse_opt.trainers.run.progress import hide_progress_bars
 
     from ...masks.mask_set import MaskSet
-    from ..models import parameter_shapes
-    from .untrained import chosen_names
+    from .untrained import chosen_shapes
 
     if not 0.0 < args.density <= 1.0:
         raise ConfigError(f"option 'density' is {args.density}: wanted more than 0, at most 1")
     sparsity = round(100 * (1 - args.density), 8)
     path = output_file(args.output, f"sparsity_{sparsity}pct_random_seed{args.seed}.safetensors")
     hide_progress_bars()
-    shapes = parameter_shapes(args.model_name)
-    chosen = {name: shapes[name] for name in chosen_names(args, shapes)}
-    mask = MaskSet.random(chosen, density=args.density, pattern=args.pattern, seed=args.seed)
+    mask = MaskSet.random(chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed)
     mask.metadata["model"] = args.model_name
     save_mask(mask, path, as_json=args.json)

@@ -219,7 +219,7 @@ def _shared(args: Namespace) -> dict[str, Any]:
         "min_tensor_keep": args.min_tensor_keep,
         "pool": args.pool,
         "pattern": args.pattern,
-        "figures": args.debug,
+        "tensor_stats": args.debug,
         "progress": True,
     }
 
@@ -271,7 +271,7 @@ def _overlap_with_oracle(
             sparsity=sparsity,
             include=[glob.escape(name) for name in found.mask.names],
             device=device,
-            **(_shared(args) | {"figures": False}),
+            **(_shared(args) | {"tensor_stats": False}),
         ).mask
     (comparison,) = compare({"the mask": found.mask, "the oracle mask": oracle})
     return comparison.total

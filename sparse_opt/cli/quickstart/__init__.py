@@ -111,7 +111,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
     from sparse_opt.trainers.run.progress import hide_progress_bars
 
     from ...delta.log import DeltaLog
-    from ...mask_finding.find import find_magnitude, mask_file_name
+    from ...mask_finding.find import find_from_log, mask_file_name
     from ..delta import reconstruct
     from . import checks as checks
 
@@ -156,7 +156,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
 
     _say(f"4/6 mask: the {100 - SPARSITY_PERCENT:g} % of the weights that moved most")
     log = DeltaLog.open(folder / DELTA_LOG)
-    mask = find_magnitude(log, sparsity=SPARSITY_PERCENT)
+    mask = find_from_log(log, sparsity=SPARSITY_PERCENT).mask
     mask_file = mask.save(folder / "masks" / mask_file_name(SPARSITY_PERCENT, "magnitude", log.steps[-1]))
 
     _say("5/6 sparse DPO from the same start")

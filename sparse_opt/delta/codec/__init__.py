@@ -151,7 +151,7 @@ class Patch:
             if level == "packed":
                 width = int(_part(frame, "width", torch.uint8, 1)[0])
                 if width >= kind.bits:
-                    raise PatchError(f"its width is {width}, wanted less than {kind.bits}")
+                    raise PatchError(f"its width is {width}, expected less than {kind.bits}")
             if level == "tight":
                 tables = Tables.from_bytes(_part(frame, "tables", torch.uint8).numpy().tobytes(), len(numels), kind)
         except ValueError as error:
@@ -208,7 +208,7 @@ def encode(
         BackendUnavailable: the named backend cannot run.
     """
     if level not in LEVELS:
-        raise ValueError(f"level is {level!r}, wanted one of {', '.join(LEVELS)}")
+        raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}")
     _check_tensors(old, new)
     old, new = list(old), list(new)
     dtype, numels = new[0].dtype, tuple(tensor.numel() for tensor in new)
@@ -285,8 +285,8 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
         raise PatchError(f"dense holds {len(dense)} tensors, the patch is for {len(patch.numels)}")
     for i, (tensor, numel) in enumerate(zip(dense, patch.numels, strict=True)):
         if (tensor.dtype, tensor.numel()) != (patch.dtype, numel):
-            found, wanted = f"{tensor.dtype} of {tensor.numel()} elements", f"{patch.dtype} of {numel}"
-            raise PatchError(f"dense[{i}] is {found}, the patch is for {wanted}")
+            found, expected = f"{tensor.dtype} of {tensor.numel()} elements", f"{patch.dtype} of {numel}"
+            raise PatchError(f"dense[{i}] is {found}, the patch is for {expected}")
     if not dense:
         return
     device, kind = dense[0].device, word_kind(patch.dtype)
@@ -314,7 +314,7 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
 
 def _implementation(device: torch.device, backend: Backend | None) -> ModuleType | Any:
     if backend not in (None, "native", "reference"):
-        raise ValueError(f"backend is {backend!r}, wanted native, reference or None")
+        raise ValueError(f"backend is {backend!r}, expected native, reference or None")
     if backend == "reference":
         return torch_reference
     cause = why_unavailable(device.type if device.type in ("cpu", "cuda") else "cpu", device)
@@ -333,9 +333,9 @@ def _warn_slow(device_type: str, cause: str) -> None:
 
 def _check_tensors(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     if not new or len(old) != len(new):
-        raise ValueError(f"old holds {len(old)} tensors and new {len(new)}, wanted as many, and one or more")
+        raise ValueError(f"old holds {len(old)} tensors and new {len(new)}, expected equally many, at least one")
     if new[0].element_size() not in WORD:
-        raise ValueError(f"new[0] is {new[0].dtype}, of {new[0].element_size()} bytes, wanted 1, 2, 4 or 8")
+        raise ValueError(f"new[0] is {new[0].dtype}, of {new[0].element_size()} bytes, expected 1, 2, 4 or 8")
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
         for name, tensor in (("old", a), ("new", b)):
             if (tensor.dtype, tensor.device) != (new[0].dtype, new[0].device):
@@ -343,7 +343,7 @@ def _check_tensors(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
                     f"{name}[{i}] is {tensor.dtype} on {tensor.device}, new[0] is {new[0].dtype} on {new[0].device}"
                 )
             if not tensor.is_contiguous():
-                raise ValueError(f"{name}[{i}] has strides {tensor.stride()}, wanted contiguous")
+                raise ValueError(f"{name}[{i}] has strides {tensor.stride()}, expected contiguous")
         if a.numel() != b.numel():
             raise ValueError(f"old[{i}] has {a.numel()} elements, new[{i}] has {b.numel()}")
 
@@ -368,6 +368,6 @@ def _part(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, length: in
     part = parts[name]
     if part.dtype != dtype or part.dim() != 1 or (length is not None and len(part) != length):
         found = f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
-        wanted = f"{str(dtype).removeprefix('torch.')} {'of one dimension' if length is None else [length]}"
-        raise PatchError(f"its {name} is {found}, wanted {wanted}")
+        expected = f"{str(dtype).removeprefix('torch.')} {'of one dimension' if length is None else [length]}"
+        raise PatchError(f"its {name} is {found}, expected {expected}")
     return part

@@ -133,14 +133,14 @@ def apply_fast_tile(old: Array, head: int, record: Array) -> Array:
     if mode == BITMAP:
         changed = np.unpackbits(record[: 4 * -(-t // 32)], bitorder="little").astype(bool)
         if changed.sum() != n or changed[t:].any():
-            raise ValueError(f"its bitmap has {changed.sum()} changes, wanted {n} below {t}")
+            raise ValueError(f"its bitmap has {changed.sum()} changes, expected {n} below {t}")
         new[changed[:t]] = _words(record, 4 * -(-t // 32), n, old.dtype)
         return new
     run_count = -(-t // RUN)
     runs = record[n * size : n * size + run_count].astype(np.int64)
     offsets = record[n * size + run_count : n * size + run_count + n].astype(np.int64)
     if runs.sum() != n or len(offsets) != n:
-        raise ValueError(f"its runs hold {runs.sum()} changes, wanted {n}")
+        raise ValueError(f"its runs hold {runs.sum()} changes, expected {n}")
     where = np.repeat(np.arange(run_count) * RUN, runs) + offsets
     if (where >= t).any() or (np.diff(where) <= 0).any():
         raise ValueError("its positions do not ascend within the tile")
@@ -199,7 +199,7 @@ def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, widt
         return old.copy()
     if mode == RAW:
         if len(record) != -(-t * kind.size // 4) * 4:
-            raise ValueError(f"its raw record has {len(record)} bytes, wanted {t} words")
+            raise ValueError(f"its raw record has {len(record)} bytes, expected {t} words")
         return _words(record, 0, t, old.dtype)
     stream = np.unpackbits(record, bitorder="little")
     at = 0
@@ -207,7 +207,7 @@ def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, widt
     def take(count: int) -> Array:
         nonlocal at
         if at + count > len(stream):
-            raise ValueError(f"its record ends at bit {len(stream)}, wanted {at + count} or more")
+            raise ValueError(f"its record ends at bit {len(stream)}, expected {at + count} or more")
         at += count
         return stream[at - count : at]
 
@@ -218,7 +218,7 @@ def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, widt
         low = _numbers(take(n * k), k, n)
         (set_bits,) = take(n + ((t - 1) >> k)).nonzero()
         if len(set_bits) != n:
-            raise ValueError(f"its positions are {len(set_bits)}, wanted {n}")
+            raise ValueError(f"its positions are {len(set_bits)}, expected {n}")
         where = ((set_bits - np.arange(n)) << k) + low.astype(np.int64)
     if len(where) != n or (where >= t).any() or (np.diff(where) <= 0).any():
         raise ValueError("its positions do not ascend within the tile")
@@ -287,7 +287,7 @@ def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, 
     lanes = -(-t // LANE_ROWS)
     numbers = record.view("<u2").astype(np.int64).tolist()
     if len(numbers) < 2 * lanes:
-        raise ValueError(f"its record has {len(numbers)} numbers, wanted the states of {lanes} lanes")
+        raise ValueError(f"its record has {len(numbers)} numbers, expected the states of {lanes} lanes")
     states = [numbers[2 * lane] + (numbers[2 * lane + 1] << 16) for lane in range(lanes)]
     at = 2 * lanes
 
@@ -408,16 +408,16 @@ def _new_words(
     tables: Tables | None,
 ) -> Array:
     if level == "fast":
-        wanted = fast_bytes(int(heads[number]), len(part), kind.size)
-        if len(record) != wanted:
-            raise ValueError(f"its record has {len(record)} bytes, wanted {wanted}")
+        expected = fast_bytes(int(heads[number]), len(part), kind.size)
+        if len(record) != expected:
+            raise ValueError(f"its record has {len(record)} bytes, expected {expected}")
         return apply_fast_tile(part, int(heads[number]), record) if len(record) else part
     if level == "packed":
         return apply_packed_tile(part, int(heads[number]), record, kind, width)
     assert tables is not None
     if int(sizes[number]) & RAW_BIT:
         if len(record) != -(-len(part) * kind.size // 2) * 2:
-            raise ValueError(f"its raw record has {len(record)} bytes, wanted {len(part)} words")
+            raise ValueError(f"its raw record has {len(record)} bytes, expected {len(part)} words")
         return _words(record, 0, len(part), part.dtype)
     return apply_tight_tile(part, record, kind, tables, int(tables.row_of[tensor])) if len(record) else part
 
@@ -461,7 +461,7 @@ def _numbers(bits: Array, width: int, count: int) -> Array:
 def _words(record: Array, at: int, count: int, dtype: Any) -> Array:
     size = np.dtype(dtype).itemsize
     if at + count * size > len(record):
-        raise ValueError(f"its record has {len(record)} bytes, wanted {at + count * size} or more")
+        raise ValueError(f"its record has {len(record)} bytes, expected {at + count * size} or more")
     return np.frombuffer(record[at : at + count * size].tobytes(), dtype)
 
 

@@ -68,7 +68,7 @@ class Tables:
             nonlocal at
             size = np.dtype(dtype).itemsize * count
             if at + size > len(data):
-                raise ValueError(f"its tables end at byte {len(data)}, wanted {at + size} or more")
+                raise ValueError(f"its tables end at byte {len(data)}, expected {at + size} or more")
             at += size
             return np.frombuffer(data, dtype, count, at - size)
 

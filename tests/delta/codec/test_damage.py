@@ -32,14 +32,14 @@ def test_the_verdict_of_the_reference(place, level, dtype):
         sound = encode(old, new, level, backend="reference")
         for _ in range(60):
             patch, tile = damaged(source, sound)
-            wanted, found = [bits(t).clone() for t in old], [bits(t).clone().to(place) for t in old]
-            reference = int(torch_reference.patch_apply_(wanted, *as_op_arguments(patch, torch.device("cpu"))))
+            expected, found = [bits(t).clone() for t in old], [bits(t).clone().to(place) for t in old]
+            reference = int(torch_reference.patch_apply_(expected, *as_op_arguments(patch, torch.device("cpu"))))
             native = int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place)))
             assert native == reference
             is_bad = native < len(patch.sizes)
             refused += is_bad
             # The reference stops at a damaged tile, the native decoder reads all others.
-            expected = words_of_tiles(new if is_bad else wanted, patch)
+            expected = words_of_tiles(new if is_bad else expected, patch)
             for i, (mine, theirs) in enumerate(zip(words_of_tiles(found, patch), expected, strict=True)):
                 assert torch.equal(mine, theirs) or (is_bad and i == tile)
     assert 40 < refused < 220, "some of both"
@@ -192,5 +192,5 @@ def test_arguments_that_do_not_fit():
 @pytest.mark.parametrize("level", LEVELS)
 def test_words_of_16_bytes_are_refused(level, backend):
     old = [torch.zeros(4, dtype=torch.complex128)]
-    with pytest.raises(ValueError, match=r"new\[0\] is torch.complex128, of 16 bytes, wanted 1, 2, 4 or 8"):
+    with pytest.raises(ValueError, match=r"new\[0\] is torch.complex128, of 16 bytes, expected 1, 2, 4 or 8"):
         encode(old, old, level, backend=backend)

@@ -38,17 +38,17 @@ def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def assert_same_patch(found: Patch, wanted: Patch) -> None:
-    assert (found.level, found.numels, found.width) == (wanted.level, wanted.numels, wanted.width)
+def assert_same_patch(found: Patch, expected: Patch) -> None:
+    assert (found.level, found.numels, found.width) == (expected.level, expected.numels, expected.width)
     parts = found.parts()
-    for name, part in wanted.parts().items():
+    for name, part in expected.parts().items():
         assert parts[name].dtype == part.dtype
         assert np.array_equal(parts[name].cpu().numpy(), part.numpy()), name
-    assert np.array_equal(found.sizes.cpu().numpy(), wanted.sizes.numpy())
+    assert np.array_equal(found.sizes.cpu().numpy(), expected.sizes.numpy())
 
 
-def assert_same_words(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+def assert_same_words(found: list[Tensor], expected: list[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(bits(a), bits(b)), i
 
 
@@ -70,16 +70,16 @@ def many_tensors(source: np.random.Generator, dtype: torch.dtype) -> tuple[list[
 @pytest.mark.parametrize("level", LEVELS)
 def test_more_tensors_than_one_launch_takes(gpu, level, dtype):
     old, new = many_tensors(np.random.default_rng(20), dtype)
-    wanted = encode(old, new, level, backend="native")
+    expected = encode(old, new, level, backend="native")
     here_old, here_new = on(gpu, old), on(gpu, new)
     patch = encode(here_old, here_new, level, backend="native")
-    assert_same_patch(patch, wanted)
+    assert_same_patch(patch, expected)
     assert_same_words(here_old, old)
-    assert torch.equal(count_changes(here_old, here_new, backend="native"), wanted.counts)
+    assert torch.equal(count_changes(here_old, here_new, backend="native"), expected.counts)
     dense = on(gpu, old)
     apply_(dense, patch, backend="native")
     assert_same_words(dense, new)
-    assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), wanted)
+    assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), expected)
     assert_same_words(here_old, new)
     assert_same_words(here_new, new)
 
@@ -98,9 +98,9 @@ def test_a_damaged_tile_of_another_launch_is_named(gpu, level):
             apply_(dense, patch, backend="native")
         # All other tiles are decoded.
         words = TILE[level]
-        for i, (found, wanted) in enumerate(zip(dense, new, strict=True)):
+        for i, (found, expected) in enumerate(zip(dense, new, strict=True)):
             begin = words if i == tensor else 0
-            assert torch.equal(bits(found)[begin:], bits(wanted)[begin:]), i
+            assert torch.equal(bits(found)[begin:], bits(expected)[begin:]), i
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -117,14 +117,14 @@ def test_tensors_of_any_alignment(gpu, level, dtype):
         here_new = [whole[at : at + numel] for (_, whole), (_, at) in zip(memory, offsets, strict=True)]
         for target, words in zip([*here_old, *here_new], [*old, *new], strict=True):
             target.copy_(words)
-        wanted = encode(old, new, level, backend="native")
+        expected = encode(old, new, level, backend="native")
         patch = encode(here_old, here_new, level, backend="native")
-        assert_same_patch(patch, wanted)
-        assert torch.equal(count_changes(here_old, here_new, backend="native"), wanted.counts)
+        assert_same_patch(patch, expected)
+        assert torch.equal(count_changes(here_old, here_new, backend="native"), expected.counts)
         if density < 0.1:
             apply_(here_old, patch, backend="native")
         else:
-            assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), wanted)
+            assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), expected)
         assert_same_words(here_old, new)
         for (whole, _), (at, _) in zip(memory, offsets, strict=True):
             around = torch.cat([bits(whole)[:at], bits(whole)[at + numel :]])
@@ -150,11 +150,11 @@ def test_a_tensor_of_more_than_2_to_the_31_words(gpu, level):
 
 @pytest.fixture
 def much_memory(gpu: torch.device) -> Iterator[None]:
-    wanted = 90 << 30
+    expected = 90 << 30
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(gpu)
-    if free < wanted:
-        pytest.skip(f"needs {wanted} bytes of a GPU's memory, {free} are free")
+    if free < expected:
+        pytest.skip(f"needs {expected} bytes of a GPU's memory, {free} are free")
     yield
     torch.cuda.empty_cache()
 
@@ -274,13 +274,13 @@ def test_the_current_stream_is_followed(gpu, level):
     source = np.random.default_rng(24)
     old = any_words(source, 300_000, torch.bfloat16)
     steps = [changed_words(source, old, density, 2) for density in (0.01, 0.2)]
-    wanted = [encode([old], [new], level, backend="native") for new in steps]
+    expected = [encode([old], [new], level, backend="native") for new in steps]
     here, here_old = on(gpu, steps), old.to(gpu)
     streams = [torch.cuda.Stream(gpu) for _ in steps]
     torch.cuda.synchronize()
     found = []
     for _ in range(10):
-        for stream, words, new, expected in zip(streams, here, steps, wanted, strict=True):
+        for stream, words, new, patch_of_cpu in zip(streams, here, steps, expected, strict=True):
             with torch.cuda.stream(stream):
                 before, after = torch.empty_like(words), torch.empty_like(words)
                 torch.cuda._sleep(2_000_000)  # what comes too early reads memory that is not filled yet
@@ -291,11 +291,11 @@ def test_the_current_stream_is_followed(gpu, level):
                 apply_([dense], patch, backend="native", check=False)
                 moved = encode([before], [after], level, advance=True, backend="native")
                 left = encode([before], [after], level, backend="native")
-            found.append((patch, moved, left, dense, before, new, expected))
+            found.append((patch, moved, left, dense, before, new, patch_of_cpu))
     torch.cuda.synchronize()
-    for patch, moved, left, dense, before, new, expected in found:
-        assert_same_patch(patch, expected)
-        assert_same_patch(moved, expected)
+    for patch, moved, left, dense, before, new, patch_of_cpu in found:
+        assert_same_patch(patch, patch_of_cpu)
+        assert_same_patch(moved, patch_of_cpu)
         assert len(left.records) == 0
         assert_same_words([dense, before], [new, new])
 
@@ -335,18 +335,18 @@ def test_tensors_on_another_device(gpu, level):
     source = np.random.default_rng(25)
     old = [any_words(source, numel, torch.float32) for numel in (50_000, 0, 3)]
     new = [changed_words(source, tensor, 0.2, None) for tensor in old]
-    wanted = encode(old, new, level, backend="native")
+    expected = encode(old, new, level, backend="native")
     there_old, there_new = on(other, old), on(other, new)
     patch = encode(there_old, there_new, level, backend="native")
     assert patch.records.device == other
-    assert_same_patch(patch, wanted)
-    assert torch.equal(count_changes(there_old, there_new, backend="native"), wanted.counts)
+    assert_same_patch(patch, expected)
+    assert torch.equal(count_changes(there_old, there_new, backend="native"), expected.counts)
     dense, here = [tensor.clone() for tensor in there_old], on(gpu, old)
     apply_(dense, patch, backend="native")
     apply_(here, patch, backend="native")  # the patch goes over
     assert_same_words([*dense, *here], [*new, *new])
     assert StateDigest.start(there_new).result() == StateDigest.start(new).result()
-    assert_same_patch(encode(there_old, there_new, level, advance=True, backend="native"), wanted)
+    assert_same_patch(encode(there_old, there_new, level, advance=True, backend="native"), expected)
     assert_same_words(there_old, new)
     assert torch.cuda.current_device() == gpu.index
     with pytest.raises(ValueError, match=r"is on cuda"):

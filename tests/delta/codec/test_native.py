@@ -17,16 +17,16 @@ from sparse_opt.delta.codec.words import LANE_ROWS, TILE, word_kind
 CHANGES = [(0.0, None), (0.004, 1), (0.02, 3), (0.1, None), (0.3, 40), (0.7, 1), (1.0, 1), (1.0, None)]
 
 
-def assert_same_bytes(found: Patch, wanted: Patch) -> None:
-    assert found.level == wanted.level and found.width == wanted.width
-    parts, wanted_parts = found.parts(), wanted.parts()
+def assert_same_bytes(found: Patch, expected: Patch) -> None:
+    assert found.level == expected.level and found.width == expected.width
+    parts, wanted_parts = found.parts(), expected.parts()
     assert parts.keys() == wanted_parts.keys()
     for name, part in wanted_parts.items():
         assert parts[name].dtype == part.dtype
         # torch compares no uint16 and no uint32
         assert np.array_equal(parts[name].cpu().numpy(), part.cpu().numpy()), name
     # `fast` does not store its sizes, and decodes with them
-    assert np.array_equal(found.sizes.cpu().numpy(), wanted.sizes.cpu().numpy())
+    assert np.array_equal(found.sizes.cpu().numpy(), expected.sizes.cpu().numpy())
 
 
 def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor], level: str) -> Patch:
@@ -35,8 +35,8 @@ def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor], lev
     assert_same_bytes(patch, encode(old, new, level, backend="reference"))
     dense = [t.clone() for t in here_old]
     apply_(dense, patch, backend="native")
-    for found, wanted, untouched, before in zip(dense, new, here_old, old, strict=True):
-        assert torch.equal(bits(found), bits(wanted))
+    for found, expected, untouched, before in zip(dense, new, here_old, old, strict=True):
+        assert torch.equal(bits(found), bits(expected))
         assert torch.equal(bits(untouched), bits(before))
     return patch
 
@@ -129,14 +129,14 @@ def test_samples_of_the_reference(place, dtype):
     old = [any_words(source, numel, dtype) for numel in numels]
     new = [changed_words(source, tensor, 0.05, None) for tensor in old]
     kind = word_kind(dtype)
-    wanted = torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.class_shift)
+    expected = torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.class_shift)
     here = [[bits(t).to(place) for t in tensors] for tensors in (old, new)]
     found = torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.class_shift)
     one_class = [torch.ops.sparse_opt_native.patch_sample(*here, kind.is_float, kind.bits)]
     one_class.append(torch_reference.patch_sample([*map(bits, old)], [*map(bits, new)], kind.is_float, kind.bits))
     if place.type == "cuda":
         torch.cuda.synchronize(place)
-    for mine, reference in [*zip(found, wanted, strict=True), *zip(*one_class, strict=True)]:
+    for mine, reference in [*zip(found, expected, strict=True), *zip(*one_class, strict=True)]:
         assert mine.device.type == "cpu"
         assert torch.equal(mine, reference)
 
@@ -161,8 +161,8 @@ def test_the_records_do_not_depend_on_the_number_of_threads():
     finally:
         torch.set_num_threads(before)
     for threads in (2, 3):
-        for found, wanted in zip(patches[threads], patches[1], strict=True):
-            assert_same_bytes(found, wanted)
+        for found, expected in zip(patches[threads], patches[1], strict=True):
+            assert_same_bytes(found, expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -193,8 +193,8 @@ def test_encoding_that_leads_the_old_tensors_on(place, level, backend):
         ahead = [tensor.clone() for tensor in old]
         patch = encode(ahead, new, level, advance=True, backend=backend)
         assert_same_bytes(patch, encode(old, new, level, backend=backend))
-        for found, wanted in zip(ahead, new, strict=True):
-            assert torch.equal(bits(found), bits(wanted))
+        for found, expected in zip(ahead, new, strict=True):
+            assert torch.equal(bits(found), bits(expected))
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -17,9 +17,9 @@ State = dict[str, Tensor]
 SHAPES = {"embed.weight": (64, 48), "layer.0.weight": (8, 8), "layer.0.bias": (8,), "norm.scale": ()}
 
 
-def assert_same_bits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
-    for name, tensor in wanted.items():
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(as_bits(found[name]), as_bits(tensor.contiguous())), name
 

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from sparse_opt.delta.export import convert, export_pt, export_state, export_values
+from sparse_opt.delta.export import convert, export_state, export_values
 from sparse_opt.delta.log import DeltaLog
-from sparse_opt.delta.pt_log import PtDeltaLog
+from sparse_opt.delta.pt import PtDeltaLog, export_pt
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.masks.mask_set import MaskSet
 
@@ -119,7 +119,7 @@ def test_an_exported_state_is_the_state(any_log, bf16_run, tmp_path):
         assert file.metadata()["digest"] == any_log.digest(10)
     with pytest.raises(DeltaLogError, match="step 11 is not logged"):
         export_state(any_log, 11, tmp_path / "never.safetensors")
-    with pytest.raises(DeltaLogError, match=r"ends in \.pt, wanted \.safetensors"):
+    with pytest.raises(DeltaLogError, match=r"ends in \.pt, expected \.safetensors"):
         export_state(any_log, 10, tmp_path / "never.pt")
     assert not list(tmp_path.glob("*never*"))
 
@@ -155,7 +155,7 @@ def test_exported_values_lead_from_one_state_to_the_other(any_log, bf16_run, tmp
     assert (metadata["since_digest"], metadata["step_digest"]) == (any_log.digest(5), any_log.digest(100))
     shapes = json.loads(metadata["shapes"])
     assert shapes == {n: list(t.shape) for n, t in bf16_run.states[5].items() if f"{n}.indices" in file}
-    with pytest.raises(DeltaLogError, match="changes since step 10 at step 10: wanted an earlier step"):
+    with pytest.raises(DeltaLogError, match="since is step 10, expected a step before 10"):
         export_values(any_log, 10, 10, path)
 
 
@@ -204,7 +204,7 @@ def test_what_pt_files_cannot_hold(tmp_path):
     with pytest.raises(DeltaLogError, match="w is float64, which files of fp32 differences do not hold"):
         export_pt(log, [1], tmp_path / "out")
     for steps in ([], [0], [0, 1]):
-        with pytest.raises(DeltaLogError, match="wanted ones after step 0, the base"):
+        with pytest.raises(DeltaLogError, match="expected steps after 0, the base"):
             export_pt(log, steps, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_opt.delta.pt_log import PtDeltaLog
+from sparse_opt.delta.pt import PtDeltaLog
 from sparse_opt.errors import DeltaLogError
 
 from .conftest import assert_same_bits, walk, write_as_tools_do
@@ -54,7 +54,7 @@ def test_steps_and_names_that_are_not_there(bf16_run):
         log.digest(6)
     with pytest.raises(DeltaLogError, match="no tensor nothing in the log"):
         next(log.tensor_states("nothing", [5]))
-    with pytest.raises(DeltaLogError, match="against is 'both', wanted base or previous"):
+    with pytest.raises(DeltaLogError, match="against is 'both', expected base or previous"):
         PtDeltaLog(bf16_run.folder, against="both")
 
 
@@ -80,10 +80,10 @@ def test_a_tensor_that_a_step_lacks_keeps_its_values_and_is_named(bf16_run):
         ),
         (
             {"layer.0.bias": torch.zeros(8).to_sparse()},
-            r"layer\.0\.bias is torch.sparse_coo on cpu, wanted a dense tensor",
+            r"layer\.0\.bias is torch.sparse_coo on cpu, expected a dense CPU tensor",
         ),
-        ({"deltas": {"layer.0.bias": torch.zeros(8)}}, r"entry 'deltas' is dict, wanted tensors by name"),
-        ({"step": 100}, r"entry 'step' is int, wanted tensors by name"),
+        ({"deltas": {"layer.0.bias": torch.zeros(8)}}, r"entry 'deltas' is dict, expected tensors by name"),
+        ({"step": 100}, r"entry 'step' is int, expected tensors by name"),
     ],
     ids=["unknown", "shape", "dtype", "sparse", "nested", "number"],
 )
@@ -110,7 +110,7 @@ def test_dtypes_that_no_tool_takes_differences_of(bf16_run, dtype):
 
 def test_no_dictionary(bf16_run):
     torch.save([torch.zeros(2)], bf16_run.folder / "base_state.pt")
-    refused(bf16_run.folder, r"base_state\.pt: step 0: holds a list, wanted a dictionary of tensors by name")
+    refused(bf16_run.folder, r"base_state\.pt: step 0: holds a list, expected a dictionary of tensors by name")
 
 
 def test_a_dtype_that_does_not_hold_the_values(tmp_path):
@@ -136,13 +136,13 @@ class Payload:
 
 def test_pickled_code_does_not_run(bf16_run, tmp_path):
     torch.save({"w": Payload(tmp_path / "ran")}, bf16_run.folder / "deltas_step_100.pt")
-    refused(bf16_run.folder, r"deltas_step_100\.pt: step 100: damaged, or no file that torch\.save wrote: .*")
+    refused(bf16_run.folder, r"deltas_step_100\.pt: step 100: damaged: it is not a file that torch\.save wrote: .*")
     assert not (tmp_path / "ran").exists()
 
 
 def test_the_form_of_old_torch_has_no_checksums(bf16_run):
     torch.save(bf16_run.states[0], bf16_run.folder / "base_state.pt", _use_new_zipfile_serialization=False)
-    refused(bf16_run.folder, r"base_state\.pt: step 0: damaged, or no file that torch\.save wrote")
+    refused(bf16_run.folder, r"base_state\.pt: step 0: damaged: it is not a file that torch\.save wrote")
 
 
 def test_a_compressed_archive_is_refused(bf16_run):
@@ -182,7 +182,7 @@ def test_a_file_that_is_written_to_after_its_checksums_were_compared(bf16_run, s
 def test_tensors_that_are_not_aligned_in_their_file(bf16_run):
     """An archive that was packed anew."""
     path = bf16_run.folder / "deltas_step_10.pt"
-    wanted = PtDeltaLog(bf16_run.folder).load(10)
+    expected = PtDeltaLog(bf16_run.folder).load(10)
     for pad in (1, 2, 3):
         with zipfile.ZipFile(path) as archive:
             records = {record.filename: archive.read(record) for record in archive.infolist()}
@@ -190,17 +190,17 @@ def test_tensors_that_are_not_aligned_in_their_file(bf16_run):
             archive.writestr(f"{path.stem}/{'pad'[:pad]}", b"")
             for name, data in records.items():
                 archive.writestr(name, data)
-        assert_same_bits(PtDeltaLog(bf16_run.folder).load(10), wanted)
+        assert_same_bits(PtDeltaLog(bf16_run.folder).load(10), expected)
 
 
 def test_lazily_negated_tensors(bf16_run):
     """torch.save keeps a lazily negated tensor as one."""
     path = bf16_run.folder / "deltas_step_10.pt"
-    wanted = PtDeltaLog(bf16_run.folder).load(10)
+    expected = PtDeltaLog(bf16_run.folder).load(10)
     torch.save({name: torch._neg_view(-tensor) for name, tensor in torch.load(path).items()}, path)
     assert all(tensor.is_neg() for tensor in torch.load(path).values())
     log = PtDeltaLog(bf16_run.folder)
-    assert_same_bits(log.load(10), wanted)
+    assert_same_bits(log.load(10), expected)
     assert log.verify() == []
     assert len(log.info()) == 4
 
@@ -251,7 +251,7 @@ def test_mutated_files_give_the_right_bits_or_an_error(bf16_run, name):
     path = bf16_run.folder / name
     whole = path.read_bytes()
     log = PtDeltaLog(bf16_run.folder)
-    wanted = log.load(100)
+    expected = log.load(100)
     refusals: list[str] = []
     for _ in range(600):
         # A new file each time: an open one is mapped.
@@ -262,7 +262,7 @@ def test_mutated_files_give_the_right_bits_or_an_error(bf16_run, name):
         except DeltaLogError as error:
             refusals.append(str(error))
         else:
-            assert_same_bits(found, wanted)
+            assert_same_bits(found, expected)
     assert len(refusals) > 300
     assert all(name in refusal and "\n" not in refusal for refusal in refusals)
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from sparse_opt.delta.log import DeltaLog
-from sparse_opt.delta.open import open_log, step_states
-from sparse_opt.delta.pt_log import PtDeltaLog
-from sparse_opt.delta.state import read_state
+from sparse_opt.delta.open import open_log
+from sparse_opt.delta.pt import PtDeltaLog
+from sparse_opt.delta.state import read_state, step_states
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.tensors import as_bits
 
@@ -44,24 +44,24 @@ def test_a_16_bit_base_is_added_in_fp32_and_rounded_to_it(tmp_path, delta_dtype)
     torch.save(base, tmp_path / "base_state.pt")
     torch.save(deltas, tmp_path / "deltas_step_1.pt")
     wide = torch.promote_types(delta_dtype, torch.float32)
-    wanted = {name: (base[name].to(wide) + deltas[name].to(wide)).bfloat16() for name in base}
-    assert_same_bits(PtDeltaLog(tmp_path).load(1), wanted)
+    expected = {name: (base[name].to(wide) + deltas[name].to(wide)).bfloat16() for name in base}
+    assert_same_bits(PtDeltaLog(tmp_path).load(1), expected)
 
 
 def test_differences_to_the_previous_step_are_summed(tmp_path):
     states = walk(3, torch.float32)
     torch.save(states[0], tmp_path / "base_state.pt")
-    wanted = {0: states[0]}
+    expected = {0: states[0]}
     for step, (before, after) in zip((2, 4, 6), itertools.pairwise(states), strict=True):
         moves = {name: after[name] - before[name] for name in before}
         torch.save(moves, tmp_path / f"deltas_step_{step}.pt")
-        wanted[step] = {name: list(wanted.values())[-1][name] + moves[name] for name in moves}
+        expected[step] = {name: list(expected.values())[-1][name] + moves[name] for name in moves}
     log = PtDeltaLog(tmp_path, against="previous")
     for step in (6, 0, 4):
-        assert_same_bits(log.load(step), wanted[step])
+        assert_same_bits(log.load(step), expected[step])
     assert [step for step, _ in log.tensor_states("embed.weight", [0, 2, 6])] == [0, 2, 6]
     assert [info.parent_step for info in log.info()] == [None, 0, 2, 4]
-    with pytest.raises(DeltaLogError, match="step 2 after step 4, wanted ascending steps"):
+    with pytest.raises(DeltaLogError, match="step 2 after step 4, expected ascending steps"):
         list(log.tensor_states("embed.weight", [4, 2]))
 
 
@@ -116,7 +116,7 @@ def test_metadata_names_the_model(bf16_run):
     path.write_text(json.dumps({"model_name": "M", "learning_rate": 1e-6, "checkpoint_schedule": [5, 10]}))
     assert log.metadata == {"model": "M", "model_name": "M", "learning_rate": "1e-06"}
     path.write_text("[1]")
-    with pytest.raises(DeltaLogError, match=r"run_metadata\.json: holds a list, wanted a JSON object"):
+    with pytest.raises(DeltaLogError, match=r"run_metadata\.json: holds a list, expected a JSON object"):
         _ = log.metadata
 
 
@@ -153,9 +153,9 @@ def written_by(model: nn.Module, folder, step: int = 1, move: float = 0.5):
 def test_a_model_gets_its_parameters_and_keeps_its_buffers(tmp_path):
     model = Model()
     log = PtDeltaLog(written_by(model, tmp_path / "log"))
-    wanted = model.embed.weight.detach() + 0.5
+    expected = model.embed.weight.detach() + 0.5
     log.apply_(model, 1)
-    assert torch.equal(model.embed.weight, wanted)
+    assert torch.equal(model.embed.weight, expected)
     assert model.head.weight is model.embed.weight
     assert model.scale == 2
 

@@ -1,44 +1,22 @@
-"""Finds the files of a log of `.pt` files by name, and reads them as untrusted data.
-
-Each is a zip archive as torch.save has written it since torch 1.6, of a plain dictionary, name -> dense tensor. The
-older format has no checksums and is refused.
-"""
+"""Finds the files of a log of `.pt` files by name, and reads their tensors."""
 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DeltaLogError
-from ..files import one_line
-from ..tensors import dtype_name, materialized
+from ...errors import DeltaLogError
+from ...files import DamagedFile, one_line
+from ...pt_file import check_pt, load_pt
+from ...tensors import dtype_name, materialized
 
 BASE_FILE = "base_state.pt"
 _NAME = re.compile(r"deltas_step_(\d+)\.pt")
-
-# The exceptions of zipfile and torch.load for a damaged or hostile file; which one depends on the damaged byte.
-_UNREADABLE = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    pickle.PickleError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 def pt_file_name(step: int) -> str:
@@ -80,7 +58,7 @@ def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
     return {0: base} | dict(sorted(files.items()))
 
 
-def load_pt(path: Path, where: str) -> dict[str, Tensor]:
+def map_tensors(path: Path, where: str) -> dict[str, Tensor]:
     """Map the tensors of a file into memory, by name. Only the checksum of the pickle is compared.
 
     The tensors change with the file: see `file_version`.
@@ -89,18 +67,13 @@ def load_pt(path: Path, where: str) -> dict[str, Tensor]:
         DeltaLogError: the file is missing or damaged, or has other content; `where` names it.
     """
     with _reading(where):
-        with zipfile.ZipFile(path) as archive:
-            for record in _records(archive, path, where):
-                if record.filename.endswith("/data.pkl"):
-                    archive.read(record)
-        # torch.load creates sparse tensors on the default device.
-        with torch.device("cpu"):
-            content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        check_pt(path, pickle_only=True)
+        content = load_pt(path, mmap=True)
     if not isinstance(content, Mapping):
-        raise DeltaLogError(f"{where}: holds a {type(content).__name__}, wanted a dictionary of tensors by name")
+        raise DeltaLogError(f"{where}: holds a {type(content).__name__}, expected a dictionary of tensors by name")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise DeltaLogError(f"{where}: entry {name!r} is {type(value).__name__}, wanted tensors by name")
+            raise DeltaLogError(f"{where}: entry {name!r} is {type(value).__name__}, expected tensors by name")
         # A tensor with strides of 0 can have any size, which would be allocated.
         if value.layout == torch.strided and value.nbytes > path.stat().st_size:
             raise DeltaLogError(
@@ -130,29 +103,15 @@ def require_checksums(path: Path, where: str) -> None:
     Raises:
         DeltaLogError: the file is missing, damaged, or without checksums.
     """
-    with _reading(where), zipfile.ZipFile(path) as archive:
-        _records(archive, path, where)
-        broken = archive.testzip()
-    if broken is not None:
-        raise DeltaLogError(f"{where}: damaged: its record {broken} does not have its checksum")
-
-
-def _records(archive: zipfile.ZipFile, path: Path, where: str) -> list[zipfile.ZipInfo]:
-    # torch.save does not compress; a compressed record could expand to any size.
-    size = path.stat().st_size
-    for record in archive.infolist():
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:
-            raise DeltaLogError(f"{where}: damaged: its record {record.filename} is not as torch.save writes one")
-    return archive.infolist()
+    with _reading(where):
+        check_pt(path)
 
 
 @contextlib.contextmanager
 def _reading(where: str) -> Iterator[None]:
     try:
         yield
-    except DeltaLogError:
-        raise
     except FileNotFoundError as error:
         raise DeltaLogError(f"{where}: the file is missing") from error
-    except _UNREADABLE as error:
-        raise DeltaLogError(f"{where}: damaged, or no file that torch.save wrote: {one_line(error)}") from error
+    except (OSError, DamagedFile) as error:
+        raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error

@@ -28,15 +28,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import DeltaLogError
-from ..files import one_line
-from ..tensors import as_bits, dtype_name
-from .digest import StateDigest
-from .log import Problem, StepInfo
-from .pt_files import BASE_FILE as BASE_FILE
-from .pt_files import file_version, list_pt_files, load_pt, require_checksums
-from .pt_files import is_pt_delta_log as is_pt_delta_log
-from .state import StateLayout, read_state
+from ...errors import DeltaLogError
+from ...files import one_line
+from ...tensors import as_bits, dtype_name
+from ..digest import StateDigest
+from ..maintenance import Problem
+from ..state import StateLayout, read_state
+from ..writer import StepInfo
+from .files import file_version, list_pt_files, map_tensors, require_checksums
 
 METADATA_FILE = "run_metadata.json"
 Against = Literal["base", "previous"]
@@ -72,7 +71,7 @@ class PtDeltaLog:
         dtype: torch.dtype | None = None,
     ) -> None:
         if against not in ("base", "previous"):
-            raise DeltaLogError(f"against is {against!r}, wanted base or previous")
+            raise DeltaLogError(f"against is {against!r}, expected base or previous")
         self.directory = Path(directory)
         self.against = against
         self.dtype = dtype
@@ -117,7 +116,7 @@ class PtDeltaLog:
         except (OSError, ValueError) as error:
             raise DeltaLogError(f"{path}: cannot be read: {one_line(error)}") from error
         if not isinstance(content, dict):
-            raise DeltaLogError(f"{path}: holds a {type(content).__name__}, wanted a JSON object")
+            raise DeltaLogError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
         found = {key: str(value) for key, value in content.items() if isinstance(value, str | int | float)}
         return ({"model": found["model_name"]} if "model_name" in found else {}) | found
 
@@ -156,7 +155,7 @@ class PtDeltaLog:
             if self.against == "base":
                 running = base if step == 0 else self._sum(base, name, step)
             elif step < at:
-                raise DeltaLogError(f"{self.directory}: step {step} after step {at}, wanted ascending steps")
+                raise DeltaLogError(f"{self.directory}: step {step} after step {at}, expected ascending steps")
             else:
                 for between in self.steps[1:]:
                     if at < between <= step:
@@ -182,18 +181,11 @@ class PtDeltaLog:
         found, targets = read_state(model)
         specs = {spec.name: spec for spec in self.layout.tensors}
         specs |= {alias: replace(specs[first], name=alias) for alias, first in self.layout.aliases.items()}
-        lines = [f"{n} is not in the log" for n in targets if n not in specs and n not in found.buffers]
-        lines += [f"{name} is missing" for name in specs if found.aliases.get(name, name) not in targets]
-        lines += [
-            f"{spec.name} is {spec}, {specs[spec.name]} in the log"
-            for spec in found.tensors
-            if spec.name in specs and spec != specs[spec.name]
-        ]
-        if lines:
-            more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
-            raise DeltaLogError(
-                f"{self.directory}: step {step}: the model is not the logged one: {'; '.join(lines[:3])}{more}"
-            )
+        tensors = {spec.name: spec for spec in found.tensors if spec.name in specs or spec.name not in found.buffers}
+        ties = {alias: tensors[first] for alias, first in found.aliases.items() if alias in specs}
+        tensors |= {alias: replace(spec, name=alias) for alias, spec in ties.items()}
+        logged, given = (StateLayout(tuple(of.values()), {}, frozenset()) for of in (specs, tensors))
+        logged.require_same(given, f"{self.directory}: step {step}")
         # The model's own tensors first, so that its further names of tied ones are held against the new values.
         for name in sorted(specs, key=lambda name: name not in targets):
             for _, tensor in self.tensor_states(self.layout.aliases.get(name, name), [step]):
@@ -276,7 +268,7 @@ class PtDeltaLog:
 
     def _load(self, step: int) -> dict[str, Tensor]:
         self._versions[step] = file_version(self._files[step], self._where(step))
-        return load_pt(self._files[step], self._where(step))
+        return map_tensors(self._files[step], self._where(step))
 
     def _differences(self, step: int) -> dict[str, Tensor]:
         if step not in self._read:
@@ -304,7 +296,7 @@ class PtDeltaLog:
         where, first = self._where(step), self.layout.aliases.get(name, name)
         base = self._base[first]
         if delta.layout != torch.strided or delta.is_quantized or delta.device.type != "cpu":
-            raise DeltaLogError(f"{where}: {name} is {delta.layout} on {delta.device}, wanted a dense tensor in memory")
+            raise DeltaLogError(f"{where}: {name} is {delta.layout} on {delta.device}, expected a dense CPU tensor")
         if delta.shape != base.shape or _kind(delta) != _kind(base):
             raise DeltaLogError(
                 f"{where}: {name} is {dtype_name(delta)} {list(delta.shape)}, in the base it is "
