@@ -21,7 +21,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Causal masks and rotary frequencies that older checkpoints store next to the parameters; transformers skips them.
 _BUFFER = re.compile(r"(^|\.)(attn|attention|crossattention)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
-# What transformers puts before the names of a model with a head, and original checkpoints of GPT-2 leave out.
+# Prefix that transformers gives the names of a model with a head; original checkpoints of GPT-2 lack it.
 _PREFIX = "transformer."
 
 

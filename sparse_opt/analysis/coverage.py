@@ -31,7 +31,7 @@ class Coverage:
     Attributes:
         steps: the steps after the base, ascending; the last one is the final one.
         taus: thresholds.
-        numel: elements looked at.
+        numel: number of compared elements.
         active: [tau][step], active elements.
         shared: [tau][step], elements that are active at the step and at the final one.
     """
@@ -43,11 +43,11 @@ class Coverage:
     shared: tuple[tuple[int, ...], ...]
 
     def density(self, tau: int) -> tuple[float, ...]:
-        """active(t) / numel at each step, of the tau at this position."""
+        """Return active(t) / numel at each step, for `taus[tau]`."""
         return tuple(count / self.numel for count in self.active[tau])
 
     def coverage(self, tau: int) -> tuple[float, ...]:
-        """shared(t) / active(final) at each step, of the tau at this position; NaN if none is active at the end."""
+        """Return shared(t) / active(final) at each step, for `taus[tau]`; NaN if no element is active at the end."""
         final = self.active[tau][-1]
         return tuple(count / final if final else float("nan") for count in self.shared[tau])
 
@@ -77,7 +77,8 @@ def measure_coverage(
         progress: wraps the names of the tensors.
 
     Raises:
-        DataError: no or a negative tau, no tensor is chosen, they have no elements, or a step is not there to compare.
+        DataError: a tau is negative or none is given, no tensor is chosen or they have no elements, or a step is not
+            logged or is the base.
         DeltaLogError: the log is damaged.
     """
     for tau in taus:

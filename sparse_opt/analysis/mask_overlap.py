@@ -1,20 +1,20 @@
 """Overlap of masks, compared with the overlap expected by chance at the same density of every tensor.
 
-Chance: the active elements of each tensor are drawn uniformly and independently of the other mask's. Of a tensor of N
-elements, a and b of them active, the number in both, I, is then hypergeometric:
+By chance means that the active elements of each tensor are drawn uniformly, independently of the other mask. If a and b
+of the N elements of a tensor are active in the two masks, the number of common elements I is hypergeometric:
 
     mean m = a b / N,   variance v = a b (N - a) (N - b) / (N^2 (N - 1)).
 
-Both add up over tensors, so they are exact for a layer, a component and the whole model, and with them the expectations
-m / a and m / b of the overlaps |A and B| / |A| and |A and B| / |B|. The Jaccard index is a ratio, I / (S - I) with
-S = a + b; its expectation is taken from the Taylor series at m (the delta method) to second order:
+Means and variances add up over tensors, so they are exact for a layer, a component and the whole model, and so are the
+expectations m / a and m / b of the overlaps |A and B| / |A| and |A and B| / |B|. The Jaccard index is a ratio,
+I / (S - I) with S = a + b; its expectation is computed from the Taylor series at m (delta method) to second order:
 
     m / (S - m) + S v / (S - m)^3.
 
-What is left out is at most S v / (S - m)^4 + S (3 v^2 + v) / M^5, M = max(a, b), summed over tensors: I is distributed
-as a sum of independent Bernoulli variables, so that its third central moment is at most v and its fourth at most
-3 v^2 + v, and S - I is never below M. `Overlap.jaccard_chance_error` is that bound: 1e-6 and less for tensors with
-thousands of active elements, and useless for a handful of them.
+The error is at most S v / (S - m)^4 + S (3 v^2 + v) / M^5 with M = max(a, b), summed over tensors: I is distributed as
+a sum of independent Bernoulli variables, so that its third central moment is at most v and its fourth at most
+3 v^2 + v, and S - I is at least M. `Overlap.jaccard_chance_error` is this bound: 1e-6 or less for tensors with
+thousands of active elements; for a handful of active elements it is too large to be useful.
 
 Sources: N. L. Johnson, A. W. Kemp, S. Kotz, Univariate Discrete Distributions, chapter 6, for the moments; J. Pitman,
 Probabilistic bounds on the coefficients of polynomials with only real zeros, J. Combin. Theory A 77 (1997), for the sum
@@ -62,7 +62,7 @@ class Overlap:
     def of_counts(cls, numel: int, first: int, second: int, both: int) -> Overlap:
         """Return the overlap in one tensor."""
         mean = first * second / numel if numel else 0.0
-        # One element at most: nothing is left to chance.
+        # With at most one element, both counts determine the overlap.
         variance = mean * (numel - first) * (numel - second) / (numel * (numel - 1)) if numel > 1 else 0.0
         return cls(numel, first, second, both, mean, variance, max(first, second))
 
@@ -104,7 +104,7 @@ class Overlap:
 
     @property
     def of_first(self) -> float:
-        """both / first, the share of the first mask's active elements that the second shares; NaN if it has none."""
+        """both / first: the share of the first mask's active elements that are in both; NaN if it has none."""
         return _ratio(self.both, self.first)
 
     @property
@@ -156,18 +156,18 @@ class Comparison:
 
 
 def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Comparison]:
-    """Compare every pair of the masks, in their order.
+    """Compare every pair of masks, in their order.
 
     Args:
-        masks: label -> mask, at least two. All have to list the same parameters with the same shapes.
-        common: if the masks list different parameters, compare over those that all of them list.
+        masks: label -> mask, at least two. All must list the same parameters with the same shapes.
+        common: if the masks list different parameters, compare over the parameters that all of them list.
 
     Raises:
-        MaskError: fewer than two masks, a parameter that one of them does not list or has in another shape, none in
-            common, or no parameter at all; names the masks and the parameter.
+        MaskError: there are fewer than two masks, one does not list a parameter or has it in another shape, or they
+            have no parameter in common; names the masks and the parameter.
 
     Warns:
-        UserWarning: a mask says that it was made for a model of another name than the first; once for each name.
+        UserWarning: the metadata of a mask name another model than those of the first; once for each name.
     """
     if len(masks) < 2:
         raise MaskError(f"found {len(masks)} masks to compare, expected two or more")
@@ -195,7 +195,7 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
                 has, lacks = (label, other_label) if name in first else (other_label, label)
                 raise MaskError(
                     f"{name} is in {has} and not in {lacks}: expected masks of one model "
-                    "('common' compares over what all of them list)"
+                    "('common' compares over the parameters that all masks list)"
                 )
             if first.shapes[name] != other.shapes[name]:
                 raise MaskError(
@@ -213,7 +213,7 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
 
 
 def _in_order(first: Iterable[str], second: Iterable[str]) -> Iterable[str]:
-    """All names once, the first's before the others."""
+    """Return all names once, those of `first` before the others."""
     return dict.fromkeys(itertools.chain(first, second))
 
 

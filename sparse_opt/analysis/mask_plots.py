@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.ticker import Locator
 
-_COLOURS = "cividis"  # its brightness rises evenly
+_COLOURS = "cividis"  # perceptually uniform
 _NO_VALUE = "white"
 
 
 def draw_comparison(comparisons: Sequence[Comparison], path: Path) -> None:
     """Heat maps of all pairs of masks: the Jaccard index, and the one-sided overlap, row's share in column.
 
-    Each cell holds the figure over all tensors, with its expectation by chance in brackets.
+    Each cell shows the value over all tensors, with its expectation by chance in brackets.
 
     Args:
         comparisons: all pairs, as returned by `mask_overlap.compare`.
@@ -94,12 +94,12 @@ def draw_density(mask: MaskSet, path: Path, title: str) -> None:
 def _draw_profile(
     cells: Mapping[tuple[int | None, Part], tuple[float, str]], title: str, unit: str, scale: Normalize, path: Path
 ) -> None:
-    """Layers from top to bottom, parts from left to right; the row `none` holds what is outside of layers."""
+    """Layers from top to bottom, parts from left to right; the row `none` is for parameters outside of layers."""
     layers = in_layer_order(layer for layer, _ in cells)
     parts = [part for part in PARTS if any(part == key[1] for key in cells)]
     values = [[cells.get((layer, part), (nan, ""))[0] for part in parts] for layer in layers]
     lines = max((text.count("\n") + 1 for _, text in cells.values()), default=1)
-    height = max(3.9, 2.1 + (0.12 + 0.17 * lines) * len(layers))  # less has no room for the labels
+    height = max(3.9, 2.1 + (0.12 + 0.17 * lines) * len(layers))  # the labels need this height
     figure = new_figure(3.4 + 0.85 * len(parts), height)
     axes = figure.subplots()
     image = _heat_map(axes, values, scale)
@@ -118,14 +118,14 @@ def _draw_profile(
 
 
 def _linear(values: Iterable[float]) -> Normalize:
-    """From 0 to the largest number."""
+    """A scale from 0 to the largest value."""
     from matplotlib.colors import Normalize
 
     return Normalize(0.0, max(filter(isfinite, values), default=0.0) or 1.0)
 
 
 def _logarithmic(values: Iterable[float]) -> Normalize:
-    """From the least number above zero to the largest, over a factor of ten at least."""
+    """A logarithmic scale from the least value above zero to the largest, over at least a factor of ten."""
     from matplotlib.colors import LogNorm
 
     above = [value for value in values if isfinite(value) and value > 0] or [1.0]

@@ -120,14 +120,14 @@ def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
 
 
 def as_svg(figure: Figure) -> bytes:
-    """The picture as an SVG element that names no address but its namespaces, the same bytes for the same figure."""
+    """Return the figure as an SVG element without external references; equal figures give equal bytes."""
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": "sparse-opt"}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     document = buffer.getvalue()
-    # The text before it has the address of a document type, which a strict XML parser would fetch.
+    # The text before the element refers to a document type, which a strict XML parser would fetch.
     return document[document.index(b"<svg") :]
 
 
@@ -227,7 +227,7 @@ def _curve(axes: Axes, i: int, label: str, xs: Sequence[int], ys: Sequence[float
 
 
 def _from_zero(row: Iterable[Axes]) -> None:
-    """Set one scale for axes that share theirs, from 0 to above the highest marker."""
+    """Set the common scale of some axes: from 0 to above the highest marker."""
     row = list(row)
     # Without data, or where all of it is NaN, the highest is not finite.
     top = max((float(axes.dataLim.ymax) for axes in row if isfinite(axes.dataLim.ymax)), default=0.0)

@@ -7,7 +7,8 @@ With singular values s_1 >= s_2 >= ... of the change W_t - W_0, taken in fp32 (f
     effective rank   exp(-sum p_i ln p_i), p_i = s_i / sum(s): Roy and Vetterli, The effective rank, EUSIPCO 2007
     stable rank      sum(s_i^2) / s_1^2
 
-All three are 0 for a matrix of zeros. Each comes with the interval that the errors of its singular values leave open.
+All three are 0 for a matrix of zeros. Each has an interval that contains the exact value, from the error bounds of
+the singular values.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def get_rank(matrix: Tensor, tolerance: float | None = None) -> int:
         tolerance: absolute; max(m, n) * eps * s_1 by default, eps as in the module's text.
 
     Raises:
-        DataError: no matrix, no elements, or NaN or infinite ones.
+        DataError: not a matrix, no elements, or NaN or infinite elements.
     """
     return int(_rank(singular_values(matrix), _relative_tolerance(matrix), tolerance).value)
 
@@ -122,7 +123,7 @@ def get_layer_rank_stats(
     Raises:
         DataError: `init_state` lacks a matrix or has it in another shape, or a change is NaN or infinite; names it.
     """
-    # `is_module` tells the two apart, which a type checker does not follow.
+    # A type checker does not narrow types by `is_module`.
     is_module = isinstance(model_or_state, nn.Module)
     state = dict(model_or_state.named_parameters(remove_duplicate=False) if is_module else model_or_state)  # type: ignore[union-attr,arg-type]
     firsts = canonical_names(state)
@@ -159,8 +160,8 @@ def measure_ranks(
         progress: wraps the names of the matrices.
 
     Raises:
-        DataError: tau is negative, no weight matrix is chosen, the step is not there to compare, or a change is NaN or
-            infinite; names the tensor.
+        DataError: tau is negative, no weight matrix is chosen, the step is not logged or is the base, or a change is
+            NaN or infinite; names the tensor.
         DeltaLogError: the log is damaged.
     """
     if not tau >= 0:
@@ -231,7 +232,7 @@ def _relative_tolerance(matrix: Tensor) -> float:
 
 
 def _rank(spectrum: Spectrum, relative: float, tolerance: float | None) -> Interval:
-    # The default threshold moves with s_1, and by as little of it as s_1 is known.
+    # The default threshold is proportional to s_1, and has the same relative error.
     low, at, high = (
         float(side[0]) * relative if tolerance is None else tolerance
         for side in (spectrum.lower, spectrum.values, spectrum.upper)
@@ -279,7 +280,7 @@ def _stable_rank(spectrum: Spectrum) -> Interval:
 
 
 def _shares(delta: Tensor, tau: float) -> tuple[float, float]:
-    """share_above and share_large, in one read each and one for the mean."""
+    """Return share_above and share_large."""
     above = total = squares = 0.0
     for (piece,) in blocks(delta, device=delta.device):
         size = piece.abs()
@@ -288,7 +289,7 @@ def _shares(delta: Tensor, tau: float) -> tuple[float, float]:
         squares += float(size.double().square().sum())
     numel = delta.numel()
     mean = total / numel
-    # The sample's, as torch.std has it; one element has none.
+    # The sample standard deviation, as in torch.std; 0 for one element.
     deviation = math.sqrt(max(0.0, squares - numel * mean**2) / (numel - 1)) if numel > 1 else 0.0
     threshold = mean + 2 * deviation
     large = sum(int((piece.abs() > threshold).count_nonzero()) for (piece,) in blocks(delta, device=delta.device))

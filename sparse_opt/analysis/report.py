@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image as a data address, and what it shows, for readers who do not see it."""
+    """An image as a data URL, and its alternative text."""
 
     address: str
     text: str
@@ -134,8 +134,8 @@ def _coverage_section(covered: Coverage) -> Section:
     return Section(
         "Coverage of the final active set",
         "coverage",
-        "An element is active at step t where |W_t - W_0| > tau. Coverage at t: of the elements that are active in the "
-        "end, the share that is active at t. Density at t: of all elements, the share that is active at t.",
+        "An element is active at step t if |W_t - W_0| > tau. Coverage at t is the share of the elements active at the "
+        "last step that are active at t; density at t is the share of all elements that are active at t.",
         [
             _picture("coverage by step", plots.coverage_figure(covered)),
             _picture("global density by step", plots.coverage_density_figure(covered)),
@@ -161,7 +161,7 @@ def _shape_section(weights: Sequence[WeightShape]) -> Section:
     return Section(
         "Weights",
         "shapes",
-        "The tensors that were looked at; tied ones are listed once.",
+        "The compared tensors; tied ones are listed once.",
         [_picture("elements by component", plots.shape_figure(weights, "Weights by component"))],
         [shape_sums(weights)],
         [shape_table(weights)],

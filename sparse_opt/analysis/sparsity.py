@@ -30,8 +30,13 @@ TOLERANCES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 
 @dataclass(frozen=True)
 class ChangeCounts:
-    """Of `numel` elements, those whose bits differ, those of them that moved by more than each tolerance, and those
-    that went from below zero to above it or back.
+    """Counts of the changed elements of one or several tensors.
+
+    Attributes:
+        numel: number of elements.
+        changed: elements whose bits differ.
+        above: for each tolerance, the changed elements that moved by more than it.
+        flipped: elements that went from below zero to above it, or back.
     """
 
     numel: int
@@ -60,13 +65,13 @@ class ChangeCounts:
 
 @dataclass(frozen=True)
 class StepChanges:
-    """What changed between the base and one step.
+    """Counts of the changes between the base and one step, by tensor.
 
     Attributes:
         step: the logged step.
-        stored: tensor name -> counts in the dtype the log keeps.
-        rounded: likewise with wider tensors (fp32, fp64) rounded to bf16 on both sides first, as a bf16 checkpoint of
-            the same run would have them; None where the log keeps no wider tensor.
+        stored: tensor name -> counts in the stored dtype.
+        rounded: the same after rounding wider tensors (fp32, fp64) to bf16 on both sides, as in a bf16 checkpoint of
+            the same run; None if the log has no wider tensor.
     """
 
     step: int
@@ -75,7 +80,7 @@ class StepChanges:
 
     @property
     def by_precision(self) -> dict[str, Mapping[str, ChangeCounts]]:
-        """`stored`, and `bf16` where there is such a rounding."""
+        """Return `stored`, and `bf16` if `rounded` is not None."""
         return {"stored": self.stored} | ({} if self.rounded is None else {"bf16": self.rounded})
 
 
@@ -83,11 +88,11 @@ class StepChanges:
 def count_changes(
     base: Tensor, tensor: Tensor, tolerances: Sequence[float], *, device: torch.device = DEVICE_CPU
 ) -> ChangeCounts:
-    """Compare two floating-point tensors of one shape; of different dtypes in the one that holds both.
+    """Compare two floating-point tensors of one shape; different dtypes are promoted to their common dtype.
 
-    Differences are taken in fp32 (fp64 tensors: in fp64). An element whose difference is NaN counts as above every
-    tolerance if its bits changed, and so does one that became or was infinite. -0 and 0 differ in bits and are at
-    distance 0; a zero or a NaN has no sign to flip.
+    Differences are taken in fp32 (fp64 tensors: in fp64). A changed element whose difference is NaN or infinite counts
+    as above every tolerance. -0 and 0 differ in bits, and their distance is 0. Changes from or to a zero or a NaN are
+    not sign flips.
     """
     changed = flipped = 0
     above = [0] * len(tolerances)
@@ -95,7 +100,7 @@ def count_changes(
         differ = as_bits(ours) != as_bits(theirs)
         before, after = ours[differ], theirs[differ]
         changed += before.numel()
-        # float8 has no order of its own.
+        # torch does not compare float8 values.
         old, new = before.to(wide_dtype(before)), after.to(wide_dtype(after))
         flipped += int(((old < 0) & (new > 0) | (old > 0) & (new < 0)).count_nonzero())
         moved = distances(before, after)
@@ -105,19 +110,19 @@ def count_changes(
 
 
 def sum_changes(counts: Iterable[ChangeCounts]) -> ChangeCounts:
-    """The counts of all tensors together, at least one."""
+    """Return the counts of several tensors together, at least one."""
     columns = zip(*((count.numel, count.changed, count.above, count.flipped) for count in counts), strict=True)
     numels, changed, above, flipped = columns
     return ChangeCounts(sum(numels), sum(changed), tuple(map(sum, zip(*above, strict=True))), sum(flipped))
 
 
 def changes_by_component(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
-    """Label of a component (`attention q`) -> the counts of its tensors in all layers, in the model's order."""
+    """Return label of a component (`attention q`) -> counts of its tensors in all layers, in the model's order."""
     return {PART_LABELS[part]: sum_changes(of) for part, of in group_by_part(counts).items()}
 
 
 def changes_by_layer(counts: Mapping[str, ChangeCounts]) -> dict[str, ChangeCounts]:
-    """Return label of a layer (`parameters.layer_label`) -> the counts of its tensors."""
+    """Return label of a layer (`parameters.layer_label`) -> counts of its tensors."""
     return {layer_label(layer): sum_changes(of) for layer, of in group_by_layer(counts).items()}
 
 
@@ -132,7 +137,7 @@ def measure_sparsity(
     device: torch.device = DEVICE_CPU,
     progress: Progress = no_progress,
 ) -> list[StepChanges]:
-    """What changed between the base weights and each step, in one walk over the tensors; holds two of them at a time.
+    """Count the changes between the base weights and each step. Holds two tensors at a time.
 
     Args:
         steps: logged ones; all after the base by default.
@@ -142,7 +147,7 @@ def measure_sparsity(
         progress: wraps the names of the tensors.
 
     Raises:
-        DataError: a tolerance below 0, no tensor is chosen, or a step is not there to compare.
+        DataError: a tolerance is below 0, no tensor is chosen, or a step is not logged or is the base.
         DeltaLogError: the log is damaged.
     """
     _require_tolerances(tolerances)

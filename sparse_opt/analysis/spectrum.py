@@ -1,12 +1,12 @@
 """Singular values of a matrix with error intervals, by three methods.
 
-    exact    all of them, by SVD in fp64
-    gram     all of them, as roots of the eigenvalues of A^T A (or A A^T, the smaller) in fp64: a fraction of the time.
-             Squares carry an error of at most (m + n) eps norm(A)^2, so that values below about 1e-6 of the norm, for
-             thousands of rows, may be lost in it
-    lowrank  the largest k, by a randomised projection on a k-dimensional range (`torch.svd_lowrank`). What the range
-             misses, e^2 = norm(A)^2 - norm(Q^T A)^2, is known exactly, and bounds every value: those found are at most
-             e short in the root of squares, those not found are at most e
+    exact    all, by SVD in fp64
+    gram     all, as roots of the eigenvalues of A^T A (or A A^T, the smaller) in fp64: a fraction of the time. The
+             squares have an error of at most (m + n) eps norm(A)^2, which hides values below about 1e-6 of the norm
+             if the matrix has thousands of rows
+    lowrank  the largest k, by a randomised projection to a k-dimensional range Q (`torch.svd_lowrank`). The squared
+             norm outside of the range, e^2 = norm(A)^2 - norm(Q^T A)^2, bounds every error: the square of a computed
+             value is at most e^2 too small, and a value that was not computed is at most e
 
 The bounds of `exact` and `gram` are the usual a-priori ones of backward stable algorithms with the constant max(m, n),
 which is generous; that of `lowrank` is a-posteriori: Halko, Martinsson and Tropp, Finding structure with randomness
@@ -57,7 +57,7 @@ def singular_values(matrix: Tensor, method: Method = "exact", *, k: int = LOWRAN
         k: dimension of the range of `lowrank`, cut to min(m, n). The random projection has a fixed seed.
 
     Raises:
-        DataError: no matrix, no elements, NaN or infinite ones, an unknown method, or a k below 1.
+        DataError: not a matrix, no elements, NaN or infinite elements, an unknown method, or a k below 1.
     """
     if matrix.ndim != 2 or not matrix.numel():
         raise DataError(f"matrix has the shape {list(matrix.shape)}, expected two dimensions with elements")
@@ -106,7 +106,7 @@ def _lowrank(tall: Tensor, squared_norm: float, k: int) -> tuple[Tensor, Tensor,
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         values = torch.svd_lowrank(tall.double(), q=found, niter=_POWER_ITERATIONS)[1]
-    # What Q^T A lacks of the norm, and what rounding of the two sums of squares and of the projection may hide.
+    # The squared norm outside of the range, and a bound on the rounding errors of the sums and the projection.
     missed = max(0.0, squared_norm - float(values.square().sum())) + (m + n) * _EPS * squared_norm
     error = m * _EPS * values[0]
     tail = values.new_zeros(n - found)

@@ -16,7 +16,7 @@ from ..tensors import as_bits
 Progress = Callable[[Sequence[str]], Iterable[str]]
 
 DEVICE_CPU = torch.device("cpu")
-# Elements that are compared at a time: temporaries take a fixed workspace, whatever the tensor's size.
+# Elements that are compared at a time, which bounds the temporary memory.
 _BLOCK = 1 << 22
 
 
@@ -43,11 +43,11 @@ def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
     """The given steps, ascending, or all after the base.
 
     Raises:
-        DataError: one is the base or is not logged, or nothing is logged after the base.
+        DataError: a step is the base or is not logged, or no step is logged after the base.
     """
     logged = log.steps
     if len(logged) < 2:
-        raise DataError(f"{log.directory}: no step after {logged[0]}, nothing to compare with it")
+        raise DataError(f"{log.directory}: no step after {logged[0]} to compare with it")
     for step in steps or ():
         if step not in logged:
             raise DataError(
@@ -61,12 +61,12 @@ def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
 def base_and_states(log: StateLog, name: str, steps: Sequence[int]) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
     """Return a copy of the base tensor, and (step, tensor) for the others, each valid until the next is requested."""
     states = log.tensor_states(name, [log.steps[0], *steps])
-    # Without a copy it would have to outlive the next tensor.
+    # Copied: a yielded tensor is valid only until the next one is requested.
     return next(states)[1].clone(), states
 
 
 def blocks(*tensors: Tensor, device: torch.device = DEVICE_CPU) -> Iterator[tuple[Tensor, ...]]:
-    """Matching flat pieces of tensors of one shape, on `device`."""
+    """Yield matching flat pieces of tensors of one shape, on `device`."""
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), _BLOCK):
         yield tuple(piece[start : start + _BLOCK].to(device) for piece in flat)
@@ -94,7 +94,7 @@ def distances(base: Tensor, tensor: Tensor) -> Tensor:
 
 
 def threshold_text(value: float) -> str:
-    """`1e-5`, `2.5e-4`, `0`, `0.01`: a tolerance or tau as headings and legends have it."""
+    """Format a tolerance or tau for headings and legends: `1e-5`, `2.5e-4`, `0`, `0.01`."""
     if value == 0 or value >= 0.01:
         return f"{value:g}"
     mantissa, _, exponent = f"{value:.6e}".partition("e")

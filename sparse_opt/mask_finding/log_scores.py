@@ -32,7 +32,7 @@ from .topk import positions
 
 LogMethod = Literal["magnitude", "momentum", "fisher", "oracle"]
 LOG_METHODS: tuple[LogMethod, ...] = ("magnitude", "momentum", "fisher", "oracle")
-# The velocities of a momentum score where no window was asked for and as many are logged.
+# Default window of momentum, if as many velocities are logged.
 DEFAULT_WINDOW = 25
 
 # Elements processed at a time, which bounds the scratch memory to some 100 MB.
@@ -90,7 +90,7 @@ def plan_scores(
     if step not in logged:
         raise DeltaLogError(f"{log.directory}: step {step} is not logged")
     if method == "oracle" and step != logged[-1]:
-        raise MaskError(f"target_step is {step}, and oracle scores the last logged step, {logged[-1]}")
+        raise MaskError(f"target_step is {step}, expected {logged[-1]} for oracle, which scores the last logged step")
     upto = logged[: logged.index(step) + 1]
     after = len(upto) - 1
     if after == 0:
@@ -189,7 +189,7 @@ class _Moments:
             at = positions(new != old)
             change = new[at].double() - old[at].double()
             total.index_add_(0, at, change)
-            # Multiplied first and then added: a fused operation would round once where this rounds twice.
+            # A multiplication and an addition, each rounded: a fused operation would give other bits.
             squares.index_add_(0, at, change * change)
 
     def momentum_bits(self) -> Tensor:
@@ -200,7 +200,7 @@ class _Moments:
 
     def _bits(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         bits = torch.zeros(self._sum.numel(), dtype=torch.int32, device=self._sum.device)
-        # Multiply by the reciprocal explicitly: a GPU divides by a scalar in this way, and a CPU does not.
+        # Multiplied by the reciprocal, as GPUs divide by a scalar, so that CPUs give the same bits.
         per_value, per_freedom = 1.0 / self._n, 1.0 / (self._n - 1)
         for out, totals, all_squares in zip(*(t.split(_CHUNK) for t in (bits, self._sum, self._squares)), strict=True):
             # The score of an element that never changed is zero.

@@ -93,7 +93,7 @@ def calibrated_scores(
         MaskError: no sequence, or one without a completion; for wanda, no parameter that is a linear layer's weight.
     """
     if not sequences:
-        raise MaskError(f"{method} needs calibration sequences, and there are none")
+        raise MaskError(f"found no calibration sequence, expected at least one for {method}")
     for i, sequence in enumerate(sequences):
         if len(sequence.ids) - max(sequence.prompt_length, 1) < 1:
             raise MaskError(
@@ -172,7 +172,7 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
     chosen = {name: p for name, p in parameters.items() if id(p) in layers}
     if not chosen:
         raise MaskError(
-            f"wanda scores weights of linear layers, and none of the {len(parameters)} chosen tensors is one"
+            f"none of the {len(parameters)} chosen tensors is the weight of a linear layer, as wanda expects"
         )
     norms: dict[int, Tensor] = {}
 

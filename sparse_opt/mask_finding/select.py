@@ -45,9 +45,10 @@ class ScoreSource(Protocol):
 class TensorStats:
     """Statistics of one tensor in a selection. With a pattern, scores are those of units; counts are of elements.
 
-    kept, scoring, numel: number of elements kept, with a score above zero, and in all.
-    threshold: the lowest score that is kept; None if none is.
-    least, mean, most: of all scores; None if there are none.
+    Attributes:
+        kept, scoring, numel: number of elements that are kept, that have a score above zero, and in all.
+        threshold: the lowest kept score; None if no element is kept.
+        least, mean, most: minimum, mean and maximum of all scores; None if there are none.
     """
 
     kept: int
@@ -63,7 +64,9 @@ class TensorStats:
 class PatternCapture:
     """The scores captured by a mask of whole units, compared with the element-wise mask of the same options.
 
-    score, element_score: sums over the kept elements; nnz, element_nnz: their number.
+    Attributes:
+        score, element_score: sums of the scores of the kept elements.
+        nnz, element_nnz: number of kept elements.
     """
 
     score: float
@@ -81,10 +84,11 @@ class PatternCapture:
 class FoundMask:
     """A mask and statistics of its selection.
 
-    threshold: for pool global, the lowest score that counted towards the quota, apart from the floors; None if the
-        floors meet the quota.
-    capture: None for the pattern element.
-    tensors: only with `tensor_stats=True`.
+    Attributes:
+        threshold: for pool global, the lowest score that counts towards the quota, floors excluded; None if the floors
+            meet the quota.
+        capture: None for the pattern element.
+        tensors: tensor name -> statistics; empty unless `tensor_stats=True`.
     """
 
     mask: MaskSet
@@ -167,7 +171,7 @@ def find_mask(
     quota = _rounded(sum(numels.values()), percent)
     floors = {name: math.ceil(min_tensor_keep * numel) for name, numel in numels.items()}
     if pool == "global":
-        _require_room(sum(floors.values()), quota, min_tensor_keep, sparsity)
+        _require_quota(sum(floors.values()), quota, min_tensor_keep, sparsity)
     shares = {name: _rounded(numel, percent) for name, numel in numels.items()}
     # With a pattern, the element-wise mask is found too, to compute how much of its score the pattern captures.
     kinds = tuple(dict.fromkeys((pattern, "element")))
@@ -189,7 +193,7 @@ def find_mask(
         if pooled:
             for name, kind, scores in _scores(source, kinds, bar):
                 pooled[kind].count(name, scores)
-            _require_room(pooled[pattern].floor_total, quota, min_tensor_keep, sparsity, pattern)
+            _require_quota(pooled[pattern].floor_total, quota, min_tensor_keep, sparsity, pattern)
             for name, kind, scores in _scores(source, kinds, bar):
                 pooled[kind].refine(name, scores)
         for name, kind, scores in _scores(source, kinds, bar):
@@ -203,7 +207,7 @@ def find_mask(
                 if tensor_stats:
                     tensors[name] = _tensor_stats(scores, units, positions.numel())
     if not counts[pattern]:
-        raise MaskError(_nothing(source, chosen, pattern, sparsity))
+        raise MaskError(_no_element(source, chosen, pattern, sparsity))
     if chosen.reachable < chosen.requested:
         warnings.warn(
             f"only {chosen.reachable} elements have a {source.what} above zero, {chosen.requested} were requested: the "
@@ -250,7 +254,7 @@ def _require_numbers(bits: Tensor, what: str, name: str) -> None:
     raise MaskError(f"the {what} of {name} has a minus sign at {below} of {bits.numel()} elements, expected 0 and more")
 
 
-def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity: float, pattern: str = "") -> None:
+def _require_quota(floor_total: int, quota: int, min_tensor_keep: float, sparsity: float, pattern: str = "") -> None:
     if floor_total > quota:
         units = f" in whole units of {pattern}" if pattern not in ("", "element") else ""
         raise MaskError(
@@ -259,9 +263,11 @@ def _require_room(floor_total: int, quota: int, min_tensor_keep: float, sparsity
         )
 
 
-def _nothing(source: ScoreSource, selection: GlobalSelection | TensorSelection, pattern: str, sparsity: float) -> str:
+def _no_element(
+    source: ScoreSource, selection: GlobalSelection | TensorSelection, pattern: str, sparsity: float
+) -> str:
     if not selection.requested:
-        each = " of any tensor by itself" if isinstance(selection, TensorSelection) else ""
+        each = " of any single tensor" if isinstance(selection, TensorSelection) else ""
         numel = sum(map(math.prod, source.shapes.values()))
         return f"sparsity {sparsity} leaves none of the {numel} elements{each}"
     if selection.reachable:

@@ -31,7 +31,7 @@ class UnitScores:
     """The scores of one tensor's units, in the order of their positions.
 
     bits: [units] int32 of float32 scores >= 0, on any device.
-    sizes: [units] int32, how many elements each unit has, on the same device; None: one each.
+    sizes: [units] int32, elements of each unit, on the same device; None if every unit is one element.
     """
 
     bits: Tensor
@@ -39,53 +39,53 @@ class UnitScores:
 
     @property
     def scoring(self) -> int:
-        """Elements of the units with a score above zero."""
+        """Number of elements of the units with a score above zero."""
         return elements(self, self.bits > 0)
 
 
 def elements(scores: UnitScores, where: Tensor) -> int:
-    """Elements of the units of a [units] bool tensor."""
+    """Return the number of elements of the units selected by a [units] bool tensor."""
     return int(where.count_nonzero() if scores.sizes is None else scores.sizes[where].sum())
 
 
 def positions(where: Tensor) -> Tensor:
     """Ascending int64 positions of the true elements of a flat bool tensor, on its device."""
     if where.device.type == "cpu":
-        # Some ten times as fast as torch's: measured on two cores.
+        # About ten times as fast as torch on two cores.
         return torch.from_numpy(np.flatnonzero(where.numpy()))
     return where.nonzero().view(-1)
 
 
 class Histogram:
-    """How many elements have each of 65536 values, kept sparsely: tensors of one model use few of them."""
+    """The number of elements with each of 65536 values, stored sparsely: tensors of one model have few values."""
 
     def __init__(self, counts: np.ndarray) -> None:
         self._values = np.flatnonzero(counts)
-        # Entry i counts what is >= values[i]; the last one is 0.
-        self._from = np.append(np.cumsum(counts[self._values][::-1])[::-1], 0)
+        # Entry i is the number of elements >= values[i]; the last entry is 0.
+        self._at_least = np.append(np.cumsum(counts[self._values][::-1])[::-1], 0)
 
     @property
     def total(self) -> int:
-        return int(self._from[0])
+        return int(self._at_least[0])
 
     def at_least(self, value: int) -> int:
-        """Return how many are >= value."""
-        return int(self._from[np.searchsorted(self._values, value)])
+        """Return the number of elements >= value."""
+        return int(self._at_least[np.searchsorted(self._values, value)])
 
 
 def upper_histogram(scores: UnitScores) -> Histogram:
-    """Upper 16 bits of all scores above zero."""
+    """Count the upper 16 bits of all scores above zero."""
     return _histogram(scores, 1, 2**31 - 1, _LOW_BITS)
 
 
 def lower_histogram(scores: UnitScores, upper: int) -> Histogram:
-    """Lower 16 bits of the scores above zero whose upper 16 bits are `upper`."""
+    """Count the lower 16 bits of the scores above zero whose upper 16 bits are `upper`."""
     first = upper << _LOW_BITS
     return _histogram(scores, max(1, first), first + 2**_LOW_BITS - 1, 0)
 
 
 def _histogram(scores: UnitScores, first: int, last: int, shift: int) -> Histogram:
-    """The 16 bits from `shift` on of the scores whose bits lie from `first` to `last`."""
+    """Count the 16 bits above the lowest `shift`, of the scores whose bits are in [first, last]."""
     counts = np.zeros(2**_LOW_BITS, dtype=np.int64)
     parts = scores.bits.split(_CHUNK)
     sizes = itertools.repeat(None) if scores.sizes is None else scores.sizes.split(_CHUNK)
@@ -95,10 +95,10 @@ def _histogram(scores: UnitScores, first: int, last: int, shift: int) -> Histogr
 
 
 def _counts(bits: Tensor, sizes: Tensor | None, first: int, last: int, shift: int) -> np.ndarray:
-    # Most scores are zero in most runs, and counting many of one value is slow: each waits for the one before. Weighted
-    # counts are float64, in which whole numbers are exact.
+    # Zeros, most of the scores, are left out first: counting many equal values is slow, because each increment depends
+    # on the one before. Weighted counts are float64, which is exact for these integers.
     if bits.device.type == "cpu":
-        # numpy selects and counts three to nine times as fast as torch: measured on two cores.
+        # Three to nine times as fast as torch on two cores.
         array = bits.numpy()
         inside = (array >= first) & (array <= last)
         values = (array[inside] >> shift) & (2**_LOW_BITS - 1)
@@ -109,13 +109,13 @@ def _counts(bits: Tensor, sizes: Tensor | None, first: int, last: int, shift: in
     return counted.cpu().numpy().astype(np.int64)
 
 
-def crossing(histograms: Mapping[str, Histogram], above: Mapping[str, int], floors: Mapping[str, int], k: int) -> int:
-    """The largest value v at which the tensors together keep k or more.
+def kth_value(histograms: Mapping[str, Histogram], above: Mapping[str, int], floors: Mapping[str, int], k: int) -> int:
+    """Return the largest value v at which all tensors together keep at least k elements.
 
-    A tensor keeps the larger of its floor and of what lies at v or higher: `above` plus its histogram's part.
+    At v, a tensor keeps `above` plus the elements of its histogram that are >= v, or its floor if that is more.
 
     Args:
-        k: at most what is kept at v = 0, and more than the sum of the floors.
+        k: more than the sum of the floors, and at most the number of elements kept at v = 0.
     """
     low, high = 0, 2**_LOW_BITS
     while high - low > 1:
@@ -142,12 +142,12 @@ class GlobalSelection:
         self._over: dict[str, int] = {}
         self._ties: dict[str, int] = {}
         self._upper: int | None = None
-        self._room: int | None = None
-        # Bits of the least score that counted towards the quota; None where the floors met it.
+        self._capacity: int | None = None  # elements that may still be taken at the threshold
+        # Bits of the least score that counts towards the quota; None if the floors meet it.
         self.threshold: int | None = None
 
     def count(self, name: str, scores: UnitScores) -> None:
-        """First round."""
+        """First round: count the upper 16 bits."""
         self._floors[name] = reaching(scores, self._requested_floors[name])
         self._uppers[name] = upper_histogram(scores)
 
@@ -158,56 +158,55 @@ class GlobalSelection:
 
     @property
     def reachable(self) -> int:
-        """Elements of all units with a score above zero, or the quota where that is less; after the first round."""
+        """Elements of all units with a score above zero, but at most the quota; known after the first round."""
         return min(self.requested, sum(histogram.total for histogram in self._uppers.values()))
 
     def refine(self, name: str, scores: UnitScores) -> None:
-        """Second round."""
+        """Second round: count the lower 16 bits at the threshold's upper bits."""
         if self._upper is None:
-            # The quota is at most the number of elements with a score; if the floors meet it, no search is needed.
+            # Never more than the elements with a score above zero. If the floors meet the quota, no search is needed.
             self._quota = self.reachable
             none = dict.fromkeys(self._uppers, 0)
             beyond = self._quota > self.floor_total
-            self._upper = crossing(self._uppers, none, self._floors, self._quota) if beyond else 2**_LOW_BITS
+            self._upper = kth_value(self._uppers, none, self._floors, self._quota) if beyond else 2**_LOW_BITS
             self._over = {n: h.at_least(self._upper + 1) for n, h in self._uppers.items()}
         self._lowers[name] = (
             lower_histogram(scores, self._upper) if self._upper < 2**_LOW_BITS else Histogram(np.zeros(1, np.int64))
         )
 
     def take(self, name: str, scores: UnitScores) -> Tensor:
-        """Third round: sorted int64 positions, on the CPU, of the units that are kept."""
-        if self._room is None:
-            self._settle()
-        assert self._room is not None
+        """Third round: return the sorted int64 positions, on the CPU, of the units that are kept."""
+        if self._capacity is None:
+            self._set_threshold()
+        assert self._capacity is not None
         threshold = 1 if self.threshold is None else self.threshold
         kept = max(self._floors[name], self._over[name])
         ties = max(0, self._over[name] + self._ties[name] - kept)
-        if ties <= self._room:
+        if ties <= self._capacity:
             more = ties
         else:
-            more = fitting(scores, kept + self._room, threshold) - kept if self._room else 0
+            more = fitting(scores, kept + self._capacity, threshold) - kept if self._capacity else 0
         # The first unit that does not fit ends the selection; no lower-ranked unit takes its place.
-        self._room = self._room - more if more == ties else 0
+        self._capacity = self._capacity - more if more == ties else 0
         return best(scores, kept + more, threshold)
 
-    def _settle(self) -> None:
+    def _set_threshold(self) -> None:
         upper = self._upper
         assert upper is not None
         if upper == 2**_LOW_BITS:
-            self._ties, self._room = dict.fromkeys(self._lowers, 0), 0
+            self._ties, self._capacity = dict.fromkeys(self._lowers, 0), 0
             return
-        lower = crossing(self._lowers, self._over, self._floors, self._quota)
+        lower = kth_value(self._lowers, self._over, self._floors, self._quota)
         self.threshold = (upper << _LOW_BITS) + lower
         self._ties = {n: h.at_least(lower) - h.at_least(lower + 1) for n, h in self._lowers.items()}
         self._over = {n: self._over[n] + h.at_least(lower + 1) for n, h in self._lowers.items()}
-        self._room = self._quota - sum(max(self._floors[n], over) for n, over in self._over.items())
+        self._capacity = self._quota - sum(max(self._floors[n], over) for n, over in self._over.items())
 
 
 class TensorSelection:
     """Selects the best units of each tensor separately: as many as fit its share, or cover a larger floor."""
 
-    # Each tensor has its own.
-    threshold: int | None = None
+    threshold: int | None = None  # no common one
 
     def __init__(self, floors: Mapping[str, int], shares: Mapping[str, int]) -> None:
         self._floors, self._shares = floors, shares
@@ -215,7 +214,7 @@ class TensorSelection:
         self.reachable = 0
 
     def take(self, name: str, scores: UnitScores) -> Tensor:
-        """Sorted int64 positions, on the CPU, of the units that are kept."""
+        """Return the sorted int64 positions, on the CPU, of the units that are kept."""
         requested = max(self._floors[name], self._shares[name])
         self.requested += requested
         self.reachable += min(requested, scores.scoring)
@@ -224,9 +223,10 @@ class TensorSelection:
 
 
 def reaching(scores: UnitScores, least: int) -> int:
-    """Elements of the fewest best units that have `least` elements or more; of all that score, where those have less.
+    """Return the number of elements of the fewest best units that together have at least `least` elements.
 
-    A unit ranks by its score, then by its lower position.
+    Units are ranked by score, equal scores by position. If all units with a score above zero have fewer elements, it is
+    the number of theirs.
     """
     scoring = scores.scoring
     if scores.sizes is None or least == 0 or scoring <= least:
@@ -236,21 +236,21 @@ def reaching(scores: UnitScores, least: int) -> int:
 
 
 def fitting(scores: UnitScores, most: int, threshold: int = 1) -> int:
-    """Elements of as many best units, of scores with bits `threshold` or more, as have `most` elements or less."""
-    there = elements(scores, scores.bits >= threshold)
-    if scores.sizes is None or there <= most:
-        return min(most, there)
+    """Return how many elements the best units with score bits >= threshold have, at most `most`."""
+    available = elements(scores, scores.bits >= threshold)
+    if scores.sizes is None or available <= most:
+        return min(most, available)
     _, ends = _ranked(scores, max(threshold, _cut(scores, most + 1)))
     units = int(torch.searchsorted(ends, most, right=True))
     return int(ends[units - 1]) if units else 0
 
 
 def best(scores: UnitScores, kept: int, threshold: int = 1) -> Tensor:
-    """Sorted int64 positions, on the CPU, of the best units, which together have `kept` elements.
+    """Return the sorted int64 positions, on the CPU, of the best units, which together have `kept` elements.
 
     Args:
-        kept: what some number of best units that score have, as `reaching` and `fitting` say it.
-        threshold: the bits of the least of them where it is known; a wrong guess costs time only.
+        kept: a result of `reaching` or `fitting`.
+        threshold: the bits of the least score among them, if known; another value only costs time.
     """
     if kept == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -262,7 +262,7 @@ def best(scores: UnitScores, kept: int, threshold: int = 1) -> Tensor:
 
 
 def _ranked(scores: UnitScores, threshold: int) -> tuple[Tensor, Tensor]:
-    """Positions of the units with bits of `threshold` or more, best first, and how many elements they have so far."""
+    """Return positions of the units with score bits >= threshold, best first, and cumulative sums of their sizes."""
     assert scores.sizes is not None
     at = positions(scores.bits >= threshold)
     order = at[scores.bits[at].sort(descending=True, stable=True).indices]
@@ -270,44 +270,44 @@ def _ranked(scores: UnitScores, threshold: int) -> tuple[Tensor, Tensor]:
 
 
 def _top(bits: Tensor, k: int, threshold: int) -> Tensor:
-    """Sorted positions of the k largest of single scores, k at least 1 and at most as many as are above zero."""
+    """Return the sorted positions of the k largest scores of single elements; at least k >= 1 are above zero."""
     for guess in (threshold, None):
         at = _cut(UnitScores(bits), k) if guess is None else guess
         over = positions(bits > at)
-        room = k - over.numel()
-        ties = positions(bits == at)[: max(room, 0)]
-        if ties.numel() == room:
-            return torch.cat([over, ties]).sort().values if room else over
-    raise ValueError(f"{k} of {int(bits.count_nonzero())} scores above zero were asked for")
+        missing = k - over.numel()
+        ties = positions(bits == at)[: max(missing, 0)]
+        if ties.numel() == missing:
+            return torch.cat([over, ties]).sort().values if missing else over
+    raise ValueError(f"k is {k}, expected at most {int(bits.count_nonzero())}, the number of scores above zero")
 
 
 def _cut(scores: UnitScores, k: int) -> int:
-    """The largest bits at which the units of these and more have k elements or more; k of them score."""
+    """Return the largest bits such that the units with score bits >= these have at least k elements."""
     name, none = "", {"": 0}
     uppers = {name: upper_histogram(scores)}
-    upper = crossing(uppers, none, none, k)
+    upper = kth_value(uppers, none, none, k)
     over = {name: uppers[name].at_least(upper + 1)}
-    return (upper << _LOW_BITS) + crossing({name: lower_histogram(scores, upper)}, over, none, k)
+    return (upper << _LOW_BITS) + kth_value({name: lower_histogram(scores, upper)}, over, none, k)
 
 
-# Elements summed at a time, in blocks whose sides are multiples of every unit's: bounds the scratch to some 100 MB.
+# Elements summed at a time, which bounds the scratch memory to some 100 MB; a multiple of every unit's sides.
 _BLOCK = 2**22
 _BLOCK_COLUMNS = 2**15
 
 
 def unit_scores(bits: Tensor, shape: Sequence[int], pattern: str) -> UnitScores:
-    """The summed score of each unit of a pattern, rounded to float32 once, and each unit's size.
+    """Return the summed score of each unit of a pattern, rounded to float32 once, and each unit's size.
 
-    The sums are float64 and added pairwise, neighbours first, by elementwise additions alone: their order is fixed, and
-    neither the device nor the number of threads changes a bit.
+    Sums are float64, by pairwise elementwise additions of neighbours: their order is fixed, so that they have the same
+    bits on every device and with any number of threads.
 
     Args:
         bits: [numel] int32 of float32 scores >= 0.
-        shape: of the tensor they belong to.
+        shape: shape of the tensor.
         pattern: see `masks.patterns`.
 
     Returns:
-        Units counted row by row over `unit_grid`, on the device of `bits`.
+        Units numbered row by row over `unit_grid`, on the device of `bits`.
     """
     if pattern == "element":
         return UnitScores(bits)
@@ -335,14 +335,14 @@ def _block_sums(scores: Tensor, height: int, width: int) -> Tensor:
 
 
 def _halved(values: Tensor) -> Tensor:
-    """Sums over the last dimension, whose size is a power of two."""
+    """Return sums over the last dimension, whose size is a power of two."""
     while values.shape[-1] > 1:
         values = values[..., ::2] + values[..., 1::2]
     return values[..., 0]
 
 
 def unit_sizes(shape: Sequence[int], pattern: str, device: torch.device) -> Tensor:
-    """[units] int32, the elements of each unit, row by row over `unit_grid`; those at the edges have fewer."""
+    """Return the number of elements of each unit, [units] int32, row by row over `unit_grid`; smaller at the edges."""
     height, width = PATTERNS[pattern]
     rows, columns = matrix_shape(shape)
     down, across = unit_grid(shape, pattern)

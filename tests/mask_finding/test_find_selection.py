@@ -289,7 +289,7 @@ def test_scores_below_zero_are_refused() -> None:
 @pytest.mark.parametrize("pool", ["global", "tensor"])
 def test_a_sparsity_that_leaves_nothing_is_refused(pool: str, pattern: str) -> None:
     source = Scores({"w": torch.ones(3), "v": torch.ones(4)})
-    where = " of any tensor by itself" if pool == "tensor" else ""
+    where = " of any single tensor" if pool == "tensor" else ""
     with pytest.raises(MaskError, match=f"sparsity 97.5 leaves none of the 7 elements{where}$"):
         find_mask(source, sparsity=97.5, min_tensor_keep=0, pool=pool, pattern=pattern)  # type: ignore[arg-type]
 

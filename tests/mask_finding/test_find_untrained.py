@@ -149,12 +149,12 @@ def test_what_no_sequence_reached_is_not_kept(tiny_llama) -> None:
 def test_refusals(tiny_llama) -> None:
     model = tiny_llama()
     parameters = parameters_of(model)
-    with pytest.raises(MaskError, match="snip needs calibration sequences, and there are none"):
+    with pytest.raises(MaskError, match="found no calibration sequence, expected at least one for snip"):
         calibrated_scores(model, parameters, [], "snip")
     with pytest.raises(MaskError, match="calibration sequence 1 has 3 tokens and a prompt of 3, expected a completion"):
         calibrated_scores(model, parameters, [SEQUENCES[0], Sequence([1, 2, 3], 3)], "snip")
     norms = {name: p for name, p in parameters.items() if "norm" in name}
-    with pytest.raises(MaskError, match="wanda scores weights of linear layers, and none of the 5 chosen tensors is"):
+    with pytest.raises(MaskError, match="none of the 5 chosen tensors is the weight of a linear layer"):
         calibrated_scores(model, norms, SEQUENCES, "wanda")
     with torch.no_grad():
         model.get_parameter("model.norm.weight").fill_(math.nan)

@@ -49,16 +49,23 @@ def export_pt(
             for step, state in step_states(log, (first, *steps)):
                 if not base:
                     base = {name: state[name].to(torch.float32, copy=True) for name in names}
-                    save_pt(base, aside / pt_file_name(0))
+                    _save(base, aside / pt_file_name(0))
                     continue
                 differences = {name: state[name].float() - base[name] for name in names}
-                save_pt(differences, aside / pt_file_name(step))
+                _save(differences, aside / pt_file_name(step))
                 inexact[step] = sum(_inexact(base[name], differences[name], state[name]) for name in names)
                 if on_step is not None:
                     on_step(step)
     except OSError as error:
         raise DeltaLogError(f"{folder}: cannot be written: {one_line(error)}") from error
     return inexact
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_pt(tensors, path)
+    except OSError as error:
+        raise OSError(f"{path.name}: {one_line(error)}") from error
 
 
 def _inexact(base: Tensor, difference: Tensor, expected: Tensor) -> int:
