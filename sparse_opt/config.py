@@ -95,14 +95,14 @@ class CommandParser(argparse.ArgumentParser):
         """Return dest -> value of all options that are given, in files, in words or by presets."""
         files, settings, positionals = self._read_words(words)
         values: dict[str, Any] = {}
-        for setting in (setting for file in files for setting in _read_settings(file)):
+        for setting in (setting for file in files for setting in read_settings(file)):
             self._apply(setting, values)
         given: dict[str, Any] = {}
         for setting in settings:
             self._apply(setting, given)
         values |= given
         for action in self._get_positional_actions():
-            several = action.nargs in ("+", "*")
+            several = self._takes_several(action)
             taken, positionals = (positionals, []) if several else (positionals[:1], positionals[1:])
             if taken:
                 values[action.dest] = self._converted(action, taken if several else taken[0], f"'{taken[0]}'")
@@ -145,13 +145,13 @@ class CommandParser(argparse.ArgumentParser):
             raw: Any = value
             if not equals and _is_switch(action):
                 raw = words.pop(0) if words and words[0].lower() in TRUE | FALSE | NONE else True
-            elif action.nargs in ("+", "*"):
+            elif self._takes_several(action):
                 raw = [value] if equals else []
                 while words and not words[0].startswith("--") and self._find(words[0].partition("=")[0]) is None:
                     raw.append(words.pop(0))
             elif not equals:
                 raw = words.pop(0) if words and not words[0].startswith("--") else None
-            if raw is None or (raw == [] and action.nargs == "+"):
+            if raw is None or (raw == [] and action.nargs != "*"):
                 raise ConfigError(f"option '{key}': expected a value")
             if action.dest == "config":
                 files.append(convert(raw, Path, "config", key))
@@ -186,8 +186,14 @@ class CommandParser(argparse.ArgumentParser):
         else:
             values[action.dest] = value
 
+    def _type(self, action: argparse.Action) -> Any:
+        return self.annotations.get(action.dest) or _annotation(action)
+
+    def _takes_several(self, action: argparse.Action) -> bool:
+        return typing.get_origin(without_none(self._type(action))[0]) is list
+
     def _converted(self, action: argparse.Action, raw: Any, source: str) -> Any:
-        return convert(raw, self.annotations.get(action.dest) or _annotation(action), _name(action).lstrip("-"), source)
+        return convert(raw, self._type(action), _name(action).lstrip("-"), source)
 
 
 def add_options(parser: CommandParser, config_class: type) -> CommandParser:
@@ -204,16 +210,16 @@ def add_options(parser: CommandParser, config_class: type) -> CommandParser:
     for field in dataclasses.fields(config_class):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         required = value is dataclasses.MISSING
-        default = "required" if required else f"default: {'none' if value is None else value}"
         kind, _ = without_none(parser.annotations[field.name])
-        shown: dict[str, Any] = {"metavar": type_name(kind)}
+        shown = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower() if kind is bool else value
+        default = "required" if required else f"default: {'none' if shown in (None, '') else shown}"
         parser.add_argument(
             *(f"--{name}" for name in (field.name, *field.metadata.get("aliases", ()))),
             dest=field.name,
             required=required,
             default=argparse.SUPPRESS,
             help=f"{field.metadata.get('help', '')} ({default})".replace("%", "%%").strip(),
-            **({"action": argparse.BooleanOptionalAction} if kind is bool else shown),
+            **({"action": argparse.BooleanOptionalAction} if kind is bool else {"metavar": type_name(kind)}),
         )
     return parser
 
@@ -297,15 +303,16 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump({k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}, sort_keys=False)
 
 
-def _read_settings(file: Path) -> list[Setting]:
-    content = read_yaml(file, "config file")
+def read_settings(file: Path, what: str = "config file") -> list[Setting]:
+    """Return the settings of a YAML file; a ConfigError names `what` and the file if it is not valid."""
+    content = read_yaml(file, what)
     if content is None:
         return []
     if not isinstance(content, dict):
-        raise ConfigError(f"config file {file} holds a {type(content).__name__}; expected 'key: value' lines")
+        raise ConfigError(f"{what} {file} holds a {type(content).__name__}; expected 'key: value' lines")
     if "config" in content:
-        raise ConfigError(f"config file {file} has the key 'config', which is an option of the command line only")
-    return [(str(key), value, str(file)) for key, value in content.items()]
+        raise ConfigError(f"{what} {file} has the key 'config', which is an option of the command line only")
+    return [(str(key), value, f"{what} {file}") for key, value in content.items()]
 
 
 def read_yaml(file: Path, what: str) -> Any:

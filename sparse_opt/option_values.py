@@ -88,8 +88,9 @@ def _cast(raw: Any, expected: Any) -> Any:
         close = difflib.get_close_matches(str(raw), names, n=1)
         raise ValueError(f"expected one of {', '.join(names)}" + (f"; the nearest is '{close[0]}'" if close else ""))
     if origin is list:
-        items = raw if isinstance(raw, list) else raw.split(",") if isinstance(raw, str) else [raw]
-        return [_cast(item, typing.get_args(expected)[0]) for item in items]
+        items = raw if isinstance(raw, list) else [raw]
+        words = [word for item in items for word in (item.split(",") if isinstance(item, str) else [item])]
+        return [_cast(word, typing.get_args(expected)[0]) for word in words]
     return _SCALARS.get(expected, expected)(raw)
 
 

@@ -60,7 +60,9 @@ def test_wheel_holds_every_module_of_the_package_and_its_type_marker(wheel_files
 
 
 def test_wheel_holds_the_settings_that_modules_read(wheel_files, checkout):
-    profiles = {f"sparse_opt/trainers/profiles/{path.name}" for path in (checkout / "trainers/profiles").glob("*.yaml")}
+    profiles = {
+        f"sparse_opt/{path.relative_to(checkout)}" for path in (checkout / "trainers/profiles").glob("*/*.yaml")
+    }
     assert profiles, "trainers/profiles has no settings"
     assert profiles | {"sparse_opt/bench/training/learning/learning.yaml"} <= wheel_files
 

@@ -26,7 +26,6 @@ from typing import Any, Literal
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from ..profiles import preset_values
 from .sampling import Figures, SamplingOptions, sample, write_lines, write_report
 
 KEPT_FILE = "kept.jsonl"
@@ -47,11 +46,6 @@ class DatagenConfig(SamplingOptions):
     deduplicate: Literal["text", "equations", "none"] = option(
         "text", "of a prompt's right completions, keep one of those with the same text or the same list of equations"
     )
-
-    @classmethod
-    def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
-        """The values of `profile` for options that were not given."""
-        return preset_values(values.get("profile"), "datagen")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,6 @@ from typing import Any
 
 from sparse_opt.config import option
 
-from ..profiles import preset_values
 from .sampling import Figures, SamplingOptions, sample, write_lines, write_report
 
 RESULTS_FILE = "results.jsonl"
@@ -33,11 +32,6 @@ class TestConfig(SamplingOptions):
     dataset_split: str = option("test", "split of a hub dataset")
     n_generations: int = option(1, "completions per prompt")
     temperature: float = option(0.0, "sampling temperature; 0 takes the most likely token")
-
-    @classmethod
-    def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
-        """The values of `profile` for options that were not given."""
-        return preset_values(values.get("profile"), "test")
 
 
 def test(config: TestConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import nn
 
-from sparse_opt.config import option, require_count, require_number_ranges
+from sparse_opt.config import Setting, option, require_count, require_number_ranges
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import one_line, written_aside
@@ -31,6 +31,7 @@ from ..data.order import chunks
 from ..data.prompts import PromptExample, load_prompts
 from ..options import TrainingOptions, model_slug
 from ..policy.models import load_policy, load_tokenizer, resolve_device
+from ..profiles import profile_settings
 from ..rewards.functions import Rewards, load_rewards
 from ..rollouts import Engine, Sampling, make_engine
 from ..run.lock import RunLock, require_unlocked
@@ -80,12 +81,17 @@ class SamplingOptions:
     )
     seed: int = option(0, "seed of all sampling; on a CPU the same seed gives the same files")
     profile: str | None = option(
-        None, "conservative, balanced, aggressive or a .yaml file: values for what is not given"
+        None, "conservative, balanced, aggressive, a folder or a .yaml file: values of options that are not given"
     )
 
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
     output_dir: Path | None = option(None, "new or empty folder for the results; none is rft_{stage}_{model}")
     resume: bool = option(False, "go on with the run in output_dir; from the beginning where there is none yet")
+
+    @classmethod
+    def presets(cls, given: dict[str, Any]) -> list[Setting]:
+        """The values of `profile` for options that were not given."""
+        return profile_settings(given.get("profile"), "sampling")
 
     def __post_init__(self) -> None:
         require_number_ranges(self)

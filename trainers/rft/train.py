@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_opt.config import option
+from sparse_opt.config import Setting, option
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
 
 from .. import sft
 from ..options import model_slug
 from ..policy.pretrained import load_config_from, reading
-from ..profiles import preset_values
+from ..profiles import profile_settings
 from .datagen import DatagenConfig, datagen
 from .evaluate import TestConfig, test
 from .sampling import MatmulPrecision
@@ -55,15 +55,15 @@ class RFTConfig(sft.SFTConfig):
         "highest", "torch.set_float32_matmul_precision: high and medium let fp32 products round their inputs on a GPU"
     )
     profile: str | None = option(
-        None, "conservative, balanced, aggressive or a .yaml file: values for what is not given"
+        None, "conservative, balanced, aggressive, a folder or a .yaml file: values of options that are not given"
     )
 
     @classmethod
-    def presets(cls, values: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    def presets(cls, given: dict[str, Any]) -> list[Setting]:
         """The values of `profile` for options that were not given; its learning-rate scale applies to its mode only."""
-        presets = preset_values(values.get("profile"), "train")
+        presets = profile_settings(given.get("profile"), "train")
         mode = {key: value for key, value, _ in presets}.get("mode")
-        if mode is not None and values.get("mode", mode) != mode:
+        if mode is not None and given.get("mode", mode) != mode:
             presets = [preset for preset in presets if preset[0] != "learning_rate_scale"]
         return presets
 

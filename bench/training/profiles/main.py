@@ -1,45 +1,53 @@
-"""RFT's profiles beside plain training: time, memory and accuracy of each, and of each optimisation alone.
+"""Compares RFT's profiles with plain training: time, memory and accuracy of each profile, and of each setting alone.
 
-`sparse-opt bench profiles` takes a model through RFT's three stages (sample and verify, train on what was right, test),
-once for each configuration and repeat, each in a process of its own, the configurations in turns:
+`sparse-opt bench profiles` takes a model through RFT's three stages (sample and verify, train on the right completions,
+test), once for each configuration and repeat, each in its own process:
 
-- plain: dense training and transformers' generate in --baseline_dtype, without any of the optimisations;
-- each profile, whole;
-- each setting of a profile that differs from plain, alone (with what it has no effect without), and those of --also:
-  off is the plain row.
+- plain: dense training and transformers' generate in --baseline_dtype, without any optimization;
+- each profile;
+- each setting of a profile that differs from plain, alone or with the settings it depends on, and those of --also.
 
 A step reads 32 examples in every configuration: with packing, as many rows as hold that many on average.
 
-Without a model it makes generated arithmetic and a small Llama, taught by SFT on demonstrations of which a part is
-right. All configurations start from the same weights; a repeat is another seed of sampling, order and mask. A profile's
-accuracy holds where it is at most `--sigmas` binomial standard errors of the difference below plain's, counted with the
-test's prompts alone, whatever the number of repeats; the exit code is 1 where one does not.
+Without a model it generates arithmetic and a small Llama, trained by SFT on demonstrations, some of which are right.
+All configurations start from the same weights; a repeat is another seed of sampling, order and mask. The accuracy of a
+profile holds if it is at most `--sigmas` binomial standard errors of the difference below plain's, counted with the
+prompts of the test alone, whatever the number of repeats; the exit code is 1 if the accuracy of a profile does not
+hold.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from sparse_opt.cli.parser import CommandParser
-from sparse_opt.trainers.profiles import NAMES, STAGES, Profile, load_profile
+from sparse_opt.config import CommandParser, add_options, option, require_number_ranges
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers.policy.models import resolve_device
+from sparse_opt.trainers.profiles import NAMES, profile_settings
 
 from ...common.environment import environment
 from ...common.report import why_unwritable, write_json
-from .report import failures, summarized, text
-from .run import Configuration, Job, StartJob
+from .report import Configuration, failures, summarized, text
+from .run import STAGES, Job
 
-# A world that a CPU learns in a minute: sampled answers are right about a third of the time after the start.
+# A CPU trains this start in a minute; about a third of its sampled answers are right.
 ARITHMETIC: dict[str, Any] = {"max_operand": 29, "n_train": 600, "p_right": 0.5}
+# Setting -> the settings without which it has no effect, or another one.
+_DEPENDS_ON = {
+    "mode": ("mask_density",),
+    "mask_density": ("mode",),
+    "learning_rate_scale": ("mode", "mask_density"),
+    "master_weights": ("dtype",),
+    "batch_size": ("gradient_accumulation_steps",),
+    "gradient_accumulation_steps": ("batch_size",),
+}
 
 _EPILOG = """examples:
   sparse-opt bench profiles                                    # arithmetic, on the machine at hand
@@ -49,22 +57,71 @@ _EPILOG = """examples:
 """
 
 
+@dataclass(kw_only=True)
+class ProfilesOptions:
+    """Compare RFT's profiles with plain training: time, memory and accuracy of each, and of each setting alone."""
+
+    profiles: list[str] = option(list(NAMES), "names, or folders with train.yaml and sampling.yaml")
+    baseline_dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of plain")
+    no_settings: bool = option(False, "do not measure single settings")
+    also: list[str] = option(["rollout_engine=continuous_batching"], "further settings to measure alone, KEY=VALUE")
+    model_name: str | None = option(None, "hub name or local folder; none is a small model for arithmetic")
+    dataset: str | None = option(None, "prompts with answers to train on; required with model_name")
+    test_dataset: str | None = option(None, "prompts with answers to test on; required with model_name")
+    reward_functions: list[str] = option([], "verifiers; by default exact_match for arithmetic, else math")
+    start_steps: int = option(600, "steps of SFT that make the start for arithmetic", at_least=1)
+    n_prompts: int = option(256, "prompts to sample completions of", at_least=1)
+    n_generations: int = option(8, "completions per prompt", at_least=1)
+    temperature: float = option(1.0, "temperature of these completions", above=0)
+    max_completion_length: int = option(8, "tokens per completion", at_least=1)
+    train_steps: int = option(100, "steps of 32 examples", at_least=1)
+    learning_rate: float = option(1e-3, "peak learning rate of every configuration", above=0)
+    max_length: int = option(64, "tokens of a training example, and of a packed row", at_least=2)
+    n_test: int = option(300, "prompts to test on", at_least=1)
+    test_generations: int = option(4, "completions per test prompt: greedy if 1, else at temperature 1", at_least=1)
+    repeats: int = option(3, "runs of every configuration, each with another seed", at_least=1)
+    sigmas: float = option(3.0, "standard errors that the accuracy may fall", above=0)
+    seed: int = option(0, "seed of the first repeat, and of the arithmetic")
+    device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
+    work_dir: Path | None = option(None, "existing folder for the files of the runs; none is a temporary one")
+    output: Path | None = option(None, "JSON file; none is bench/results/profiles_DEVICE.json")
+    json: bool = option(False, "print the JSON on stdout instead of tables")
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
+        if len({Path(profile).name for profile in self.profiles}) < len(self.profiles):
+            raise ConfigError(f"option 'profiles' is {','.join(self.profiles)}: expected different names")
+        if len({self.model_name is None, self.dataset is None, self.test_dataset is None}) > 1:
+            raise ConfigError("expected all of --model_name, --dataset and --test_dataset, or none for arithmetic")
+        known = {key for values in plain_values(self.baseline_dtype).values() for key in values}
+        for setting in self.also:
+            key, _, value = setting.partition("=")
+            if key not in known or not value:
+                names = ", ".join(sorted(known))
+                raise ConfigError(f"option 'also' is {setting}: expected KEY=VALUE with a key of {names}")
+        self.device = str(resolve_device(self.device))
+        self.reward_functions = self.reward_functions or ["exact_match" if self.model_name is None else "math"]
+        if self.work_dir is not None and not self.work_dir.is_dir():
+            raise ConfigError(f"option 'work_dir': no such folder: {self.work_dir}")
+        self.output = self.output or Path(f"bench/results/profiles_{self.device.partition(':')[0]}.json")
+        if problem := why_unwritable(self.output):
+            raise ConfigError(problem)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if every configuration ran and every profile's accuracy holds, else 1.
+    """Run the benchmark; 0 if every configuration ran and the accuracy of every profile holds, else 1.
 
     Raises:
-        ConfigError: the call or a profile is wrong. SparseOptError: model or data cannot be used.
+        ConfigError: an option or a profile is not valid.
+        SparseOptError: model or data cannot be used.
     """
-    parser = _parser()
-    args = parser.parse_words(sys.argv[1:] if argv is None else argv)
-    if problem := _problem(args):
-        parser.error(problem)
-    configurations = make_configurations(
-        [load_profile(name) for name in args.profiles],
-        args.baseline_dtype,
-        settings=not args.no_settings,
-        also=[] if args.no_settings else args.also,
-    )
+    parser = add_options(CommandParser(prog="sparse-opt bench profiles"), ProfilesOptions)
+    parser.description, parser.epilog = __doc__, _EPILOG
+    args = ProfilesOptions(**vars(parser.parse_words(sys.argv[1:] if argv is None else argv)))
+    assert args.output is not None
+    profiles = {Path(profile).name: profile_values(profile) for profile in args.profiles}
+    also = [] if args.no_settings else [tuple(word.split("=", 1)) for word in args.also]
+    configurations = make_configurations(profiles, args.baseline_dtype, settings=not args.no_settings, also=also)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:
         folder = Path(name).resolve()
         shared = _shared_options(folder, args)
@@ -75,17 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for stage in ("datagen", "train"):
                     shared[stage]["checkpoint"] = start["checkpoint"]
             for repeat in range(args.repeats):
-                # Turned from repeat to repeat, so that a busy neighbour meets all of them.
+                # Rotated from repeat to repeat, so that a load on the machine affects all of them.
                 first = repeat % len(configurations)
                 for i in [*range(first, len(configurations)), *range(first)]:
                     place = folder / f"{repeat}_{i}"
                     results.append(_run(_job(place, configurations[i], shared, args.seed, args.seed + repeat)))
+            start |= {name: start["stages"]["test"][name] for name in ("accuracy", "answer_rate")}
     report = {
         "benchmark": "profiles",
         "environment": environment("cuda" if args.device.startswith("cuda") else "cpu"),
-        # Where the files were says nothing of what was measured.
         "settings": {k: v for k, v in vars(args).items() if k not in ("json", "output", "work_dir")},
-        "profiles": {name: asdict(load_profile(name)) for name in args.profiles},
+        "profiles": profiles,
         "start": relative_to(folder, start),
         **summarized(configurations, [relative_to(folder, one) for one in results if one is not None], args.sigmas),
     }
@@ -97,43 +154,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def profile_values(name: str) -> dict[str, dict[str, Any]]:
+    """Return the options of a profile by stage."""
+    parts = {part: {key: value for key, value, _ in profile_settings(name, part)} for part in ("train", "sampling")}
+    return {stage: parts.get(stage, parts["sampling"]) for stage in STAGES}
+
+
 def make_configurations(
-    profiles: Sequence[Profile], baseline_dtype: str, *, settings: bool, also: Sequence[tuple[str, str]] = ()
+    profiles: Mapping[str, dict[str, dict[str, Any]]],
+    baseline_dtype: str,
+    *,
+    settings: bool,
+    also: Sequence[tuple[str, str]] = (),
 ) -> list[Configuration]:
-    """Plain, each profile whole, and with `settings` each setting alone that differs from plain, once.
+    """Return plain, each profile, and with `settings` each setting alone that differs from plain, once.
 
     Args:
-        also: further settings to take alone, (option, value), in every stage that has the option.
+        profiles: name -> stage -> options.
+        also: further settings, (option, value), for every stage that has the option.
     """
     plain = plain_values(baseline_dtype)
     found = [Configuration("plain", "plain", plain)]
-    for profile in profiles:
-        changed = {stage: {**plain[stage], **profile.values(stage)} for stage in STAGES}
-        found.append(Configuration(profile.name, "profile", changed))
-    if not settings:
-        return found
-    seen = [plain]
-    for profile in profiles:
-        for setting in profile.settings:
-            values = {stage: dict(plain[stage]) for stage in STAGES}
-            parts = profile.with_needs(setting.key)
-            for part in parts:
-                for stage in part.stages:
-                    values[stage][part.key] = part.value
-            if values not in seen:
-                seen.append(values)
-                name = ", ".join(f"{part.key}={_shown(part.value)}" for part in parts)
-                found.append(Configuration(name, "setting", values))
+    for name, values in profiles.items():
+        found.append(Configuration(name, "profile", {stage: {**plain[stage], **values[stage]} for stage in STAGES}))
+    alone: list[tuple[str, dict[str, dict[str, Any]]]] = []
+    for values in profiles.values() if settings else ():
+        flat = {key: value for stage in ("train", "datagen", "test") for key, value in values[stage].items()}
+        for key in flat:
+            keys = [other for other in flat if other == key or other in _DEPENDS_ON.get(key, ())]
+            changes = {stage: {k: v for k, v in values[stage].items() if k in keys} for stage in STAGES}
+            alone.append((", ".join(f"{k}={_shown(flat[k])}" for k in keys), changes))
     for key, value in also:
-        values = {stage: {**plain[stage], **({key: value} if key in plain[stage] else {})} for stage in STAGES}
+        alone.append((f"{key}={value}", {stage: {key: value} if key in plain[stage] else {} for stage in STAGES}))
+    seen = [plain]
+    for name, changes in alone:
+        values = {stage: {**plain[stage], **changes[stage]} for stage in STAGES}
         if values not in seen:
             seen.append(values)
-            found.append(Configuration(f"{key}={value}", "setting", values))
+            found.append(Configuration(name, "setting", values))
     return found
 
 
 def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
-    """What plain training and sampling are, by stage: every option that a profile sets, without an optimisation."""
+    """Return the options of plain training and sampling by stage: each option that profiles set, unoptimized."""
     common = {"dtype": dtype, "float32_matmul_precision": "highest"}
     sampling = {**common, "rollout_engine": "generate", "prompts_per_batch": 32}
     train = {
@@ -150,7 +213,7 @@ def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def relative_to(folder: Path, found: Any) -> Any:
-    """What a job has written, with paths in the work folder as names relative to it, its own as a dot."""
+    """Replace the paths in the work folder by paths relative to it."""
     if isinstance(found, dict):
         return {key: relative_to(folder, value) for key, value in found.items()}
     if isinstance(found, list):
@@ -164,80 +227,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="sparse-opt bench profiles", description=__doc__, epilog=_EPILOG)
-    what = parser.add_argument_group("what is compared")
-    what.add_argument("--profiles", default=",".join(NAMES), help="names or .yaml files, with commas (%(default)s)")
-    what.add_argument("--baseline_dtype", choices=("fp32", "bf16"), default="fp32", help="of plain (%(default)s)")
-    what.add_argument("--no_settings", action="store_true", help="leave out the settings alone")
-    what.add_argument(
-        "--also",
-        nargs="*",
-        default=["rollout_engine=continuous_batching"],
-        metavar="KEY=VALUE",
-        help="settings of no profile to measure alone (%(default)s)",
-    )
-    data = parser.add_argument_group("on what")
-    data.add_argument("--model_name", help="hub name or local folder; default: a small model for arithmetic")
-    data.add_argument("--dataset", help="prompts with answers to train on; wanted with --model_name")
-    data.add_argument("--test_dataset", help="prompts with answers to test on; wanted with --model_name")
-    data.add_argument("--reward_functions", help="what verifies (exact_match for arithmetic, else math)")
-    data.add_argument("--start_steps", type=int, default=600, help="arithmetic: steps of SFT before (%(default)s)")
-    work = parser.add_argument_group("how much")
-    work.add_argument("--n_prompts", type=int, default=256, help="prompts to sample for (%(default)s)")
-    work.add_argument("--n_generations", type=int, default=8, help="completions of each (%(default)s)")
-    work.add_argument("--temperature", type=float, default=1.0, help="of these completions (%(default)s)")
-    work.add_argument("--max_completion_length", type=int, default=8, help="tokens (%(default)s)")
-    work.add_argument("--train_steps", type=int, default=100, help="of 32 examples (%(default)s)")
-    work.add_argument("--learning_rate", type=float, default=1e-3, help="peak, in every configuration (%(default)s)")
-    work.add_argument(
-        "--max_length", type=int, default=64, help="of a training example, and of packed rows (%(default)s)"
-    )
-    work.add_argument("--n_test", type=int, default=300, help="prompts to test on (%(default)s)")
-    work.add_argument("--test_generations", type=int, default=4, help="1: greedy; more: at temperature 1 (%(default)s)")
-    work.add_argument("--repeats", type=int, default=3, help="of every configuration, each with its seed (%(default)s)")
-    how = parser.add_argument_group("how")
-    how.add_argument("--sigmas", type=float, default=3.0, help="standard errors that accuracy may fall (%(default)s)")
-    how.add_argument("--seed", type=int, default=0, help="of the first repeat, and of the arithmetic (%(default)s)")
-    how.add_argument("--device", help="cuda where there is one, else cpu")
-    how.add_argument("--work_dir", type=Path, help="for what the runs write (default: a temporary folder)")
-    out = parser.add_argument_group("what for")
-    out.add_argument("--output", type=Path, help="JSON (bench/results/profiles_DEVICE.json)")
-    out.add_argument("--json", action="store_true", help="print the JSON on stdout instead of tables")
-    return parser
-
-
-def _problem(args: argparse.Namespace) -> str:
-    """What is wrong with the call, before any work; empty if nothing is. Fills in what was left to choose."""
-    args.profiles = args.profiles.split(",")
-    if len(set(args.profiles)) < len(args.profiles):
-        return f"--profiles {','.join(args.profiles)}: wanted each once"
-    counts = ("n_prompts", "n_generations", "max_completion_length", "train_steps", "n_test", "test_generations")
-    for name in (*counts, "repeats", "start_steps"):
-        if getattr(args, name) < 1:
-            return f"--{name} is {getattr(args, name)}, wanted at least 1"
-    for name in ("sigmas", "learning_rate", "temperature"):
-        if not getattr(args, name) > 0:
-            return f"--{name} is {getattr(args, name)}, wanted more than 0"
-    for name in ("dataset", "test_dataset"):
-        if (getattr(args, name) is None) != (args.model_name is None):
-            return "--model_name, --dataset and --test_dataset go together: wanted all three, or none for arithmetic"
-    args.also = [tuple(word.partition("=")[::2]) for word in args.also]
-    known = {key for values in plain_values(args.baseline_dtype).values() for key in values}
-    for key, value in args.also:
-        if key not in known or not value:
-            return f"--also {key}={value}: wanted KEY=VALUE with a key of {', '.join(sorted(known))}"
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        return f"--device {args.device}: torch {torch.__version__} finds no CUDA device here"
-    args.reward_functions = args.reward_functions or ("exact_match" if args.model_name is None else "math")
-    if args.work_dir is not None and not args.work_dir.is_dir():
-        return f"--work_dir {args.work_dir}: no such folder"
-    args.output = args.output or Path(f"bench/results/profiles_{args.device.partition(':')[0]}.json")
-    return why_unwritable(args.output)
-
-
-def _shared_options(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def _shared_options(folder: Path, args: ProfilesOptions) -> dict[str, dict[str, Any]]:
     """Stage -> options of every configuration; makes the arithmetic where no model is given."""
     model, dataset, test_dataset = args.model_name, args.dataset, args.test_dataset
     if model is None:
@@ -276,8 +266,8 @@ def _shared_options(folder: Path, args: argparse.Namespace) -> dict[str, dict[st
     }
 
 
-def _start_job(folder: Path, args: argparse.Namespace, shared: dict[str, dict[str, Any]]) -> StartJob:
-    sft = None
+def _start_job(folder: Path, args: ProfilesOptions, shared: dict[str, dict[str, Any]]) -> Job:
+    values = {"test": {**shared["test"], "dtype": args.baseline_dtype, "seed": args.seed}}
     if args.model_name is None:
         sft = {
             "policy_name": shared["train"]["policy_name"],
@@ -292,8 +282,8 @@ def _start_job(folder: Path, args: argparse.Namespace, shared: dict[str, dict[st
             "sample_steps": None,
             "seed": args.seed,
         }
-    test = {**shared["test"], "dtype": args.baseline_dtype, "seed": args.seed}
-    return StartJob(name="start", folder=str(folder / "start"), sft=sft, test=test)
+        values = {"sft": sft, **values}
+    return Job(name="start", folder=str(folder / "start"), values=values)
 
 
 def _job(
@@ -312,8 +302,8 @@ def _job(
     return Job(name=configuration.name, folder=str(folder), values=values)
 
 
-def _run(job: Job | StartJob) -> dict[str, Any] | None:
-    """A job in its own process, so that peaks are its own; None, with its message already printed, if it failed."""
+def _run(job: Job) -> dict[str, Any] | None:
+    """Run a job in its own process, so that peaks are its own; None if it failed, after its message is printed."""
     folder = Path(job.folder)
     folder.mkdir()
     job_file, result_file = folder / "job.json", folder / "result.json"

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from sparse_opt.trainers.profiles import STAGES
+from sparse_opt.tables import table
 
-from ...common.report import table
+from .run import STAGES
 
-if TYPE_CHECKING:
-    from .run import Configuration
+
+@dataclass(frozen=True)
+class Configuration:
+    """Options by stage, to be measured; all configurations share the others."""
+
+    name: str
+    kind: str  # plain, profile or setting
+    values: dict[str, dict[str, Any]]
 
 
 def summarized(
@@ -31,7 +38,7 @@ def summarized(
                 "kind": configuration.kind,
                 "values": configuration.values,
                 "n_repeats": len(of_it),
-                **(_figures(of_it) if of_it else {}),
+                **(_statistics(of_it) if of_it else {}),
                 "results": of_it,
             }
         )
@@ -42,17 +49,17 @@ def summarized(
     return {"rows": rows}
 
 
-def _figures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _statistics(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """name -> [middle, lowest, highest] over the repeats: of shares the mean in the middle, else the median."""
 
     def of(values: list[float], middle: Any = statistics.median) -> list[float]:
         return [middle(values), min(values), max(values)]
 
-    figures: dict[str, Any] = {}
+    statistics_by_name: dict[str, Any] = {}
     for stage in STAGES:
         stages = [result["stages"][stage] for result in results]
         peaks = [found["peak_memory_bytes"] for found in stages]
-        figures[stage] = {
+        statistics_by_name[stage] = {
             "wall_s": of([found["wall_s"] for found in stages]),
             "work_s": of([found["work_s"] for found in stages]),
             "tokens_per_s": of([found["tokens_per_s"] for found in stages]),
@@ -60,7 +67,7 @@ def _figures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
     tests = [result["stages"]["test"] for result in results]
     return {
-        **figures,
+        **statistics_by_name,
         "work_s": of([sum(result["stages"][stage]["work_s"] for stage in STAGES) for result in results]),
         "optimizer_bytes": results[0]["stages"]["train"]["optimizer_bytes"],
         "peak_resident_bytes": of([result["peak_resident_bytes"] for result in results]),
@@ -92,7 +99,7 @@ def failures(report: dict[str, Any], n_repeats: int) -> list[str]:
     wrong = []
     for row in report["rows"]:
         if row["n_repeats"] < n_repeats:
-            wrong.append(f"{row['name']} ran {row['n_repeats']} times, wanted {n_repeats}")
+            wrong.append(f"{row['name']} ran {row['n_repeats']} times, expected {n_repeats}")
         check = row.get("accuracy_check")
         if row["kind"] == "profile" and check is not None and not check["holds"]:
             wrong.append(

@@ -24,49 +24,55 @@ from sparse_opt.trainers import sft
 from sparse_opt.trainers.data.loaders import data_loader
 from sparse_opt.trainers.data.packing import pack
 from sparse_opt.trainers.policy.models import load_tokenizer
-from sparse_opt.trainers.profiles import STAGES
 from sparse_opt.trainers.rft import train as rft
 
 from ...common.report import write_json
 
 _WARMUP_PROMPTS = 8
 _WARMUP_STEPS = 2
+STAGES = tuple(rft.STAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process runs. Paths are strings, so that it goes through JSON."""
+    """What one process runs: the stages of RFT, or SFT and a test for the model that all configurations start from."""
 
     name: str
-    folder: str  # new, for what the stages write
-    values: dict[str, dict[str, Any]]  # stage -> options, those of the configuration under measure among them
+    folder: str  # new, for the outputs of the stages
+    values: dict[str, dict[str, Any]]  # stage -> its options; paths are strings, so that a job can be written as JSON
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Sample, train and test; return the measurements of each stage."""
-    _stages(job, Path(job.folder) / "warmup", few=True)
-    figures = _stages(job, Path(job.folder) / "run", few=False)
-    return {"name": job.name, "stages": figures, "peak_resident_bytes": _peak_resident_bytes()}
+    """Run the stages of a job; return the measurements of each, and the last checkpoint that they wrote."""
+    if "train" in job.values:
+        _stages(job, Path(job.folder) / "warmup", few=True)
+    measured, checkpoint = _stages(job, Path(job.folder) / "run", few=False)
+    resident = _peak_resident_bytes()
+    return {"name": job.name, "stages": measured, "checkpoint": checkpoint, "peak_resident_bytes": resident}
 
 
-def _stages(job: Job, folder: Path, *, few: bool) -> dict[str, dict[str, Any]]:
-    figures: dict[str, dict[str, Any]] = {}
+def _stages(job: Job, folder: Path, *, few: bool) -> tuple[dict[str, dict[str, Any]], str | None]:
+    measured: dict[str, dict[str, Any]] = {}
     outputs: dict[str, dict[str, Any]] = {}
-    for stage in STAGES:
-        values = {**job.values[stage], "output_dir": folder / stage}
+    checkpoint: str | None = None
+    for stage, options in job.values.items():
+        values = {**options, "output_dir": folder / stage}
         if stage == "train":
             # The warm-up's few prompts may have no right answer to train on.
             values["dataset"] = _any_rows(folder) if few else outputs["datagen"]["kept_file"]
             values |= {"n_steps": _WARMUP_STEPS} if few else {}
             if values["packing"]:
                 values["batch_size"] = rows_for(values)
-        else:
-            values |= {"subset_size": _WARMUP_PROMPTS} if few else {}
-        if stage == "test":
-            values["checkpoint"] = outputs["train"]["checkpoint"]
+        elif few:
+            values["subset_size"] = _WARMUP_PROMPTS
+        if stage == "test" and checkpoint is not None:
+            values["checkpoint"] = checkpoint
         outputs[stage], seconds = _timed(stage, values)
-        figures[stage] = {"wall_s": seconds, **_figures(stage, outputs[stage])}
-    return figures
+        if stage in ("sft", "train"):
+            checkpoint = outputs[stage]["checkpoint"]
+        if stage != "sft":
+            measured[stage] = {"wall_s": seconds, **_measurements(stage, outputs[stage])}
+    return measured, checkpoint
 
 
 def _any_rows(folder: Path) -> Path:
@@ -77,7 +83,7 @@ def _any_rows(folder: Path) -> Path:
 
 
 def _timed(stage: str, values: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    config_class, function = rft.STAGES[stage]
+    config_class, function = (sft.SFTConfig, sft.train) if stage == "sft" else rft.STAGES[stage]
     config = configured(config_class, values)
     gc.collect()
     if torch.cuda.is_initialized():
@@ -106,7 +112,7 @@ def _word(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _figures(stage: str, output: dict[str, Any]) -> dict[str, Any]:
+def _measurements(stage: str, output: dict[str, Any]) -> dict[str, Any]:
     if stage == "train":
         rows = [json.loads(line) for line in Path(output["metrics_file"]).read_text(encoding="utf-8").splitlines()]
         seconds = sum(row["step_time_s"] for row in rows)
@@ -134,45 +140,14 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts KiB
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartJob:
-    """The model that every configuration starts from: SFT on demonstrations, where there are some, and its test."""
-
-    name: str
-    folder: str
-    sft: dict[str, Any] | None  # options of the SFT start
-    test: dict[str, Any]
-
-
-def run_start(job: StartJob) -> dict[str, Any]:
-    """Train the start if it is to be, and test it: its checkpoint and accuracy."""
-    folder, checkpoint = Path(job.folder), None
-    if job.sft is not None:
-        config = configured(sft.SFTConfig, {**job.sft, "output_dir": folder / "sft"})
-        checkpoint = sft.train(config)["checkpoint"]
-    values = {**job.test, "output_dir": folder / "test", **({} if checkpoint is None else {"checkpoint": checkpoint})}
-    summary = rft.test(configured(rft.TestConfig, values))
-    return {
-        "name": job.name,
-        "checkpoint": checkpoint,
-        "accuracy": summary["accuracy"],
-        "answer_rate": summary["answer_rate"],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that a JSON file describes and write what was measured to another."""
+    """Run the job of a JSON file and write its result to another."""
     job_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
-    described = json.loads(job_file.read_text(encoding="utf-8"))
+    job = Job(**json.loads(job_file.read_text(encoding="utf-8")))
     try:
-        if "sft" in described:
-            start = StartJob(**described)
-            result = {"job": asdict(start), **run_start(start)}
-        else:
-            job = Job(**described)
-            result = {"job": asdict(job), **run(job)}
+        result = {"job": asdict(job), **run(job)}
     except (SparseOptError, torch.OutOfMemoryError, OSError) as error:
-        print(f"sparse-opt: error: {described['name']}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"sparse-opt: error: {job.name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     write_json(result_file, result)
     return 0
@@ -180,12 +155,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What is measured: option values by stage, over those that all configurations share."""
-
-    name: str
-    kind: str  # plain, profile or setting
-    values: dict[str, dict[str, Any]]

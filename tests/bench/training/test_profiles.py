@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
 from sparse_opt.bench.training.profiles import main as profiles
 from sparse_opt.bench.training.profiles import run as profiles_run
-from sparse_opt.bench.training.profiles.main import make_configurations, plain_values, relative_to
-from sparse_opt.bench.training.profiles.report import accuracy_check, failures, summarized, text
-from sparse_opt.bench.training.profiles.run import Configuration, configured, rows_for
+from sparse_opt.bench.training.profiles.main import make_configurations, plain_values, profile_values, relative_to
+from sparse_opt.bench.training.profiles.report import Configuration, accuracy_check, failures, summarized, text
+from sparse_opt.bench.training.profiles.run import STAGES, configured, rows_for
 from sparse_opt.cli.main import main
-from sparse_opt.trainers.profiles import NAMES, STAGES, load_profile
+from sparse_opt.trainers.profiles import NAMES
 from sparse_opt.trainers.rft import train as rft
 
 
@@ -43,12 +42,12 @@ def test_plain_has_none_of_what_profiles_set():
         assert {name: getattr(config, name) for name in plain[stage]} == plain[stage]
         for name in NAMES:
             # Off has to be known for each; the mask's density has no meaning without one.
-            assert set(load_profile(name).values(stage)) - set(plain[stage]) <= {"mask_density"}
+            assert set(profile_values(name)[stage]) - set(plain[stage]) <= {"mask_density"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_setting_that_differs_is_measured_alone(dtype):
-    found = make_configurations([load_profile(name) for name in NAMES], dtype, settings=True)
+    found = make_configurations({name: profile_values(name) for name in NAMES}, dtype, settings=True)
     plain = found[0].values
     assert [configuration.name for configuration in found[:4]] == ["plain", *NAMES]
     assert all(a.values != b.values for i, a in enumerate(found) for b in found[:i] if "setting" in (a.kind, b.kind))
@@ -64,15 +63,15 @@ def test_each_setting_that_differs_is_measured_alone(dtype):
 
 
 def test_settings_of_no_profile_can_be_measured_too():
-    plain, alone = make_configurations([], "fp32", settings=True, also=[("rollout_engine", "continuous_batching")])
+    plain, alone = make_configurations({}, "fp32", settings=True, also=[("rollout_engine", "continuous_batching")])
     assert alone.name == "rollout_engine=continuous_batching"
     assert alone.values["train"] == plain.values["train"]
     assert {alone.values[stage]["rollout_engine"] for stage in ("datagen", "test")} == {"continuous_batching"}
-    assert len(make_configurations([], "fp32", settings=True, also=[("dtype", "fp32")])) == 1
+    assert len(make_configurations({}, "fp32", settings=True, also=[("dtype", "fp32")])) == 1
 
 
 def test_without_settings_there_are_profiles_alone():
-    found = make_configurations([load_profile("balanced")], "fp32", settings=False)
+    found = make_configurations({"balanced": profile_values("balanced")}, "fp32", settings=False)
     assert [(configuration.name, configuration.kind) for configuration in found] == [
         ("plain", "plain"),
         ("balanced", "profile"),
@@ -149,7 +148,7 @@ def test_what_is_wrong_is_said():
     assert "a=1" in shown and "NO" in shown and "accuracy 0.2000 before" in shown
     assert failures(report_of([result("plain", 0.9), result("fast", 0.9), result("a=1", 0.5)], 1), 1) == []
     missing = failures(report_of([result("plain", 0.9), result("a=1", 0.9)], 1), 1)
-    assert missing == ["fast ran 0 times, wanted 1"]
+    assert missing == ["fast ran 0 times, expected 1"]
     assert failures({"start": None, "rows": []}, 1) == [
         "the model that all configurations start from could not be made or tested"
     ]
@@ -159,15 +158,15 @@ def test_what_is_wrong_is_said():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeats", 0], "--repeats is 0, wanted at least 1"),
-        (["--profiles", "balanced,balanced"], "wanted each once"),
+        (["--repeats", 0], "option 'repeats' is 0: expected at least 1"),
+        (["--profiles", "balanced,balanced"], "expected different names"),
         (["--profiles", "balance"], "the nearest is 'balanced'"),
-        (["--model_name", "m"], "--model_name, --dataset and --test_dataset go together"),
-        (["--sigmas", -1], "--sigmas is -1.0, wanted more than 0"),
-        (["--work_dir", "/nowhere/at/all"], "--work_dir /nowhere/at/all: no such folder"),
+        (["--model_name", "m"], "expected all of --model_name, --dataset and --test_dataset"),
+        (["--sigmas", -1], "option 'sigmas' is -1.0: expected more than 0"),
+        (["--work_dir", "/nowhere/at/all"], "option 'work_dir': no such folder: /nowhere/at/all"),
         (
             ["--also", "rollout_engin=vllm"],
-            "--also rollout_engin=vllm: wanted KEY=VALUE with a key of batch_size, dtype",
+            "option 'also' is rollout_engin=vllm: expected KEY=VALUE with a key of batch_size, dtype",
         ),
         (["--repeat", 2], "unknown option 'repeat' (from --repeat); the nearest is 'repeats'"),
     ],
@@ -215,9 +214,10 @@ def test_a_job_that_fails_is_said(bench, in_this_process):
 @pytest.mark.slow
 def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
     monkeypatch.setitem(profiles.ARITHMETIC, "n_demonstrations", 80 * 64)  # as many as the start trains on
-    own = tmp_path / "own.yaml"
-    setting = {"value": True, "stages": ["train"], "does": "packs", "costs": "nothing"}
-    own.write_text(yaml.safe_dump({"summary": "mine", "settings": {"packing": setting}}), encoding="utf-8")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "train.yaml").write_text("packing: true\n", encoding="utf-8")
+    (own / "sampling.yaml").touch()
     small = ["--n_prompts", 256, "--n_generations", 8, "--train_steps", 3, "--n_test", 16, "--start_steps", 80]
     code, out, err = bench("--profiles", own, "--no_settings", "--repeats", 1, "--device", "cpu", *small, "--json")
     assert code == 0, err
@@ -238,5 +238,5 @@ def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
     first, second = (row["results"][0]["stages"]["train"] for row in (plain, packed))
     assert 0 < first["padding"] < 1 and first["padding"] != second["padding"]
     assert first["epochs"] == pytest.approx(second["epochs"], rel=0.5)  # rows are whole, and each holds several
-    assert report["profiles"][str(own)]["settings"][0]["does"] == "packs"
+    assert report["profiles"] == {"own": {"datagen": {}, "train": {"packing": True}, "test": {}}}
     assert not list(Path(profiles.__file__).parent.glob("results/profiles_own*"))
