@@ -32,4 +32,7 @@ def profile_settings(profile: str | None, part: Literal["train", "sampling"]) ->
         raise ConfigError(
             f"option 'profile' is '{profile}': expected a profile, a folder or a .yaml file{nearest(profile, NAMES)}"
         )
-    return read_settings(path, "profile")
+    settings = read_settings(path, "profile")
+    if not settings:
+        raise ConfigError(f"profile {path} is empty; expected 'key: value' lines")
+    return settings

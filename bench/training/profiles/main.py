@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = ProfilesOptions(**vars(parser.parse_words(sys.argv[1:] if argv is None else argv)))
     assert args.output is not None
     profiles = {Path(profile).name: profile_values(profile) for profile in args.profiles}
-    also = [] if args.no_settings else [tuple(word.split("=", 1)) for word in args.also]
+    also = [] if args.no_settings else [word.partition("=")[::2] for word in args.also]
     configurations = make_configurations(profiles, args.baseline_dtype, settings=not args.no_settings, also=also)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:
         folder = Path(name).resolve()

@@ -217,7 +217,8 @@ def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "train.yaml").write_text("packing: true\n", encoding="utf-8")
-    (own / "sampling.yaml").touch()
+    (own / "sampling.yaml").write_text("rollout_engine: generate\n", encoding="utf-8")
+    sampling = {"rollout_engine": "generate"}
     small = ["--n_prompts", 256, "--n_generations", 8, "--train_steps", 3, "--n_test", 16, "--start_steps", 80]
     code, out, err = bench("--profiles", own, "--no_settings", "--repeats", 1, "--device", "cpu", *small, "--json")
     assert code == 0, err
@@ -238,5 +239,5 @@ def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
     first, second = (row["results"][0]["stages"]["train"] for row in (plain, packed))
     assert 0 < first["padding"] < 1 and first["padding"] != second["padding"]
     assert first["epochs"] == pytest.approx(second["epochs"], rel=0.5)  # rows are whole, and each holds several
-    assert report["profiles"] == {"own": {"datagen": {}, "train": {"packing": True}, "test": {}}}
+    assert report["profiles"] == {"own": {"datagen": sampling, "train": {"packing": True}, "test": sampling}}
     assert not list(Path(profiles.__file__).parent.glob("results/profiles_own*"))
