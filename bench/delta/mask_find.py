@@ -1,29 +1,28 @@
 """Peak host memory and time of `mask find` on a log of a model's shape.
 
-A log of bf16 states is written, of which each step changes about one element in a hundred by small multiples of its
-size, as reinforcement learning does; a log that is there already is used as it is. Each method then finds its mask in a
-process of its own:
+The benchmark writes a log of bf16 states. Each step changes about one element in a hundred by small multiples of its
+size, as in reinforcement learning. A log that exists is used as it is. Each method then finds its mask in a process of
+its own:
 
     python -m sparse_opt.bench.delta.mask_find /tmp/log_3b --json bench/results/mask_find.json  # a 3B model's shape
     python -m sparse_opt.bench.delta.mask_find /tmp/log_small --numel 1e8 --methods magnitude momentum
 
-`anonymous` is the largest memory of the process's own, sampled every 10 ms; `resident` also counts the pages of files
-that it had mapped, which the kernel may take back (VmHWM). Both are less what they were before the finding began.
-`limit` is what finding may hold: for an element of the largest tensor 4 bytes for the score, 1 to compare it, 2 for
-each of two states, 8 for each of two sums (momentum, fisher), 2 for sums and ranks of units (patterns); 16 for each
-active element, whose positions are sorted, kept and put into the mask; and a fixed workspace. The digests of the masks
-are written down too: those of a CPU and of a GPU have to be the same.
+`anonymous` is the peak of the process's own memory, sampled every 10 ms. `resident` also counts pages of mapped files,
+which the kernel may reclaim (VmHWM). The values before the start are subtracted from both. `limit` is the allowed
+memory: per element of the largest tensor 4 bytes for the score, 1 to compare it, 2 for each of two states, 8 for each
+of two sums (momentum, fisher), 2 for sums and ranks of units (patterns); 16 per active element, whose positions are
+sorted, kept and put into the mask; and a fixed workspace. The digests of the masks must be equal on a CPU and on a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.delta.open import open_log
 from sparse_opt.mask_finding.find import find_from_log
 from sparse_opt.mask_finding.log_scores import LOG_METHODS
 from sparse_opt.masks.patterns import PATTERNS
 
-from ..common.environment import environment
-from ..common.report import table, why_unwritable, write_json
+from ..common.harness import Benchmark, Report
+from ..common.report import Columns, render
 from ..common.shapes import LLAMA_3_2_3B, scaled
 
 WORKSPACE = 300 * 2**20
@@ -46,15 +46,17 @@ _SAMPLE_SECONDS = 0.01
 _CHUNK = 2**24
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if every finding kept to its limit, else 1."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    problem = "" if args.json is None else why_unwritable(args.json)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        problem = "device is cuda, and torch finds none"
-    if problem:
-        parser.error(problem)
+def options(parser: CommandParser) -> None:
+    parser.add_argument("log", type=Path, help="folder of the log; written if it is empty or does not exist")
+    parser.add_argument("--numel", type=lambda s: int(float(s)), help="elements, scaled from a Llama-3.2-3B's matrices")
+    parser.add_argument("--n_steps", type=int, default=10, help="logged steps after the first (%(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=LOG_METHODS, default=list(LOG_METHODS))
+    parser.add_argument("--patterns", nargs="+", choices=list(PATTERNS), default=["element", "run32"])
+    parser.add_argument("--sparsity", type=float, default=97.5, help="percent (%(default)s)")
+
+
+def run(args: Namespace, report: Report) -> None:
+    """Find a mask by each method and pattern."""
     if not args.log.is_dir() or not any(args.log.iterdir()):
         write_log(args.log, args.numel, args.n_steps)
     rows = [
@@ -63,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for pattern in args.patterns
     ]
     log = open_log(args.log)
-    report = {
-        "benchmark": "mask_find",
-        "environment": environment(args.device),
+    report |= {
         "numel": log.layout.numel,
         "n_tensors": len(log.layout.tensors),
         "largest_tensor": max(spec.numel for spec in log.layout.tensors),
@@ -77,33 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "workspace_bytes": WORKSPACE,
         "rows": rows,
     }
-    print(_text(report))
-    if args.json is not None:
-        write_json(args.json, report)
-    over = [row for row in rows if row["anonymous_bytes"] > row["limit_bytes"]]
-    for row in over:
-        print(
-            f"TOO MUCH MEMORY: {row['method']} {row['pattern']} held {row['anonymous_bytes']} bytes, "
-            f"limit {row['limit_bytes']}",
-            file=sys.stderr,
-        )
-    return 1 if over else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("log", type=Path, help="folder of the log; written if it is empty or not there")
-    parser.add_argument("--numel", type=lambda s: int(float(s)), help="elements, scaled from a Llama-3.2-3B's matrices")
-    parser.add_argument("--n_steps", type=int, default=10, help="logged steps after the first (%(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=LOG_METHODS, default=list(LOG_METHODS))
-    parser.add_argument("--patterns", nargs="+", choices=list(PATTERNS), default=["element", "run32"])
-    parser.add_argument("--sparsity", type=float, default=97.5, help="percent (%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    return parser
 
 
 def write_log(folder: Path, numel: int | None, n_steps: int) -> None:
@@ -153,13 +126,13 @@ def measured(log: Path, method: str, pattern: str, sparsity: float, device: str,
 def _find(sender: Any, log: Path, method: str, pattern: str, sparsity: float, device: str, threads: int) -> None:
     torch.set_num_threads(threads)
     if device == "cuda":
-        torch.zeros(1, device=device)  # the context is no part of the finding
+        torch.zeros(1, device=device)  # the memory of the CUDA context is not counted
         torch.cuda.reset_peak_memory_stats()
     opened = open_log(log)
     before = _memory()
     sampler = _Sampler()
     start = time.perf_counter()
-    # The words were checked when they were read, which a type checker does not know.
+    # The parser has checked method and pattern, which the type checker cannot see.
     found = find_from_log(opened, method=method, sparsity=sparsity, pattern=pattern, device=device)  # type: ignore[arg-type]
     seconds = time.perf_counter() - start
     anonymous = sampler.stop()
@@ -190,7 +163,7 @@ def _memory() -> dict[str, int]:
 
 
 class _Sampler:
-    """The most anonymous memory that this process has while it is there."""
+    """Samples the peak of this process's anonymous memory in a thread."""
 
     def __init__(self) -> None:
         self._most, self._stopped = 0, threading.Event()
@@ -207,30 +180,52 @@ class _Sampler:
         return max(self._most, _memory()["RssAnon"])
 
 
-def _text(report: Mapping[str, Any]) -> str:
-    def gib(size: int | None) -> str:
-        return "" if size is None else f"{size / 2**30:.2f}"
+def _gib(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: "" if row[key] is None else f"{row[key] / 2**30:.2f}"
 
-    rows = [
-        (
-            row["method"],
-            row["pattern"],
-            f"{row['seconds']:.1f}",
-            *(gib(row[key]) for key in ("anonymous_bytes", "limit_bytes", "resident_bytes", "gpu_bytes")),
-            "" if row["captured_score"] is None else f"{100 * row['captured_score']:.1f} %",
-            row["digest"],
-        )
-        for row in report["rows"]
-    ]
-    headers = ("method", "pattern", "s", "anonymous GiB", "limit GiB", "resident GiB", "GPU GiB", "captured", "digest")
-    head = (
+
+COLUMNS: Columns = {
+    "method": "{method}",
+    "pattern": "{pattern}",
+    "s": "{seconds:.1f}",
+    "anonymous GiB": _gib("anonymous_bytes"),
+    "limit GiB": _gib("limit_bytes"),
+    "resident GiB": _gib("resident_bytes"),
+    "GPU GiB": _gib("gpu_bytes"),
+    "captured": lambda row: "" if row["captured_score"] is None else f"{100 * row['captured_score']:.1f} %",
+    "digest": "{digest}",
+}
+
+
+def text(report: Report) -> str:
+    return (
         f"{report['numel'] / 1e9:.2f} B elements in {report['n_tensors']} tensors, the largest of "
-        f"{report['largest_tensor'] / 1e9:.3f} B; "
-        f"{len(report['steps'])} logged steps, {report['log_bytes'] / 2**30:.2f} GiB; sparsity {report['sparsity']} %, "
-        f"{report['device']}, {report['threads']} threads"
+        f"{report['largest_tensor'] / 1e9:.3f} B; {len(report['steps'])} logged steps, "
+        f"{report['log_bytes'] / 2**30:.2f} GiB; sparsity {report['sparsity']} %, {report['device']}, "
+        f"{report['threads']} threads\n\n{render(COLUMNS, report['rows'], n_words=2)}"
     )
-    return f"{head}\n\n{table(headers, rows, n_words=2)}"
 
+
+def failures(report: Report, args: Namespace) -> list[str]:
+    return [
+        f"TOO MUCH MEMORY: {row['method']} {row['pattern']} held {row['anonymous_bytes']} bytes, limit "
+        f"{row['limit_bytes']}"
+        for row in report["rows"]
+        if row["anonymous_bytes"] > row["limit_bytes"]
+    ]
+
+
+main = Benchmark(
+    name="mask_find",
+    command="python -m sparse_opt.bench.delta.mask_find",
+    doc=__doc__,
+    options=options,
+    measure=run,
+    text=text,
+    failures=failures,
+    device="cpu",
+    threads=torch.get_num_threads(),
+).main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

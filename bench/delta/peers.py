@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -29,48 +29,37 @@ from sparse_opt.tensors import as_bits, dtype_name
 from .data import Step
 
 
-class Coder(Protocol):
+class Coder:
     """An encoding of the change between the weights before and after a step."""
 
-    @property
-    def name(self) -> str:
-        """Name in the table."""
-
-    @property
-    def on_device(self) -> bool:
-        """Whether only the device works, so that a GPU is timed with events; otherwise wall time is reported."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether decoding gives the new bits; otherwise the number of wrong elements is reported."""
+    name: str  # in the table
+    on_device = False  # only the device works, so that a GPU is timed with events; otherwise wall time is reported
+    exact = True  # decoding gives the new bits; otherwise the number of wrong elements is reported
 
     def start(self, old: list[Tensor]) -> Any:
         """The initial state of encoding and decoding, made from the old weights, untimed. May share their memory."""
+        return old
 
     def encode(self, start: Any, new: list[Tensor]) -> Any:
         """The encoded change; does not modify ``start``."""
+        raise NotImplementedError
 
     def decode(self, start: Any, coded: Any) -> list[Tensor]:
         """The new weights; consumes ``start``."""
+        raise NotImplementedError
 
     def nbytes(self, coded: Any) -> int:
         """Bytes of the encoded change."""
+        return sum(map(len, coded))
 
 
-@dataclass(frozen=True)
-class LevelCoder:
+class LevelCoder(Coder):
     """`delta.codec` at one level; bytes are those of a patch file's tensors, without its header."""
 
-    level: str
-    on_device: bool = True
-    exact: bool = True
+    on_device = True
 
-    @property
-    def name(self) -> str:
-        return self.level
-
-    def start(self, old: list[Tensor]) -> list[Tensor]:
-        return old
+    def __init__(self, level: str) -> None:
+        self.name = self.level = level
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> patch_codec.Patch:
         return patch_codec.encode(start, new, self.level)
@@ -83,13 +72,13 @@ class LevelCoder:
         return coded.nbytes
 
 
-class MaskedCoder:
+class MaskedCoder(Coder):
     """Encodes a step of a sparse run like a delta log: over the mask's elements, which are gathered and scattered.
 
     Encoding also counts all changes, and uses the ordinary form if there is one outside the mask.
     """
 
-    on_device = exact = True
+    on_device = True
 
     def __init__(self, level: str, step: Step) -> None:
         assert step.mask is not None
@@ -125,13 +114,10 @@ class MaskedCoder:
         return dict(zip(self.layout.names, tensors, strict=True))
 
 
-class PairsCoder:
+class PairsCoder(Coder):
     """`sparse_opt.ops.delta_encode`: int32 positions, int64 past 2^31 elements, and new values; as safetensors."""
 
-    name, on_device, exact = "int32 + value pairs", True, True
-
-    def start(self, old: list[Tensor]) -> list[Tensor]:
-        return old
+    name, on_device = "int32 + value pairs", True
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> Any:
         return delta_encode(start, new)
@@ -147,13 +133,10 @@ class PairsCoder:
         return len(safetensors.torch.save({"indices": indices, "values": values, "counts": counts}))
 
 
-class TorchSaveCoder:
+class TorchSaveCoder(Coder):
     """fp32 differences written by `torch.save`, as in logs of `.pt` files."""
 
-    name, on_device, exact = "torch.save of fp32 differences", False, False
-
-    def start(self, old: list[Tensor]) -> list[Tensor]:
-        return old
+    name, exact = "torch.save of fp32 differences", False
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> bytes:
         buffer = io.BytesIO()
@@ -170,17 +153,14 @@ class TorchSaveCoder:
         return len(coded)
 
 
-class ZstdCoder:
+class ZstdCoder(Coder):
     """The bytes of old XOR new through zstd at level 1 (package zstandard), one thread."""
 
-    name, on_device, exact = "byte XOR + zstd-1", False, True
+    name = "byte XOR + zstd-1"
 
     def __init__(self) -> None:
         zstandard = importlib.import_module("zstandard")
         self._compressor, self._decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
-
-    def start(self, old: list[Tensor]) -> list[Tensor]:
-        return old
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> list[bytes]:
         found = []
@@ -195,14 +175,11 @@ class ZstdCoder:
             bits ^= xor.to(tensor.device)
         return start
 
-    def nbytes(self, coded: list[bytes]) -> int:
-        return sum(map(len, coded))
 
-
-class ZipNNCoder:
+class ZipNNCoder(Coder):
     """zipnn's own difference of two byte strings, an XOR. https://github.com/zipnn/zipnn, arXiv 2411.05239"""
 
-    name, on_device, exact = "zipnn, byte delta", False, True
+    name = "zipnn, byte delta"
 
     def __init__(self, threads: int) -> None:
         make = importlib.import_module("zipnn").ZipNN
@@ -227,11 +204,8 @@ class ZipNNCoder:
             bits.copy_(torch.frombuffer(found, dtype=bits.dtype))
         return tensors
 
-    def nbytes(self, coded: list[bytes]) -> int:
-        return sum(map(len, coded))
 
-
-class PulseCoder:
+class PulseCoder(Coder):
     """PULSEPT1 patches of format 3, a Rice code for each class of old exponents, on the CPU.
 
     Patches are made and applied as in basilica-sdk, with a copy of the new weights and their digests. The package has
@@ -239,7 +213,7 @@ class PulseCoder:
     arXiv 2602.03839
     """
 
-    name, on_device, exact = "PULSEPT1, format 3", False, True
+    name = "PULSEPT1, format 3"
 
     def __init__(self, threads: int) -> None:
         self._codec = importlib.import_module("basilica._pulse.codec")
@@ -272,22 +246,17 @@ class PulseCoder:
         return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
-class NvcompCoder:
+class NvcompCoder(Coder):
     """old XOR new through a codec of nvCOMP, on the GPU. https://docs.nvidia.com/cuda/nvcomp/py_api.html
 
     Its calls run on a separate stream, so wall time is reported.
     """
-
-    on_device, exact = False, True
 
     def __init__(self, algorithm: str, device: torch.device) -> None:
         self.name = f"XOR + nvCOMP {algorithm}"
         self._nvcomp = importlib.import_module("nvidia.nvcomp")
         index = torch.cuda.current_device() if device.index is None else device.index
         self._codec = self._nvcomp.Codec(algorithm=algorithm, device_id=index, **NVCOMP[algorithm])
-
-    def start(self, old: list[Tensor]) -> list[Tensor]:
-        return old
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> list[Any]:
         xors = [(as_bits(a) ^ as_bits(b)).view(torch.uint8) for a, b in zip(start, new, strict=True)]

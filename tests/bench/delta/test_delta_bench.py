@@ -224,14 +224,14 @@ def test_targets_are_judged_where_they_are_set():
     ("device", "coder", "key", "value", "what"),
     [
         ("cpu", "fast", "bytes_per_change", 3.9, "fast, 1.2%, one tensor (cpu): 3.9 bytes a changed element"),
-        ("cpu", "packed", "bytes_per_change", 1.7, "1.7 bytes a changed element, wanted <= 1.6"),
-        ("cpu", "tight", "bytes_per_change", 0.895, "1.07 x the entropy, wanted <= 1.05"),
-        ("cpu", "tight", "encode_gb_per_s", 0.9, "0.45 GB/s a core, wanted >= 0.5"),
-        ("cpu", delta_targets.PULSE, "bytes_per_change", 0.8, "x PULSEPT1, format 3, wanted <= 1"),
-        ("cpu", "tight", "share_of_raw", 1.02, "1.02 of the raw tensor, wanted <= 1.01"),
-        ("cuda", "fast", "encode_share_of_copy", 0.8, "0.8 of the copy rate, wanted >= 0.9"),
-        ("cuda", "packed", "decode_gb_per_s", 900, "900 GB/s, wanted >= 1000"),
-        ("cuda", "tight", "decode_gb_per_s", 150, "150 GB/s, wanted >= 200"),
+        ("cpu", "packed", "bytes_per_change", 1.7, "1.7 bytes a changed element, expected <= 1.6"),
+        ("cpu", "tight", "bytes_per_change", 0.895, "1.07 x the entropy, expected <= 1.05"),
+        ("cpu", "tight", "encode_gb_per_s", 0.9, "0.45 GB/s a core, expected >= 0.5"),
+        ("cpu", delta_targets.PULSE, "bytes_per_change", 0.8, "x PULSEPT1, format 3, expected <= 1"),
+        ("cpu", "tight", "share_of_raw", 1.02, "1.02 of the raw tensor, expected <= 1.01"),
+        ("cuda", "fast", "encode_share_of_copy", 0.8, "0.8 of the copy rate, expected >= 0.9"),
+        ("cuda", "packed", "decode_gb_per_s", 900, "900 GB/s, expected >= 1000"),
+        ("cuda", "tight", "decode_gb_per_s", 150, "150 GB/s, expected >= 200"),
     ],
 )
 def test_what_is_missed_is_named(device, coder, key, value, what):
@@ -244,9 +244,9 @@ def test_what_is_missed_is_named(device, coder, key, value, what):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cases", "1.2%,3%"], "case is '3%', wanted some of 1.2%, 2.6%"),
-        (["--numel", "0"], "--numel is 0, wanted 1 or more"),
-        (["--device", "meta"], "device is meta, wanted cpu or cuda"),
+        (["--cases", "1.2%,3%"], "case is '3%', expected some of 1.2%, 2.6%"),
+        (["--numel", "0"], "--numel is 0, expected at least 1"),
+        (["--device", "meta"], "--device is meta, expected cpu, cuda or cuda:N"),
         (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
     ],
 )
