@@ -231,7 +231,7 @@ def trl_memory_table(results: Path) -> str:
         f"{settings['batch_size']} pair(s) of {settings['sequence_length']} tokens a step, density "
         f"{settings['density']:.1%}."
     )
-    return f"{where}\n\n{markdown_table(trl_memory.HEADERS, trl_memory.cells(report['results']))}"
+    return f"{where}\n\n{render(trl_memory.COLUMNS, report['results'], markdown=True)}"
 
 
 def delta_table(results: Path, device: str) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,10 @@ class Benchmark:
         text: the report for a terminal.
         failures: lines for stderr after the text. If there are any, the exit code is 1.
         partial: whether the options leave out a part without which a run is not complete.
-        output: default results file, which may contain `{device}` (cpu or gpu); None writes no file by default.
-        device: default of --device; `auto` is a GPU if there is one; None adds no option.
+        output: default results file, which may contain options in braces, `{device}` (cpu or gpu) and
+            `{_cpu}` (empty on a GPU); None writes no file by default.
+        device: default of --device; `auto` is a GPU if there is one; None adds no option. `--small` of a benchmark
+            that has this option means the CPU.
         threads: default of --threads, which applies to torch during the run; None adds no option.
     """
 
@@ -87,15 +89,17 @@ class Benchmark:
 
     def _problem(self, args: Namespace) -> str:
         """The first error of the options; empty if they are valid."""
+        if getattr(args, "small", False):
+            args.device = "cpu"
         if self.device is not None and (problem := why_unusable(args.device)):
-            return problem
+            return problem + ("; --small runs on a CPU" if hasattr(args, "small") else "")
         if self.threads is not None and args.threads < 1:
             return f"--threads is {args.threads}, expected at least 1"
         if problem := self.problem(args):
             return problem
         if args.output is None and self.output is not None:
             on_gpu = str(getattr(args, "device", "cpu")).startswith("cuda")
-            names = vars(args) | {"device": "gpu" if on_gpu else "cpu"}
+            names = vars(args) | {"device": "gpu" if on_gpu else "cpu", "_cpu": "" if on_gpu else "_cpu"}
             args.output = Path(self.output.format(**names))
         return "" if args.output is None else why_unwritable(args.output)
 
@@ -133,7 +137,7 @@ def exit_code(run: Callable[[], int]) -> int:
         print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error
     except WrongResult as error:
-        print(f"WRONG RESULT, nothing was timed: {error}", file=sys.stderr)
+        print(f"WRONG RESULT: {error}", file=sys.stderr)
     except SparseOptError as error:
         if os.environ.get("SPARSE_OPT_DEBUG") == "1":
             raise
@@ -154,12 +158,12 @@ def why_unusable(device: str) -> str:
     return ""
 
 
-def too_small(args: Namespace, *names: str, at_least: int = 1) -> str:
-    """The error of the first of these options that is less than ``at_least``; None is valid."""
+def out_of_range(args: Namespace, *names: str, at_least: int = 1) -> str:
+    """The error of the first of these options that is out of range; None is valid."""
     for name in names:
         value = getattr(args, name)
-        if value is not None and value < at_least:
-            return f"--{name} is {value}, expected at least {at_least}"
+        if value is not None and not at_least <= value < 2**31:
+            return f"--{name} is {value}, expected at least {at_least} and less than {2**31}"
     return ""
 
 
@@ -176,11 +180,6 @@ def comma_separated(text: str) -> list[str]:
 
 
 # Measurements in a process of their own, so that peaks of memory are their own
-
-
-def add_job_option(parser: CommandParser) -> None:
-    """Add the hidden option by which `run_in_process` starts the module's `main` again."""
-    parser.add_argument("--job", type=Path, help=SUPPRESS)
 
 
 def run_in_process(

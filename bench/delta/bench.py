@@ -30,7 +30,7 @@ from tqdm import tqdm
 from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 
-from ..common.harness import Benchmark, Report, comma_separated, too_small
+from ..common.harness import Benchmark, Report, comma_separated, out_of_range
 from ..common.report import Columns, machine_line, render
 from ..common.shapes import LLAMA_3_2_3B, scaled, total_numel
 from ..common.timing import Prepared, Timing, measure
@@ -65,7 +65,7 @@ def problem(args: Namespace) -> str:
     # Without the extension patches are encoded with numpy, which must not be measured.
     device = torch.device(args.device)
     cause = backends.why_unavailable(device.type, device)
-    return too_small(args, "numel", "peer_numel", "model_numel", "n_rounds") or (
+    return out_of_range(args, "numel", "peer_numel", "model_numel", "n_rounds") or (
         f"patches cannot be coded natively on {device}: {cause}" if cause else ""
     )
 

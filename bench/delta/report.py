@@ -46,22 +46,12 @@ def patch_text(report: Mapping[str, Any]) -> str:
 def logging_text(report: Mapping[str, Any]) -> str:
     """Each mode with and without a log, and the parts of an append."""
     settings = report["settings"]
-    rows = [delta_logging.cells(row) for row in report["rows"]]
-    parts = [
-        [row["mode"], name, f"{part['ms']:.2f}", f"{part['host_ms']:.2f}", f"{part['wall_ms']:.2f}"]
-        for row in report["rows"]
-        for name, part in row["parts"].items()
-    ]
     lines = [
         f"{report['rows'][0]['numel'] / 1e9:.2f} B bf16 weights, {settings['batch_size']} pair(s) of "
         f"{settings['sequence_length']} tokens a step of DPO, level {settings['level']}, file system "
         f"{report['file_system']}.",
         "",
-        markdown_table(delta_logging.HEADERS, rows),
-        "",
-        markdown_table(("mode", "part of an append", "ms", "host ms", "wall ms"), parts, n_words=2),
-        "",
-        *delta_logging.memory_lines(report),
+        *delta_logging.tables(report, markdown=True),
     ]
     return "\n".join(lines)
 

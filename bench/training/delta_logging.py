@@ -1,23 +1,23 @@
-"""What logging every step costs a training loop: DPO steps without a log, and with a DeltaLog appended to each.
+"""Cost of logging every step of a training loop: DPO steps without a log, and with a DeltaLog append after each.
 
-One model trains throughout. Blocks of steps without and with an append take turns; between them the log catches up, and
-that is not timed. A step ends when the device has done what was launched on the training's stream: copies to the host
-and writes run on behind it, and delay the next step where they have to. The slow-down is the larger of the differences
-of means and of medians. Its parts are timed by themselves afterwards, on the change of one step.
+One model trains throughout. Blocks of steps without and with an append alternate. Between them the log writes its
+pending steps, which is not timed. A step ends when the device has completed the work on the training's stream; copies
+to the host and writes continue after it and delay the next step if they must. The slow-down is the larger of the
+differences of means and of medians. The parts of an append are timed separately afterwards, on the change of one step.
 
-Mode dense is full fine-tuning, bf16 with fused AdamW; mode sparse is SparseAdamW on a random mask, which the log knows.
-Set for an H200 and Llama-3.2-3B's shape: at most 10 ms a step. Nothing is judged on a CPU or at another shape.
+Mode dense is full fine-tuning, bf16 with fused AdamW. Mode sparse is SparseAdamW on a random mask, which the log uses.
+The target is at most 10 ms a step, on an H200 with the shape of Llama-3.2-3B. Other runs are not judged.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import nn
 from tqdm import tqdm
 
 from sparse_opt import DeltaLog, MaskSet, backends
+from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta import patches as delta_patches
 from sparse_opt.delta.codec.words import LEVELS
 from sparse_opt.delta.digest import StateDigest
@@ -37,11 +38,10 @@ from sparse_opt.delta.writer import HostCopy, StepInfo
 from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
 from sparse_opt.trainers.policy.models import disable_dropout, make_masks_skippable
 
-from ..common.environment import environment
-from ..common.report import table, why_unwritable, write_json
+from ..common.harness import Benchmark, Report, WrongResult, comma_separated, one_of_each, out_of_range
+from ..common.report import Columns, machine_line, render
 from ..common.shapes import LLAMA_3_2_3B_SIZES
 from ..common.timing import Prepared, measure
-from ..kernels.cases import WrongResult
 from ..kernels.targets import Verdict
 from .baseline.inputs import SMALL, word_tokenizer, words_config
 from .baseline.run import Job, Mode, Sections, Step, dpo_step, prepare
@@ -53,98 +53,74 @@ N_WARMUP = 3
 N_DURABLE = 3  # appends that are waited for until they are on disk
 _FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
 
-HEADERS = ("mode", "ms a step", "logged", "slower by, mean", "median", "append, host", "changed", "MB a step", "behind")
+COLUMNS: Columns = {
+    "mode": "{mode}",
+    "ms a step": "{plain_ms[median]:.2f}",
+    "logged": "{logged_ms[median]:.2f}",
+    "slower by, mean": "{slower_mean_ms:.2f}",
+    "median": "{slower_median_ms:.2f}",
+    "append, host": "{append_host_ms[median]:.2f}",
+    "changed": "{share_changed:.2%}",
+    "MB a step": lambda row: f"{row['bytes_per_step'] / 1e6:.2f}",
+    "behind": "{behind_s:.2f} s",
+}
+PART_COLUMNS: Columns = {
+    "mode": "{mode}",
+    "part of an append": "{part}",
+    "ms": "{ms:.2f}",
+    "host ms": "{host_ms:.2f}",
+    "wall ms": "{wall_ms:.2f}",
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if the log is right and the target, where it is judged, met, else 1."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    args.modes = args.modes.split(",")
-    device = torch.device("cpu" if args.small else args.device)
-    output = args.output or Path(f"bench/results/delta_logging{'_cpu' if device.type == 'cpu' else ''}.json")
-    if problem := _problem(args, device) or why_unwritable(output):
-        parser.error(problem)
-    report: dict[str, Any] = {
-        "benchmark": "delta_logging",
-        "environment": environment(device),
-        "completed": False,
-        "settings": {
-            name: getattr(args, name)
-            for name in ("small", "modes", "level", "density", "learning_rate", "sequence_length", "batch_size")
-        }
-        | {"n_blocks": args.n_blocks, "n_steps": args.n_steps, "seed": args.seed},
-        "rows": [],
-    }
+def options(parser: CommandParser) -> None:
+    parser.add_argument("--modes", type=comma_separated, default=list(MODES), help=f"of {','.join(MODES)} (all)")
+    parser.add_argument("--directory", type=Path, help="folder to log into (the system's for temporary files)")
+    parser.add_argument("--level", default="packed", choices=LEVELS, help="level of the patches (%(default)s)")
+    parser.add_argument("--density", type=float, default=0.025, help="density of mode sparse's mask (%(default)s)")
+    parser.add_argument("--learning_rate", type=float, default=1e-6, help="in both modes (%(default)s)")
+    parser.add_argument("--sequence_length", type=int, default=512, help="tokens (%(default)s)")
+    parser.add_argument("--batch_size", type=int, default=1, help="pairs a step (%(default)s)")
+    parser.add_argument("--n_blocks", type=int, default=3, help="blocks of either kind (%(default)s)")
+    parser.add_argument("--n_steps", type=int, default=10, help="steps of a block (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+
+
+def problem(args: Namespace) -> str:
+    if error := (
+        one_of_each("modes", args.modes, MODES)
+        or out_of_range(args, "n_blocks", "n_steps", "batch_size")
+        or out_of_range(args, "sequence_length", at_least=8)
+    ):
+        return error
+    if not 0 < args.density <= 1:
+        return f"--density is {args.density}, expected more than 0 and at most 1"
+    if args.directory is not None and not args.directory.is_dir():
+        return f"--directory {args.directory}: no such folder"
+    cause = backends.why_unavailable(torch.device(args.device).type, args.device)
+    return f"patches cannot be coded natively on {args.device}: {cause}" if cause else ""
+
+
+def run(args: Namespace, report: Report) -> None:
+    """Measure each mode; what was measured before an error is in the report."""
+    device = torch.device(args.device)
+    names = ("small", "modes", "level", "density", "learning_rate", "sequence_length", "batch_size", "n_blocks")
+    report["settings"] = {name: getattr(args, name) for name in (*names, "n_steps", "seed")}
+    rows = report.setdefault("rows", [])
     try:
         for mode in (mode for mode in MODES if mode in args.modes):
             with tempfile.TemporaryDirectory(prefix="sparse_opt_delta_logging_", dir=args.directory) as folder:
                 report["file_system"] = file_system(Path(folder))
-                report["rows"].append(_run(mode, Path(folder), args, device))
+                rows.append(_run(mode, Path(folder), args, device))
             _free(device)
-        report["completed"] = True
-    except WrongResult as error:
-        print(f"WRONG RESULT: {error}", file=sys.stderr)
-        return 1
-    finally:  # what was found before an error is worth keeping
+    finally:
         report["targets"] = [verdict.as_dict() for verdict in judge(report)]
-        write_json(output, report)
-    print(text(report))
-    print(f"results: {output}")
-    missed = [verdict for verdict in judge(report) if not verdict.met]
-    for verdict in missed:
-        print(f"MISSED: {verdict.text}", file=sys.stderr)
-    return 1 if missed else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sparse-opt bench delta_logging",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--modes", default=",".join(MODES), help="of these (%(default)s)")
-    parser.add_argument("--directory", type=Path, help="folder to log into (the system's for temporary files)")
-    parser.add_argument("--level", default="packed", choices=LEVELS, help="of the patches (%(default)s)")
-    parser.add_argument("--density", type=float, default=0.025, help="of the mask of mode sparse (%(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=1e-6, help="in both modes (%(default)s)")
-    parser.add_argument("--sequence_length", type=int, default=512, help="tokens (%(default)s)")
-    parser.add_argument("--batch_size", type=int, default=1, help="pairs a step (%(default)s)")
-    parser.add_argument("--n_blocks", type=int, default=3, help="of either kind (%(default)s)")
-    parser.add_argument("--n_steps", type=int, default=10, help="of a block (%(default)s)")
-    parser.add_argument("--device", default="cuda", help="(%(default)s)")
-    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON (bench/results/delta_logging.json; _cpu.json on a CPU)"
-    )
-    return parser
-
-
-def _problem(args: argparse.Namespace, device: torch.device) -> str:
-    """What is wrong with the call, before any work; empty if nothing is."""
-    if not args.modes or set(args.modes) - set(MODES) or len(set(args.modes)) < len(args.modes):
-        return f"--modes {','.join(args.modes)}: wanted some of {', '.join(MODES)}, each once"
-    for name in ("n_blocks", "n_steps", "batch_size"):
-        if getattr(args, name) < 1:
-            return f"--{name} is {getattr(args, name)}, wanted at least 1"
-    if args.sequence_length < 8:
-        return f"--sequence_length is {args.sequence_length}, wanted at least 8"
-    if not 0 < args.density <= 1:
-        return f"--density is {args.density}, wanted more than 0 and at most 1"
-    if args.directory is not None and not args.directory.is_dir():
-        return f"--directory {args.directory}: no such folder"
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return f"device {device}: torch {torch.__version__} finds no CUDA device here; --small runs on a CPU"
-    if cause := backends.why_unavailable(device.type, device):
-        return f"patches cannot be coded natively on {device}: {cause}"
-    return ""
 
 
 @dataclass
 class _Times:
-    """Seconds of each timed step; `append`: of it, what the host spent in `DeltaLog.append`."""
+    """Seconds of each timed step; `append`: the part that the host spent in `DeltaLog.append`."""
 
     plain: list[float] = field(default_factory=list)
     logged: list[float] = field(default_factory=list)
@@ -162,9 +138,9 @@ class Loop:
     n_done: int = 0
 
     def run(self, append: Callable[[int], object] | None = None) -> float:
-        """One step, and `append` with its number; the seconds until the training's stream had done it."""
+        """One step, and `append` with its number; the seconds until the training's stream has completed it."""
         began = time.perf_counter()
-        figures = self.step(self.n_done % N_BATCHES)
+        metrics = self.step(self.n_done % N_BATCHES)
         self.n_done += 1
         if append is not None:
             append(self.n_done)
@@ -172,14 +148,14 @@ class Loop:
             torch.cuda.current_stream(self.device).synchronize()
         seconds = time.perf_counter() - began
         self.section.read()
-        loss = figures["loss"].item()
+        loss = metrics["loss"].item()
         if not loss == loss:
             raise WrongResult(f"step {self.n_done}: the loss is {loss}")
         return seconds
 
 
-def _run(mode: Mode, folder: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One mode, its figures as plain data."""
+def _run(mode: Mode, folder: Path, args: Namespace, device: torch.device) -> dict[str, Any]:
+    """Measure one mode; return plain data."""
     model, mask = _model(args, device), None
     mask_file = folder / "mask.safetensors"
     if mode == "sparse":
@@ -210,11 +186,11 @@ def _run(mode: Mode, folder: Path, args: argparse.Namespace, device: torch.devic
         "numel": layout.numel,
         "state_bytes": layout.nbytes,
         "mask_nnz": None if mask is None else mask.nnz,
-        "plain_ms": _figures(times.plain),
-        "logged_ms": _figures(times.logged),
+        "plain_ms": _statistics(times.plain),
+        "logged_ms": _statistics(times.logged),
         "slower_mean_ms": 1e3 * (statistics.mean(times.logged) - statistics.mean(times.plain)),
         "slower_median_ms": 1e3 * (statistics.median(times.logged) - statistics.median(times.plain)),
-        "append_host_ms": _figures(times.append),
+        "append_host_ms": _statistics(times.append),
         "behind_s": max(times.behind),  # the longest that the log took to catch up after a block
         "create_s": create_s,
         "steps": [
@@ -223,21 +199,19 @@ def _run(mode: Mode, folder: Path, args: argparse.Namespace, device: torch.devic
         "bytes_per_step": statistics.mean(info.bytes for info in steps),
         "share_changed": statistics.mean(info.share or 0.0 for info in steps),
         # While nothing else runs: from `append` until the step is on disk.
-        "on_disk_ms": _figures([seconds for seconds, _ in durable]),
+        "on_disk_ms": _statistics([seconds for seconds, _ in durable]),
         "on_disk_bytes_per_s": statistics.median(info.bytes / seconds for seconds, info in durable),
         "peaks": {"plain": plain_memory, "logged": logged_memory},
         "parts": parts,
     }
 
 
-def _blocks(
-    loop: Loop, log: DeltaLog, memory: _Memory, args: argparse.Namespace, bar: tqdm
-) -> tuple[_Times, list[StepInfo]]:
-    times, handed = _Times(), []
+def _blocks(loop: Loop, log: DeltaLog, memory: _Memory, args: Namespace, bar: tqdm) -> tuple[_Times, list[StepInfo]]:
+    times, appended = _Times(), []
 
     def append(step: int) -> None:
         began = time.perf_counter()
-        handed.append(log.append(step))
+        appended.append(log.append(step))
         times.append.append(time.perf_counter() - began)
 
     def catch_up() -> None:
@@ -254,13 +228,13 @@ def _blocks(
     for _ in range(args.n_blocks):
         times.plain += [loop.run() for _ in range(args.n_steps)]
         bar.update()
-        # What the block changed is logged at once, so that each step that is timed logs its own change.
+        # Log the change of this block, so that each timed step logs only its own change.
         log.append(loop.n_done)
         log.flush()
         times.logged += [loop.run(append) for _ in range(args.n_steps)]
         catch_up()
         bar.update()
-    return times, [appended.wait() for appended in handed]
+    return times, [one.wait() for one in appended]
 
 
 def _durable(loop: Loop, log: DeltaLog) -> tuple[float, StepInfo]:
@@ -274,7 +248,7 @@ def _durable(loop: Loop, log: DeltaLog) -> tuple[float, StepInfo]:
 def _parts(
     loop: Loop, model: nn.Module, mask: MaskSet | None, level: str, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """What an append does, each piece timed by itself on the change of one step."""
+    """The parts of an append, each timed separately on the change of one step."""
     layout, tensors = read_state(model)
     old = {name: tensor.clone() for name, tensor in tensors.items()}
     loop.run()
@@ -287,13 +261,13 @@ def _parts(
     def restore() -> None:
         delta_patches.copy_(shadow, old, layout.names)
 
-    def lead_on() -> None:
+    def advance_shadow() -> None:
         delta_patches.encode(layout, shadow, new, level, None, advance=True)
 
     variants: dict[str, Callable[[], object]] = {
         "read the state": lambda: reader.read(model, "bench"),
         "encode": lambda: delta_patches.encode(layout, old, new, level, None),
-        "encode, and lead the shadow on": Prepared(restore, lead_on),
+        "encode, and advance the shadow": Prepared(restore, advance_shadow),
         "digests": lambda: StateDigest.start([new[name] for name in layout.names]),
         "copy to the host": lambda: HostCopy(patch.parts()).result(),
     }
@@ -302,8 +276,8 @@ def _parts(
     return {name: timing.as_dict() for name, timing in measure(variants, device=device, n_rounds=10).items()}
 
 
-def _model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """A Llama with random bf16 weights, as `trainers.models.load_policy` hands one out."""
+def _model(args: Namespace, device: torch.device) -> nn.Module:
+    """A Llama with random bf16 weights, prepared like by `trainers.policy.models.load_policy`."""
     from transformers import AutoModelForCausalLM
 
     config = words_config(SMALL if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
@@ -315,25 +289,17 @@ def _model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return model.train()
 
 
-def _loop(mode: Mode, model: nn.Module, mask_file: Path, args: argparse.Namespace, device: torch.device) -> Loop:
+def _loop(mode: Mode, model: nn.Module, mask_file: Path, args: Namespace, device: torch.device) -> Loop:
     job = Job(
         algorithm="dpo",
         mode=mode,
         model_name="random weights",
-        checkpoint=None,
         dataset="random words",
-        subset_size=None,
         mask=str(mask_file),
         sequence_length=args.sequence_length,
-        n_generations=2,
-        max_new_tokens=1,
         n_steps=N_BATCHES,
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,
-        lora_rank=1,
-        gradient_checkpointing=False,
-        compile=False,
-        kernel_time=False,
         device=str(device),
         seed=args.seed,
     )
@@ -341,7 +307,7 @@ def _loop(mode: Mode, model: nn.Module, mask_file: Path, args: argparse.Namespac
     return Loop(dpo_step(prepare(job, model), _batches(args, device), section), section, device)
 
 
-def _batches(args: argparse.Namespace, device: torch.device) -> list[TokenBatch]:
+def _batches(args: Namespace, device: torch.device) -> list[TokenBatch]:
     """Pairs of random words of exact length; the prompt is an eighth of the sequence."""
     source, tokenizer = random.Random(args.seed), word_tokenizer()
     length, n_prompt = args.sequence_length, args.sequence_length // 8
@@ -374,7 +340,7 @@ class _Memory:
     def peaks(self) -> dict[str, int | None]:
         if self.device.type != "cuda":
             return {"device_bytes": None, "pinned_bytes": None}
-        # What versions of torch count differs: blocks in use, or all that the allocator holds. The largest is told.
+        # Versions of torch count blocks in use, or all blocks of the allocator. Take the largest.
         pinned = [n for key, n in torch.cuda.memory.host_memory_stats().items() if key.endswith("bytes.peak")]
         return {"device_bytes": torch.cuda.max_memory_allocated(self.device), "pinned_bytes": max(pinned)}
 
@@ -412,22 +378,23 @@ def judge(report: Mapping[str, Any]) -> list[Verdict]:
     ]
 
 
-def text(report: Mapping[str, Any]) -> str:
+def tables(report: Mapping[str, Any], *, markdown: bool = False) -> list[str]:
     """The tables: each mode, and the parts of an append."""
-    machine, settings = report["environment"]["machine"], report["settings"]
     parts = [
-        [row["mode"], name, f"{part['ms']:.2f}", f"{part['host_ms']:.2f}", f"{part['wall_ms']:.2f}"]
-        for row in report["rows"]
-        for name, part in row["parts"].items()
+        {"mode": row["mode"], "part": name, **part} for row in report["rows"] for name, part in row["parts"].items()
     ]
-    lines = [
-        f"{machine.get('gpu', {}).get('name', machine['cpu'])}, torch {report['environment']['versions']['torch']}, "
-        f"commit {report['environment']['commit']}; level {settings['level']}, file system {report['file_system']}",
-        table(HEADERS, [cells(row) for row in report["rows"]]),
+    return [
+        render(COLUMNS, report["rows"], markdown=markdown),
         "",
-        table(("mode", "part", "ms", "host ms", "wall ms"), parts, n_words=2),
+        render(PART_COLUMNS, parts, n_words=2, markdown=markdown),
+        *([""] if markdown else []),
+        *memory_lines(report),
     ]
-    return "\n".join([*lines, *memory_lines(report)])
+
+
+def text(report: Report) -> str:
+    where = f"{machine_line(report)}; level {report['settings']['level']}, file system {report['file_system']}"
+    return "\n".join([where, *tables(report)])
 
 
 def memory_lines(report: Mapping[str, Any]) -> list[str]:
@@ -449,22 +416,7 @@ def memory_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """One line of the first table, in the order of HEADERS."""
-    return [
-        row["mode"],
-        f"{row['plain_ms']['median']:.2f}",
-        f"{row['logged_ms']['median']:.2f}",
-        f"{row['slower_mean_ms']:.2f}",
-        f"{row['slower_median_ms']:.2f}",
-        f"{row['append_host_ms']['median']:.2f}",
-        f"{row['share_changed']:.2%}",
-        f"{row['bytes_per_step'] / 1e6:.2f}",
-        f"{row['behind_s']:.2f} s",
-    ]
-
-
-def _figures(seconds: Sequence[float]) -> dict[str, Any]:
+def _statistics(seconds: Sequence[float]) -> dict[str, Any]:
     """Milliseconds: mean, median, the largest, and each."""
     ms = [1e3 * value for value in seconds]
     return {"mean": statistics.mean(ms), "median": statistics.median(ms), "max": max(ms), "each": ms}
@@ -475,6 +427,18 @@ def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
+
+main = Benchmark(
+    name="delta_logging",
+    doc=__doc__,
+    options=options,
+    problem=problem,
+    measure=run,
+    text=text,
+    failures=lambda report, args: [f"MISSED: {verdict.text}" for verdict in judge(report) if not verdict.met],
+    output="bench/results/delta_logging{_cpu}.json",
+    device="cuda",
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,20 +1,20 @@
 """Does training the final subnetwork alone give the dense run's weights? (https://arxiv.org/abs/2505.11711)
 
-A dense DPO run shows which weights move by more than 1e-5. A second run from the same start, over the same batches,
-trains only those. The figures are shares of weights that then lie within 1e-4 and 1e-5 of the dense run's: of all
-weights, and of the trained ones alone, since the others differ by 1e-5 at most by the mask's making. That paper reports
+A dense DPO run determines which weights move by more than 1e-5. A second run from the same start, over the same
+batches, trains only those. The results are shares of weights within 1e-4 and 1e-5 of the dense run's: of all weights,
+and of the trained ones alone, because the mask is chosen such that the others differ by 1e-5 at most. The paper reports
 100 % at 1e-4 for models of 7 and 8 billion bf16 weights.
 
-The start is a small model after SFT on generated arithmetic (`trainers.arithmetic`); pairs are its right answers and
-near misses.
+The start is a small model after SFT on generated arithmetic (`trainers.arithmetic`). The pairs are its right answers
+and near misses.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 import tempfile
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +24,43 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparse_opt import MaskSet
+from sparse_opt.cli.parser import CommandParser
 from sparse_opt.trainers import dpo, sft
 from sparse_opt.trainers.arithmetic import make_arithmetic
 
-from ..common.environment import environment
-from ..common.report import table, why_unwritable, write_json
+from ..common.harness import Benchmark, Report
+from ..common.report import Columns, render
 
 TOLERANCES = (1e-4, 1e-5)
 MOVED = 1e-5
-HEADERS = (
-    "weights",
-    "learning rate",
-    "seed",
-    "moved",
-    "accuracy dense",
-    "sparse",
-    *(f"all within {tolerance:g}" for tolerance in TOLERANCES),
-    *(f"trained within {tolerance:g}" for tolerance in TOLERANCES),
-    "same bits",
-)
+COLUMNS: Columns = {
+    "weights": "{dtype}",
+    "learning rate": "{learning_rate:g}",
+    "seed": "{seed}",
+    "moved": "{density:.1%}",
+    "accuracy dense": "{accuracy_dense:.3f}",
+    "sparse": "{accuracy_sparse:.3f}",
+    **{f"{which} within {t:g}": f"{{equal[{t:g}][{which}]:.2%}}" for which in ("all", "trained") for t in TOLERANCES},
+    "same bits": "{same_bits:.2%}",
+}
 
 
 def compare(start: Path, dense: Path, sparse: Path, mask: MaskSet) -> dict[str, Any]:
-    """Shares of weights of a sparse run that are those of a dense one; the folders hold model.safetensors."""
+    """Shares of weights of a sparse run that equal those of a dense one; the folders contain model.safetensors."""
     first, one, two = (load_file(folder / "model.safetensors") for folder in (start, dense, sparse))
     numel = sum(tensor.numel() for tensor in one.values())
     within = {tolerance: [0, 0] for tolerance in TOLERANCES}
     same_bits = 0
-    for name, wanted in one.items():
-        difference = (wanted.float() - two[name].float()).abs()
-        active = mask.bool(name) if name in mask else torch.zeros(wanted.shape, dtype=torch.bool)
+    for name, dense_weight in one.items():
+        difference = (dense_weight.float() - two[name].float()).abs()
+        active = mask.bool(name) if name in mask else torch.zeros(dense_weight.shape, dtype=torch.bool)
         if not torch.equal(two[name][~active], first[name][~active]):
             raise RuntimeError(f"{name}: the sparse run changed weights outside of its mask")
         for tolerance, counts in within.items():
             inside = difference <= tolerance
             counts[0] += int(inside.sum())
             counts[1] += int(inside[active].sum())
-        same_bits += int((wanted == two[name]).sum())
+        same_bits += int((dense_weight == two[name]).sum())
     return {
         "numel": numel,
         "density": mask.nnz / numel,
@@ -79,8 +79,8 @@ def final_mask(start: Path, end: Path) -> MaskSet:
     return MaskSet.from_bool({name: moved(name) for name in before}, metadata={"method": "final_delta"})
 
 
-def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A row for each dtype, learning rate and seed."""
+def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Train both runs; return a row for each dtype, learning rate and seed."""
     world = make_arithmetic(folder / "arithmetic", hidden_size=args.hidden_size, n_layers=args.n_layers, seed=0)
     start = sft.train(
         sft.SFTConfig(
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         )
     )["checkpoint"]
     rows = []
-    cases = [(dtype, lr, seed) for dtype in args.dtypes for lr in args.learning_rates for seed in args.seeds]
+    cases = list(itertools.product(args.dtypes, args.learning_rates, args.seeds))
     for dtype, lr, seed in tqdm(cases, unit="pair of runs", disable=None):
         runs = folder / f"{dtype}_{lr:g}_{seed}"
         options: dict[str, Any] = {
@@ -140,59 +140,32 @@ def _rounded(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def text(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    return table(
-        HEADERS,
-        [
-            (
-                row["dtype"],
-                f"{row['learning_rate']:g}",
-                str(row["seed"]),
-                f"{row['density']:.1%}",
-                f"{row['accuracy_dense']:.3f}",
-                f"{row['accuracy_sparse']:.3f}",
-                *(f"{row['equal'][f'{t:g}']['all']:.2%}" for t in TOLERANCES),
-                *(f"{row['equal'][f'{t:g}']['trained']:.2%}" for t in TOLERANCES),
-                f"{row['same_bits']:.2%}",
-            )
-            for row in rows
-        ],
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train, print the table, and write JSON where it is asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sparse_opt.bench.training.subnetwork",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def options(parser: CommandParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--learning_rates", nargs="+", type=float, default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--n_steps", type=int, default=200, help="steps of each DPO run (%(default)s)")
     parser.add_argument("--sft_steps", type=int, default=300, help="steps of SFT before them (%(default)s)")
-    parser.add_argument("--hidden_size", type=int, default=128)
-    parser.add_argument("--n_layers", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--results", type=Path, default=None, help="write the rows to this JSON file")
-    args = parser.parse_args(argv)
-    if args.results is not None and (why := why_unwritable(args.results)):
-        print(f"error: {why}", file=sys.stderr)
-        return 2
+    parser.add_argument("--hidden_size", type=int, default=128, help="(%(default)s)")
+    parser.add_argument("--n_layers", type=int, default=2, help="(%(default)s)")
+
+
+def run(args: Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder))
-    print(text(rows))
-    if args.results is not None:
-        from sparse_opt.trainers.policy.models import resolve_device
+    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    report |= {"settings": settings, "rows": rows}
 
-        settings = {name: value for name, value in vars(args).items() if name != "results"}
-        write_json(
-            args.results, {"environment": environment(resolve_device(args.device)), "settings": settings, "rows": rows}
-        )
-    return 0
 
+main = Benchmark(
+    name="subnetwork",
+    command="python -m sparse_opt.bench.training.subnetwork",
+    doc=__doc__,
+    options=options,
+    measure=run,
+    text=lambda report: render(COLUMNS, report["rows"]),
+    device="auto",
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,42 +1,38 @@
-"""A training step end to end, full fine-tuning beside sparse, LoRA and SHiRA: time by section, and peak memory.
+"""A training step end to end: full fine-tuning, sparse training, LoRA and SHiRA. Time by section, and peak memory.
 
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
-and seed, and write JSON, tables and, with --plot, a picture. Mode dense is full fine-tuning; lora and shira are peft's
-adapters; tiles is mode sparse under a random mask of whole tiles. Without a model one of Llama-3.2-3B's shape is made
-with random weights; without a mask a random one.
-
-What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
-elements); a run prints what it measured beside it:
-
-| | bytes | GiB |
-|---|---|---|
-| bf16 weights | 2 x 3.21 G | 5.98 |
-| indices; two fp32 moments; bf16 gradients; base weights | (4 + 8 + 2 + 2) x 80.3 M | 1.20 |
-| activations that the backward pass reads | 28 layers x 135 MB | 3.52 |
-| a slice of logits in fp32, with a bf16 copy | (4 + 2) x 2^24 | 0.09 |
-
-The activations are counted from what autograd saves, for 1024 tokens of a layer: per norm an fp32 copy of its input,
-its bf16 cast and its output (2 x 25 MB); q, k, v and the attention's output (17 MB); gate, its activation, up and
-their product (67 MB). Not in the peak, though a plain step has them there: the logits, their gradient and fp32 copies,
-which are made in slices; the output layer's weight gradient, 0.73 GiB, which is made when the activations are gone;
-copies of keys and values for each query head, as attention goes without a mask (`trainers.logprobs`,
-`trainers.models`). Without the norms' vectors in the mask (`--exclude '*norm*'`) the bf16 casts, 6.3 MB each, are not
-kept. With activation checkpointing the peak is at the end of the backward pass, where the tied embedding's two
-gradients of 0.73 GiB meet; by tiles there is one. Compact gradients in fp32 would add 0.15 GiB; they are bf16 as the
-dense ones they are taken from.
+and seed, and write JSON, tables and, with --plot, a plot. Mode dense is full fine-tuning; lora and shira are peft's
+adapters; tiles is mode sparse under a random mask of whole tiles. By default the model has the shape of Llama-3.2-3B
+and random weights, and the mask is random.
 """
+
+# What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
+# elements). A run prints the measured peak.
+#
+# | | bytes | GiB |
+# |---|---|---|
+# | bf16 weights | 2 x 3.21 G | 5.98 |
+# | indices; two fp32 moments; bf16 gradients; base weights | (4 + 8 + 2 + 2) x 80.3 M | 1.20 |
+# | activations that the backward pass reads | 28 layers x 135 MB | 3.52 |
+# | a slice of logits in fp32, with a bf16 copy | (4 + 2) x 2^24 | 0.09 |
+#
+# The activations are counted from what autograd saves, for 1024 tokens of a layer: per norm an fp32 copy of its input,
+# its bf16 cast and its output (2 x 25 MB); q, k, v and the attention's output (17 MB); gate, its activation, up and
+# their product (67 MB). The peak does not contain, unlike that of a plain step: the logits, their gradient and fp32
+# copies, which are computed in slices; the output layer's weight gradient, 0.73 GiB, which is computed after the
+# activations are freed; copies of keys and values for each query head, because attention runs without a mask
+# (`trainers.policy.logprobs`, `trainers.policy.models`). If the mask excludes the norms (`--exclude '*norm*'`), their
+# bf16 casts, 6.3 MB each, are not kept. With activation checkpointing the peak is at the end of the backward pass,
+# where the tied embedding has two gradients of 0.73 GiB; with tiles there is one. Compact gradients in fp32 would add
+# 0.15 GiB; they are bf16 like the dense ones they are taken from.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from argparse import Namespace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,8 +49,8 @@ from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.trainers.policy.adapters import require_shira_rank, shira_rank
 from sparse_opt.trainers.policy.pretrained import load_config_from
 
-from ...common.environment import environment
-from ...common.report import why_unwritable, write_json
+from ...common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
+from ...common.report import why_unwritable
 from ...common.shapes import LLAMA_3_2_3B_SIZES
 from .inputs import (
     SMALL,
@@ -74,6 +70,22 @@ DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
 TILE_PATTERNS = tuple(name for name in PATTERNS if name.startswith("tile"))
 N_PAIRS = 64
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
+_SETTINGS = (
+    *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
+    *("max_new_tokens", "lora_rank", "shira_rank", "learning_rate", "gradient_checkpointing", "compile"),
+    *(
+        "l2_fetch_granularity",
+        "seed",
+        "dataset",
+        "density",
+        "pattern",
+        "tile_pattern",
+        "include",
+        "exclude",
+        "mlp_only",
+    ),
+)
+
 
 _EPILOG = """examples:
   sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
@@ -87,45 +99,14 @@ _EPILOG = """examples:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if every mode ran and began as its loss must, else 1.
-
-    Raises:
-        ConfigError: the call is wrong. SparseOptError: model, mask or data cannot be used.
-    """
-    parser = _parser()
-    args = parser.parse_words(sys.argv[1:] if argv is None else argv)
-    args.output = args.output or Path(f"bench/results/baseline_{args.algorithm}.json")
-    try:
-        device = torch.device("cpu" if args.small else args.device)
-    except RuntimeError:
-        parser.error(f"--device is {args.device!r}, wanted cpu, cuda or cuda:N")
-    if problem := _problem(args, device):
-        parser.error(problem)
-    with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
-        report, jobs = _prepare(Path(folder), args, device)
-        results = [_run(job, Path(folder), own_data=args.dataset is None) for job in jobs]
-    rows = [summary(result, args.n_warmup) for result in results if result is not None]
-    report |= {"ratios": ratios(rows), "rows": rows}
-    write_json(args.output, report)
-    shown = text(report)
-    print(f"\n{shown}\n\nresults: {args.output}")
-    if args.plot is not None and rows:
-        plot(report, args.plot, shown.partition("\n")[0])
-        print(f"plot: {args.plot}")
-    wrong = wrong_results(args.algorithm, rows, compiled=args.compile)
-    for line in wrong:
-        print(f"WRONG RESULT: {line}", file=sys.stderr)
-    return 1 if wrong or len(rows) < len(jobs) else 0
-
-
-def _parser() -> CommandParser:
-    description = (__doc__ or "").partition("\n\nWhat mode sparse holds")[0]
-    parser = CommandParser(prog="sparse-opt bench baseline", description=description, epilog=_EPILOG)
+def options(parser: CommandParser) -> None:
     parser.add_argument("algorithm", choices=("dpo", "grpo"), help="whose step")
     what = parser.add_argument_group("what is trained")
     what.add_argument(
-        "--modes", default=",".join(DEFAULT_MODES), help=f"of {','.join(MODES)}, in this order (%(default)s)"
+        "--modes",
+        type=comma_separated,
+        default=list(DEFAULT_MODES),
+        help=f"of {','.join(MODES)}, in this order ({','.join(DEFAULT_MODES)})",
     )
     what.add_argument(
         "--model_name",
@@ -168,7 +149,6 @@ def _parser() -> CommandParser:
     run.add_argument("--n_steps", type=int, default=20, help="of each mode (%(default)s)")
     run.add_argument("--n_warmup", type=int, default=5, help="steps left out of the medians (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
-    run.add_argument("--device", default="cuda", help="(%(default)s)")
     run.add_argument(
         "--l2_fetch_granularity",
         type=int,
@@ -178,43 +158,38 @@ def _parser() -> CommandParser:
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
     run.add_argument("--work_dir", type=Path, help="where to make the checkpoint, 6.4 GB (default: a temporary folder)")
-    out = parser.add_argument_group("what for")
-    out.add_argument("--output", type=Path, help="JSON (bench/results/baseline_ALGORITHM.json)")
-    out.add_argument("--plot", type=Path, help="PNG of the steps' sections; needs matplotlib")
-    return parser
+    run.add_argument("--plot", type=Path, help="PNG of the steps' sections; needs matplotlib")
 
 
-def _problem(args: argparse.Namespace, device: torch.device) -> str:
-    """What is wrong with the call, before any work; empty if nothing is."""
-    args.modes = args.modes.split(",")
-    unknown = [mode for mode in args.modes if mode not in MODES]
-    if unknown or len(set(args.modes)) < len(args.modes):
-        return f"--modes {','.join(args.modes)}: wanted some of {', '.join(MODES)}, each once"
-    for name in ("n_steps", "batch_size", "lora_rank", "shira_rank", "max_new_tokens", "subset_size"):
-        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 2**31:
-            return f"--{name} is {getattr(args, name)}, wanted at least 1 and less than {2**31}"
+def problem(args: Namespace) -> str:
+    """The error in the arguments; empty if they are valid."""
+    device, positive = (
+        args.device,
+        ("n_steps", "batch_size", "lora_rank", "shira_rank", "max_new_tokens", "subset_size"),
+    )
+    shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
+    if error := (
+        one_of_each("modes", args.modes, MODES)
+        or out_of_range(args, *positive)
+        or out_of_range(args, "n_generations", at_least=2)  # a group of one has no advantage
+        or out_of_range(args, "sequence_length", at_least=shortest)
+    ):
+        return error
     if not 0 <= args.n_warmup < args.n_steps:
         return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
-    if args.n_generations < 2:
-        return f"--n_generations is {args.n_generations}, wanted at least 2: a group of one has no advantage"
-    shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
-    if args.sequence_length < shortest:
-        return f"--sequence_length is {args.sequence_length}, wanted at least {shortest}"
     if not 0 <= args.learning_rate <= torch.finfo(torch.float32).max:
-        return f"--learning_rate is {args.learning_rate}, wanted at least 0 and no more than fp32 can hold"
+        return f"--learning_rate is {args.learning_rate}, expected at least 0 and at most the largest fp32 number"
     if args.seed not in SEEDS:
-        return f"--seed is {args.seed}, wanted {SEEDS.start} to {SEEDS.stop - 1}"
-    if device.type not in ("cpu", "cuda"):
-        return f"--device is {device}, wanted cpu, cuda or cuda:N"
+        return f"--seed is {args.seed}, expected {SEEDS.start} to {SEEDS.stop - 1}"
     if not 0 < args.density <= 1:
-        return f"--density is {args.density}, wanted more than 0 and at most 1"
+        return f"--density is {args.density}, expected more than 0 and at most 1"
     own_model = args.model_name is not None or args.checkpoint is not None
     if args.small and own_model:
         return "--small makes a model of its own: leave out --model_name and --checkpoint"
     if args.dataset is not None and not own_model:
-        return f"--dataset {args.dataset} wants a model that reads text: --model_name or --checkpoint"
+        return f"--dataset {args.dataset} needs a model that reads text: --model_name or --checkpoint"
     if args.checkpoint is not None and not (args.checkpoint / "config.json").is_file():
-        return f"--checkpoint {args.checkpoint}: wanted a folder with config.json and weights"
+        return f"--checkpoint {args.checkpoint}: expected a folder with config.json and weights"
     if args.mask is not None and not args.mask.is_file():
         return f"--mask {args.mask}: no such file"
     if args.mask is not None and args.pattern is not None:
@@ -224,24 +199,31 @@ def _problem(args: argparse.Namespace, device: torch.device) -> str:
         return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
     if args.work_dir is not None and not args.work_dir.is_dir():
         return f"--work_dir {args.work_dir}: no such folder"
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return f"device {device}: torch {torch.__version__} finds no CUDA device here; --small runs on a CPU"
-    if args.kernel_time and device.type != "cuda":
-        return f"--kernel_time reads a GPU's kernels, and the device is {device}"
-    if args.l2_fetch_granularity is not None and device.type != "cuda":
-        return f"--l2_fetch_granularity is a GPU's, and the device is {device}"
+    for name in ("kernel_time", "l2_fetch_granularity"):
+        if getattr(args, name) and device == "cpu":
+            return f"--{name} needs a GPU, and the device is {device}"
     if args.l2_fetch_granularity is not None and (cause := why_unreachable()):
         return f"--l2_fetch_granularity {args.l2_fetch_granularity}: {cause}"
     with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
     if with_peft and importlib.util.find_spec("peft") is None:
-        return f"mode {with_peft[0]} wants the package peft, which is not installed: pip install 'sparse-opt[bench]'"
-    if args.plot is not None and (problem := why_unplottable() or why_unwritable(args.plot)):
-        return problem
-    return why_unwritable(args.output)
+        return f"mode {with_peft[0]} needs peft, which is not installed: pip install 'sparse-opt[bench]'"
+    return "" if args.plot is None else why_unplottable() or why_unwritable(args.plot)
 
 
-def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[Job]]:
-    """Make in the folder what was not given; the report without its rows, and a job for each mode."""
+def run(args: Namespace, report: Report) -> None:
+    """Run every mode in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
+        jobs = _prepare(Path(folder), args, report)
+        results = [_run(job, Path(folder), own_data=args.dataset is None) for job in jobs]
+    rows = [summary(result, args.n_warmup) for result in results if result is not None]
+    report |= {"ratios": ratios(rows), "rows": rows}
+    if args.plot is not None and rows:
+        plot(report, args.plot, text(report).partition("\n")[0])
+        print(f"plot: {args.plot}")
+
+
+def _prepare(folder: Path, args: Namespace, report: Report) -> list[Job]:
+    """Make the missing model, masks and data in the folder; fill the report except its rows; return each mode's job."""
     given = args.checkpoint or args.model_name
     model_name = str(args.model_name or args.checkpoint or folder / "model")
     small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
@@ -265,7 +247,7 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
         require_shira_rank(model, args.shira_rank)
     if not given:
         print(f"making a checkpoint in {folder}", flush=True)
-        make_checkpoint(Path(model_name), config, seed=args.seed, device=device)
+        make_checkpoint(Path(model_name), config, seed=args.seed, device=torch.device(args.device))
     dataset = args.dataset
     if dataset is None:
         n_prompt = args.sequence_length - args.max_new_tokens if args.algorithm == "grpo" else None
@@ -273,28 +255,8 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
         length = args.sequence_length if n_prompt is None else n_prompt + 2
         dataset = str(folder / "pairs.jsonl")
         write_pairs(Path(dataset), preference_pairs(args.subset_size or N_PAIRS, length, args.seed, n_prompt))
-    settings = {
-        name: getattr(args, name)
-        for name in (
-            *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
-            *(
-                "max_new_tokens",
-                "lora_rank",
-                "shira_rank",
-                "learning_rate",
-                "gradient_checkpointing",
-                "compile",
-                "l2_fetch_granularity",
-                "seed",
-                "dataset",
-            ),
-            *("density", "pattern", "tile_pattern", "include", "exclude", "mlp_only"),
-        )
-    }
-    report = {
-        "benchmark": "baseline",
+    report |= {
         "algorithm": args.algorithm,
-        "environment": environment(device),
         "model": model_name if given else "random weights",
         "checkpoint": None if args.checkpoint is None else str(args.checkpoint),
         "config": {name: getattr(config, name, None) for name in _SIZES},
@@ -303,38 +265,19 @@ def _prepare(folder: Path, args: argparse.Namespace, device: torch.device) -> tu
         if mask is None
         else {"file": None if args.mask is None else str(args.mask), "nnz": mask.nnz, "pattern": mask.pattern},
         "tile_mask": None if tile_mask is None else {"nnz": tile_mask.nnz, "pattern": tile_mask.pattern},
-        "settings": settings,
+        "settings": {name: getattr(args, name) for name in _SETTINGS},
     }
-    jobs = [
-        Job(
-            algorithm=args.algorithm,
-            mode=mode,
-            model_name=model_name,
-            checkpoint=None if args.checkpoint is None else str(args.checkpoint),
-            dataset=dataset,
-            subset_size=args.subset_size if args.dataset is not None else None,
-            mask=str(tile_mask_file if mode == "tiles" else mask_file),
-            sequence_length=args.sequence_length,
-            n_generations=args.n_generations,
-            max_new_tokens=args.max_new_tokens,
-            n_steps=args.n_steps,
-            batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
-            lora_rank=args.lora_rank,
-            shira_rank=args.shira_rank,
-            gradient_checkpointing=args.gradient_checkpointing,
-            compile=args.compile,
-            l2_fetch_granularity=args.l2_fetch_granularity,
-            kernel_time=args.kernel_time,
-            device=str(device),
-            seed=args.seed,
-        )
-        for mode in args.modes
-    ]
-    return report, jobs
+    shared = {field.name: getattr(args, field.name) for field in fields(Job) if hasattr(args, field.name)} | {
+        "model_name": model_name,
+        "checkpoint": report["checkpoint"],
+        "dataset": dataset,
+        "subset_size": args.subset_size if args.dataset is not None else None,
+    }
+    masks = {mode: str(tile_mask_file if mode == "tiles" else mask_file) for mode in args.modes}
+    return [Job(**(shared | {"mode": mode, "mask": masks[mode]})) for mode in args.modes]
 
 
-def _random_mask(model: nn.Module, args: argparse.Namespace, pattern: str) -> MaskSet:
+def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     parameters = dict(model.named_parameters())
     names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
     if not names:
@@ -347,22 +290,30 @@ def _random_mask(model: nn.Module, args: argparse.Namespace, pattern: str) -> Ma
 
 
 def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:
-    """One mode in its own process, so that peaks are its own; None, with its message already printed, if it failed."""
-    job_file, result_file = folder / f"{job.mode}.job.json", folder / f"{job.mode}.json"
-    job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    print(f"{job.mode}: {job.n_steps} steps", flush=True)
-    command = [sys.executable, "-m", "sparse_opt.bench.training.baseline.run", str(job_file), str(result_file)]
-    # What `datasets` caches of random words goes with them.
+    """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
+    # The cache of `datasets` for the random words is deleted with them.
     caches = {"HF_DATASETS_CACHE": str(folder / "datasets")} if own_data else {}
-    done = subprocess.run(command, check=False, env={**os.environ, **caches})
-    if done.returncode != 0:
-        print(f"{job.mode}: the run ended with exit code {done.returncode}", file=sys.stderr)
-        return None
-    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-    return result
+    return run_in_process("sparse_opt.bench.training.baseline.run", asdict(job), folder, caches)
 
+
+def failures(report: Report, args: Namespace) -> list[str]:
+    failed = [mode for mode in args.modes if mode not in {row["mode"] for row in report["rows"]}]
+    wrong = wrong_results(args.algorithm, report["rows"], compiled=args.compile)
+    return [f"WRONG RESULT: {line}" for line in wrong] + [f"FAILED: mode {mode}" for mode in failed]
+
+
+main = Benchmark(
+    name="baseline",
+    doc=__doc__,
+    epilog=_EPILOG,
+    options=options,
+    problem=problem,
+    measure=run,
+    text=lambda report: f"\n{text(report)}",
+    failures=failures,
+    output="bench/results/baseline_{algorithm}.json",
+    device="cuda",
+).main
 
 if __name__ == "__main__":
-    from sparse_opt.cli.main import main as command_line
-
-    sys.exit(command_line(["bench", "baseline", *sys.argv[1:]]))
+    sys.exit(main())

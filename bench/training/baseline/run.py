@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ from sparse_opt.trainers.policy.models import compile_layers, frozen_copy, load_
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
 from sparse_opt.trainers.run.timing import StepTimer
 
-from ...common.report import write_json
+from ...common.harness import job_main
 
 Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
 MAX_GRAD_NORM = 1.0
@@ -61,22 +61,22 @@ class Job:
     algorithm: Literal["dpo", "grpo"]
     mode: Mode
     model_name: str
-    checkpoint: str | None
+    checkpoint: str | None = None
     dataset: str
-    subset_size: int | None
+    subset_size: int | None = None
     mask: str
     sequence_length: int
-    n_generations: int
-    max_new_tokens: int
+    n_generations: int = 2
+    max_new_tokens: int = 1
     n_steps: int
     batch_size: int
     learning_rate: float
-    lora_rank: int
-    shira_rank: int | None = None  # mode shira wants one
-    gradient_checkpointing: bool
-    compile: bool  # the model's layers, with torch.compile
-    l2_fetch_granularity: int | None = None  # bytes; None: as the device starts
-    kernel_time: bool
+    lora_rank: int = 1
+    shira_rank: int | None = None  # required by mode shira
+    gradient_checkpointing: bool = False
+    compile: bool = False  # the model's layers, with torch.compile
+    l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
+    kernel_time: bool = False
     device: str
     seed: int
 
@@ -371,16 +371,8 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that a JSON file describes and write what was measured to another."""
-    job_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
-    job = Job(**json.loads(job_file.read_text(encoding="utf-8")))
-    try:
-        result = run(job)
-    except (SparseOptError, OSError) as error:
-        print(f"sparse-opt: error: mode {job.mode}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    write_json(result_file, {"job": asdict(job), **result})
-    return 0
+    """Run the job that a JSON file describes and write the measurements to another."""
+    return job_main(lambda job: run(Job(**job)), argv)
 
 
 if __name__ == "__main__":

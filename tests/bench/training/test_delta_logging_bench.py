@@ -62,7 +62,7 @@ def test_the_larger_difference_is_judged():
     for figures in ((10.5, 3.0), (3.0, 10.5)):
         (verdict,) = delta_logging.judge(report_of(*figures))
         assert not verdict.met
-        assert verdict.text == "a log of every step, mode dense (cuda): 10.5 ms a step, wanted <= 10 ms a step"
+        assert verdict.text == "a log of every step, mode dense (cuda): 10.5 ms a step, expected <= 10 ms a step"
     assert delta_logging.judge(report_of(50.0, 50.0, small=True)) == []
     assert delta_logging.judge(report_of(50.0, 50.0, gpu=False)) == []
 
@@ -75,9 +75,9 @@ def test_the_file_system_of_a_path():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "dense,lora"], "--modes dense,lora: wanted some of dense, sparse, each once"),
-        (["--n_steps", "0"], "--n_steps is 0, wanted at least 1"),
-        (["--density", "0"], "--density is 0.0, wanted more than 0"),
+        (["--modes", "dense,lora"], "--modes dense,lora: expected some of dense, sparse, each once"),
+        (["--n_steps", "0"], "--n_steps is 0, expected at least 1"),
+        (["--density", "0"], "--density is 0.0, expected more than 0"),
         (["--directory", "/no/such"], "--directory /no/such: no such folder"),
         (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
     ],
