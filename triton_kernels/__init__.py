@@ -15,8 +15,8 @@ from .delta_codec import delta_apply_, delta_encode
 from .indexed_swap import indexed_swap_
 from .launch import interpreted
 from .masked_grad_gather import masked_grad_gather_
-from .step import step
 from .step_rules import RULES
+from .steps import step
 from .tile_weight_grad import tile_weight_grad_
 
 __all__ = [

@@ -7,14 +7,28 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from sparse_opt import ops
 from sparse_opt.masks.patterns import expand_units
-from sparse_opt.ops import narrow_indices, tile_table
+from sparse_opt.ops import STEP_OPS, narrow_indices, tile_table
 from sparse_opt.ops.narrow import widened
 
 SHAPES = [(7, 33), (1,), (129,), (4, 5, 6), (64, 64), (3, 1030)]
 MASKS = ("random", "empty", "full", "single", "ragged", "some-empty")
 # How indices are stored: one for each element, in two bytes, or one for each run of so many.
 LAYOUTS = ("element", "narrow", "run16", "run64")
+
+# Values of the step ops' options, by name. With a bool option set, others may have to be as here.
+OPTIONS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1}
+BOOL_OPTIONS = {"nesterov": {"nesterov": True, "dampening": 0.0}}
+# The step ops with other options: without each optional state, and with each bool option.
+VARIANTS = [
+    (op.name, options)
+    for op in STEP_OPS.values()
+    for options in [
+        *({option: 0.0, "dampening": 0.0} for option in op.optional.values()),
+        *(BOOL_OPTIONS[option] for option, default in op.options.items() if isinstance(default, bool)),
+    ]
+]
 
 
 def runs_of(kind: str, count: int, i: int, generator: torch.Generator) -> Tensor:
@@ -62,6 +76,11 @@ class Case:
     run_length: int = 1
     index_bases: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Compact buffers for the states of a step op."""
+        return self.exp_avg, self.exp_avg_sq
 
     @property
     def nnz(self) -> int:
@@ -174,6 +193,32 @@ def make(
         run_length=run_length,
         index_bases=None if index_bases is None else index_bases.to(device),
     )
+
+
+def step_options(op: str, **changes: object) -> dict[str, object]:
+    """The options of a step op: those of OPTIONS, else the op's defaults, and changes."""
+    return {**STEP_OPS[op].options, **{n: OPTIONS[n] for n in STEP_OPS[op].options if n in OPTIONS}, **changes}
+
+
+def step_call(
+    op: str, case: Case, *, compact: bool = True, master: bool = False, **changes: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments of a step op on a case; `changes` are options of the op or keywords that all step ops have.
+
+    States that the options do not use are None.
+    """
+    options = step_options(op, **changes)
+    used = STEP_OPS[op].used_states(options)
+    states = (state if name in used else None for name, state in zip(STEP_OPS[op].states, case.states, strict=False))
+    gradient = {"grad": case.grad} if compact else {"dense_grads": case.dense_grads}
+    keywords = {**gradient, "master": case.master if master else None, **case.layout, **case.extra, **options}
+    return (case.params, case.indices, case.starts, case.ends, *states, case.lr, case.steps), keywords
+
+
+def run_step(op: str, case: Case, backend: str, **how: object) -> None:
+    """Call a step op of `sparse_opt.ops` with the arguments of `step_call`."""
+    arguments, keywords = step_call(op, case, **how)
+    getattr(ops, op)(*arguments, **keywords, backend=backend)
 
 
 def bits_of(t: Tensor) -> Tensor:

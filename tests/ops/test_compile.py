@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cases import Case, assert_same_bits, bits_of, make
+from cases import Case, assert_same_bits, bits_of, make, step_call
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from sparse_opt import backends, ops
+from sparse_opt.ops import STEP_OPS
 
 COMPILERS = ("aot_eager", "inductor")
 PLACES = [
@@ -38,65 +39,30 @@ def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+Function = Callable[[Case, str], list[Tensor]]
+
 # What a user would compile: an op between other work, whose results are exact, so that fusing them changes no bit.
 
 
-def adamw(case: Case, backend: str) -> list[Tensor]:
-    ops.indexed_adamw_(
-        case.params,
-        case.indices,
-        case.starts,
-        case.ends,
-        case.exp_avg,
-        case.exp_avg_sq,
-        case.lr * 2,
-        case.steps,
-        grad=case.grad * 0.5,
-        **case.layout,
-        backend=backend,
-    )
-    return [p * 2 for p in case.params] + [case.exp_avg * 2]
+def step(op: str) -> Function:
+    def call(case: Case, backend: str) -> list[Tensor]:
+        arguments, keywords = step_call(op, case)
+        *others, lr, steps = arguments
+        getattr(ops, op)(*others, lr * 2, steps, **{**keywords, "grad": case.grad * 0.5}, backend=backend)
+        return [p * 2 for p in case.params] + [case.exp_avg * 2]
+
+    return call
 
 
-def adamw_with_everything(case: Case, backend: str) -> list[Tensor]:
-    ops.indexed_adamw_(
-        case.params,
-        case.indices,
-        case.starts,
-        case.ends,
-        case.exp_avg,
-        case.exp_avg_sq,
-        case.lr,
-        case.steps,
-        dense_grads=case.dense_grads,
-        master=case.master,
-        beta1=0.8,
-        clip_coef=case.lr * 8,
-        grad_scale=case.lr * 64,
-        found_inf=case.lr * 0,
-        stochastic_rounding=True,
-        seed=2**40 + 17,
-        **case.layout,
-        backend=backend,
-    )
-    return [p * 2 for p in case.params] + [case.master * 2]
+def step_with_everything(op: str) -> Function:
+    def call(case: Case, backend: str) -> list[Tensor]:
+        arguments, keywords = step_call(op, case, compact=False, master=True)
+        scalars = {"clip_coef": case.lr * 8, "grad_scale": case.lr * 64, "found_inf": case.lr * 0}
+        rounding = {"stochastic_rounding": True, "seed": 2**40 + 17}
+        getattr(ops, op)(*arguments, **keywords, **scalars, **rounding, backend=backend)
+        return [p * 2 for p in case.params] + [case.master * 2]
 
-
-def sgd(case: Case, backend: str) -> list[Tensor]:
-    ops.indexed_sgd_(
-        case.params,
-        case.indices,
-        case.starts,
-        case.ends,
-        case.exp_avg,
-        case.lr,
-        case.steps,
-        dense_grads=[g * 0.5 for g in case.dense_grads],
-        momentum=0.9,
-        **case.layout,
-        backend=backend,
-    )
-    return [p * 2 for p in case.params]
+    return call
 
 
 def gather(case: Case, backend: str) -> list[Tensor]:
@@ -171,11 +137,9 @@ def apply(case: Case, backend: str) -> list[Tensor]:
     return [p * 2 for p in case.params]
 
 
-Function = Callable[[Case, str], list[Tensor]]
 FUNCTIONS: dict[str, Function] = {
-    "indexed_adamw_": adamw,
-    "indexed_adamw_, all options": adamw_with_everything,
-    "indexed_sgd_": sgd,
+    **{op: step(op) for op in STEP_OPS},
+    **{f"{op}, all options": step_with_everything(op) for op in STEP_OPS},
     "masked_grad_gather_": gather,
     "tile_weight_grad_": tile_grad,
     "indexed_swap_": swap,
@@ -234,8 +198,11 @@ def test_the_break_at_delta_encode_names_the_setting_and_changes_no_result():
     assert any("capture_dynamic_output_shape_ops" in reason for reason in counters["graph_break"])
 
 
+ADAMW = FUNCTIONS["indexed_adamw_"]
+
+
 def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, list[list[int]]]:
-    """The case that `adamw` was compiled for, and where the parameters were that its kernel was called with."""
+    """The case that the step was compiled for, and where the parameters were that its kernel was called with."""
     seen: list[list[int]] = []
     function = backends.function
 
@@ -250,7 +217,7 @@ def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, 
 
     monkeypatch.setattr(backends, "function", noted)
     case = make(torch.device("cpu"))
-    torch.compile(adamw, fullgraph=True, backend=compiler)(case, "cpu")
+    torch.compile(ADAMW, fullgraph=True, backend=compiler)(case, "cpu")
     return case, seen
 
 
@@ -266,7 +233,7 @@ def test_parameters_that_require_gradients():
     want, got = case.clone(), case.clone()
     for c in (want, got):
         c.params = [torch.nn.Parameter(p) for p in c.params]
-    eager, compiled = adamw(want, "cpu"), torch.compile(adamw, fullgraph=True, backend="aot_eager")(got, "cpu")
+    eager, compiled = ADAMW(want, "cpu"), torch.compile(ADAMW, fullgraph=True, backend="aot_eager")(got, "cpu")
     assert_equal_bits(compiled, eager)
     assert_same_bits(got, want)
     assert [t.requires_grad for t in compiled] == [t.requires_grad for t in eager] == [True] * 6 + [False]
@@ -278,7 +245,7 @@ def test_a_wrong_argument_is_named_when_the_function_is_traced():
     case = make(torch.device("cpu"))
     case.exp_avg = case.exp_avg[:3]
     with pytest.raises(TorchRuntimeError, match=r"indexed_adamw_: exp_avg has 3 elements, expected \d+"):
-        torch.compile(adamw, fullgraph=True, backend="aot_eager")(case, "cpu")
+        torch.compile(ADAMW, fullgraph=True, backend="aot_eager")(case, "cpu")
 
 
 def graphs_of(function: Callable[..., object], calls: list[tuple[object, ...]]) -> int:
@@ -297,7 +264,7 @@ def test_device_scalars_make_no_new_graph():
         case = case.clone()
         case.lr, case.steps = case.lr * 0.9, case.steps + i
         calls.append((case, "cpu"))
-    assert graphs_of(adamw, calls) == 1
+    assert graphs_of(ADAMW, calls) == 1
 
 
 @pytest.mark.parametrize("op", [op for op in FUNCTIONS if op != "delta_encode"])
@@ -309,7 +276,7 @@ def test_other_masks_of_one_model_share_a_graph(op):
 
 def test_each_length_of_the_lists_has_one_graph():
     cases = [make(torch.device("cpu"), shapes=[(7, 33)] * n) for n in (1, 2, 3)]
-    assert graphs_of(adamw, [(case, "cpu") for case in cases * 3]) == 3
+    assert graphs_of(ADAMW, [(case, "cpu") for case in cases * 3]) == 3
 
 
 def states(count: int) -> list[tuple[list[Tensor], list[Tensor]]]:

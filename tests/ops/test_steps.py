@@ -1,4 +1,4 @@
-"""indexed_adamw_ and indexed_sgd_ on every backend against the reference: the same bits, everywhere."""
+"""Every step op on every backend against the reference: the same bits, everywhere."""
 
 from __future__ import annotations
 
@@ -7,67 +7,33 @@ import math
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, assert_same_bits, behind_its_beginning, make
+from cases import (
+    LAYOUTS,
+    MASKS,
+    VARIANTS,
+    assert_same_bits,
+    behind_its_beginning,
+    make,
+    run_step,
+    step_call,
+)
 
-from sparse_opt import ops
-from sparse_opt.ops import narrow_indices
+from sparse_opt.ops import STEP_OPS, narrow_indices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ADAMW = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-SGD = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}
 
 
 def name_of(value):
     return str(value).removeprefix("torch.")
 
 
-def run_adamw(case, backend, *, compact=True, master=False, **options):
-    ops.indexed_adamw_(
-        case.params,
-        case.indices,
-        case.starts,
-        case.ends,
-        case.exp_avg,
-        case.exp_avg_sq,
-        case.lr,
-        case.steps,
-        grad=case.grad if compact else None,
-        dense_grads=None if compact else case.dense_grads,
-        master=case.master if master else None,
-        **case.layout,
-        backend=backend,
-        **{**ADAMW, **case.extra, **options},
-    )
-
-
-def run_sgd(case, backend, *, compact=True, master=False, buffer=True, **options):
-    ops.indexed_sgd_(
-        case.params,
-        case.indices,
-        case.starts,
-        case.ends,
-        case.exp_avg if buffer else None,
-        case.lr,
-        case.steps,
-        grad=case.grad if compact else None,
-        dense_grads=None if compact else case.dense_grads,
-        master=case.master if master else None,
-        **case.layout,
-        backend=backend,
-        **{**(SGD if buffer else {"weight_decay": 0.1}), **case.extra, **options},
-    )
-
-
-RUNS = {"adamw": run_adamw, "sgd": run_sgd}
-
-
-def check(run, case, place, rounds=2, **options):
+def check(op, case, place, rounds=2, **options):
     """Several calls in a row, so that what one leaves behind is what the next starts from."""
     _, backend = place
     want, got = case.clone(), case.clone()
     for _ in range(rounds):
-        run(want, "reference", **options)
-        run(got, backend, **options)
+        run_step(op, want, "reference", **options)
+        run_step(op, got, backend, **options)
         for c in (want, got):
             c.steps += 1
     assert_same_bits(got, want)
@@ -77,10 +43,10 @@ def check(run, case, place, rounds=2, **options):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_masks(op, dtype, layout, mask, place):
     case = make(torch.device(place[0]), dtype=dtype, mask=mask, layout=layout)
-    got = check(RUNS[op], case, place)
+    got = check(op, case, place)
     for i, (before, after) in enumerate(zip(case.params, got.params, strict=True)):
         inactive = torch.ones(before.numel(), dtype=torch.bool, device=before.device)
         inactive[case.positions(i)] = False
@@ -96,7 +62,7 @@ def test_masks(op, dtype, layout, mask, place):
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_storage(op, dtype, layout, moments, master, rounding, compact, place):
     case = make(
         torch.device(place[0]),
@@ -106,14 +72,14 @@ def test_storage(op, dtype, layout, moments, master, rounding, compact, place):
         shapes=[(5, 33), (70,)],
         layout=layout,
     )
-    check(RUNS[op], case, place, compact=compact, master=master, stochastic_rounding=rounding, seed=2**40 + 17)
+    check(op, case, place, compact=compact, master=master, stochastic_rounding=rounding, seed=2**40 + 17)
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype, place):
     case = make(
         torch.device(place[0]),
@@ -122,27 +88,27 @@ def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype,
         index_dtype=index_dtype,
         layout=layout,
     )
-    check(RUNS[op], case, place, rounds=1, compact=compact)
+    check(op, case, place, rounds=1, compact=compact)
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("layout", ["element", "narrow"])
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
     """All in fp32, whose steps on a CPU look up to 512 slots ahead in a ring of 1024, 16 at a time."""
     lengths = [n + off for n in (16, 256, 512, 768, 1024, 2048, 8192) for off in (-1, 0, 1)]
     case = make(torch.device(place[0]), shapes=[(n,) for n in lengths], mask="full", layout=layout)
     case.extra["grad_scale"] = torch.tensor([3.0], device=place[0])
     case.extra["clip_coef"] = torch.tensor([0.7], device=place[0])
-    check(RUNS[op], case, place, compact=compact)
+    check(op, case, place, compact=compact)
     scattered = make(torch.device(place[0]), shapes=[(60000,), (3,), (9000,)], layout=layout)
-    check(RUNS[op], scattered, place, compact=compact)
+    check(op, scattered, place, compact=compact)
 
 
 @pytest.mark.parametrize(("moments", "rounding"), [(torch.float32, False), (torch.bfloat16, True)], ids=["", "rounded"])
 @pytest.mark.parametrize("layout", ["element", "narrow"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
     """No more than there are granules of memory, which GPU kernels go by; lists on both sides of a table's size."""
     long = dtype == torch.bfloat16 and place != ("cpu", "triton")  # slow in the interpreter, and Triton has one table
@@ -151,7 +117,7 @@ def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
     case = make(device, dtype=dtype, moment_dtype=moments, mask="far-apart", shapes=shapes, layout=layout)
     assert case.ends[0] - case.starts[0] > 2 * 640  # several blocks
     assert case.numel * dtype.itemsize >= 64 * case.nnz
-    check(RUNS[op], case, place, compact=False, stochastic_rounding=rounding)
+    check(op, case, place, compact=False, stochastic_rounding=rounding)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +125,7 @@ def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
     [("grad", True), ("dense_grads", False), ("params", False), ("exp_avg", False), ("master", False)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_runs_in_buffers_that_no_vector_fits(op, which, compact, place):
     device, backend = place
     case = make(torch.device(device), dtype=torch.bfloat16, layout="run16")
@@ -168,19 +134,19 @@ def test_runs_in_buffers_that_no_vector_fits(op, which, compact, place):
     moved = [behind_its_beginning(t) for t in held] if isinstance(held, list) else behind_its_beginning(held)
     setattr(got, which, moved)
     for c, name in ((want, "reference"), (got, backend)):
-        RUNS[op](c, name, compact=compact, master=True)
+        run_step(op, c, name, compact=compact, master=True)
     assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("layout", ["run2", "run8", "run128", "run2048"])
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, layout, place):
     shapes = [(5, 1031), (2047,), (3, 2100)]
     case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="ragged", shapes=shapes, layout=layout)
-    check(RUNS[op], case, place, compact=False, stochastic_rounding=True)
+    check(op, case, place, compact=False, stochastic_rounding=True)
 
 
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_offsets_past_the_sign_bit(op, place):
     """256 elements that span nearly all that two bytes can hold, and segments that begin and end inside a frame."""
     case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="empty", shapes=[(300_000,), (3,), (70_001,)])
@@ -199,10 +165,10 @@ def test_offsets_past_the_sign_bit(op, place):
     case.starts, case.ends = starts, ends
     for i, positions in enumerate(picked):
         assert torch.equal(case.positions(i).cpu(), positions.long())
-    check(RUNS[op], case, place, compact=False)
+    check(op, case, place, compact=False)
 
 
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_runs_are_their_elements(op, any_place):
     """One index for a run gives the bits that one for each of its elements gives."""
     device, backend = any_place
@@ -212,26 +178,24 @@ def test_runs_are_their_elements(op, any_place):
     positions = [outside, *(case.positions(i) for i in range(len(case.params))), outside]
     elements.indices, elements.run_length = torch.cat(positions).int().to(device), 1
     for c in (case, elements):
-        RUNS[op](c, backend, compact=False, stochastic_rounding=True)
+        run_step(op, c, backend, compact=False, stochastic_rounding=True)
     case.indices = elements.indices
     assert_same_bits(case, elements)
 
 
 @pytest.mark.parametrize("step", [1, 2, 1000, 2**24 - 20])
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_step_counts(op, step, place):
-    check(RUNS[op], make(torch.device(place[0]), step=step, shapes=[(5, 33), (70,)]), place)
+    check(op, make(torch.device(place[0]), step=step, shapes=[(5, 33), (70,)]), place)
 
 
-@pytest.mark.parametrize(
-    "options", [{"buffer": False}, {"nesterov": True, "dampening": 0.0}, {"dampening": 0.0}], ids=str
-)
 @pytest.mark.parametrize("step", [1, 7])
-def test_sgd_variants(options, step, place):
-    check(run_sgd, make(torch.device(place[0]), step=step), place, **options)
+@pytest.mark.parametrize(("op", "options"), VARIANTS, ids=str)
+def test_variants(op, options, step, place):
+    check(op, make(torch.device(place[0]), step=step), place, **options)
 
 
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_device_scalars(op, place):
     device = torch.device(place[0])
     for names in itertools.chain.from_iterable(
@@ -240,38 +204,39 @@ def test_device_scalars(op, place):
         case = make(device, shapes=[(5, 33), (70,)])
         values = {"clip_coef": 0.37, "grad_scale": 1.5, "found_inf": 0.0}
         case.extra = {n: torch.tensor([values[n]], device=device) for n in names}
-        check(RUNS[op], case, place, rounds=1)
+        check(op, case, place, rounds=1)
 
 
 @pytest.mark.parametrize("master", [False, True], ids=["", "master"])
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_found_inf_changes_nothing(op, master, any_place):
     device, backend = any_place
     case = make(torch.device(device), dtype=torch.bfloat16)
     case.extra = {"found_inf": torch.tensor([math.inf], device=device)}
     case.grad.fill_(math.nan)
     got = case.clone()
-    RUNS[op](got, backend, master=master)
+    run_step(op, got, backend, master=master)
     assert_same_bits(got, case)
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_nonfinite_gradients_stay_where_they_are(op, dtype, rounding, compact, place):
     case = make(torch.device(place[0]), dtype=dtype, mask="full", shapes=[(5, 33), (70,)])
     for bad, at in ((math.nan, 3), (math.inf, 8), (-math.inf, 20)):
         case.grad[at + 1] = bad
         case.dense_grads[0].view(-1)[at] = bad
-    got = check(RUNS[op], case, place, rounds=1, compact=compact, stochastic_rounding=rounding)
+    got = check(op, case, place, rounds=1, compact=compact, stochastic_rounding=rounding)
     wrong = ~got.params[0].view(-1).isfinite()
     assert set(wrong.nonzero().view(-1).tolist()) <= {3, 8, 20}
     assert wrong[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
-def test_extreme_values_round_alike(dtype, place):
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_extreme_values_round_alike(op, dtype, place):
     """Subnormals, the largest finite values and ties, through a step that leaves the weight as it is (lr 0)."""
     device = torch.device(place[0])
     case = make(device, dtype=dtype, mask="full", shapes=[(256,)])
@@ -280,7 +245,7 @@ def test_extreme_values_round_alike(dtype, place):
     case.master[1:-1] = values
     case.lr.zero_()
     for rounding in (False, True):
-        check(run_adamw, case, place, rounds=1, master=True, weight_decay=0.0, stochastic_rounding=rounding)
+        check(op, case, place, rounds=1, master=True, weight_decay=0.0, stochastic_rounding=rounding)
 
 
 def test_stochastic_rounding_repeats_itself_and_depends_on_seed_step_and_element(any_place):
@@ -293,7 +258,8 @@ def test_stochastic_rounding_repeats_itself_and_depends_on_seed_step_and_element
     def run(seed, step):
         c = case.clone()
         c.steps.fill_(step)
-        run_sgd(c, backend, buffer=False, weight_decay=0.0, stochastic_rounding=True, seed=seed)
+        options = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
+        run_step("indexed_sgd_", c, backend, **options, stochastic_rounding=True, seed=seed)
         return c.params[0]
 
     assert torch.equal(run(1, 5), run(1, 5))
@@ -307,48 +273,39 @@ def test_stochastic_rounding_repeats_itself_and_depends_on_seed_step_and_element
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 2**31, 2**62 + 2**31, 2**63 - 1])
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize("op", STEP_OPS)
 def test_seeds_of_any_width(op, seed, place):
     """Those that fill the sign bit of a word, which Triton and its interpreter hold in different types, among them."""
     case = make(torch.device(place[0]), dtype=torch.bfloat16, moment_dtype=torch.bfloat16, shapes=[(5, 33), (70,)])
-    check(RUNS[op], case, place, stochastic_rounding=True, seed=seed)
+    check(op, case, place, stochastic_rounding=True, seed=seed)
 
 
-def test_empty_list(any_place):
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_empty_list(op, compact, any_place):
     device, backend = any_place
     case = make(torch.device(device), shapes=[(3,)], mask="empty")
     case.params, case.dense_grads, case.starts, case.ends, case.steps = [], [], [], [], case.steps[:0]
-    run_adamw(case, backend)
-    run_sgd(case, backend, compact=False)
+    run_step(op, case, backend, compact=compact)
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("layout", ["element", "narrow", "run16"])
-def test_opcheck(layout, dtype, compact, any_place):
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_opcheck(op, layout, dtype, compact, any_place):
     device, backend = any_place
     shapes = [(3, 21), (4,)]
     case = make(torch.device(device), dtype=dtype, mask="ragged", shapes=shapes, layout=layout)
-    gradient = {"grad": case.grad} if compact else {"dense_grads": case.dense_grads}
-    how = {**case.layout, "backend": backend}
-    common = dict(gradient, master=case.master, **how)
-    segments = (case.params, case.indices, case.starts, case.ends)
-    torch.library.opcheck(
-        torch.ops.sparse_opt.indexed_adamw_.default,
-        (*segments, case.exp_avg, case.exp_avg_sq, case.lr, case.steps),
-        common,
-    )
-    torch.library.opcheck(
-        torch.ops.sparse_opt.indexed_sgd_.default,
-        (*segments, case.exp_avg, case.lr, case.steps),
-        dict(common, momentum=0.9),
-    )
+    arguments, keywords = step_call(op, case, compact=compact, master=True)
+    torch.library.opcheck(getattr(torch.ops.sparse_opt, op).default, arguments, {**keywords, "backend": backend})
 
 
-def test_versions_are_bumped(any_place):
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_versions_are_bumped(op, any_place):
     device, backend = any_place
     case = make(torch.device(device))
-    before = [p._version for p in (*case.params, case.exp_avg, case.exp_avg_sq, case.master)]
-    run_adamw(case, backend, master=True)
-    after = [p._version for p in (*case.params, case.exp_avg, case.exp_avg_sq, case.master)]
-    assert all(b > a for a, b in zip(before, after, strict=True))
+    written = [*case.params, *case.states[: len(STEP_OPS[op].states)], case.master]
+    before = [t._version for t in written]
+    run_step(op, case, backend, master=True)
+    assert all(t._version > version for t, version in zip(written, before, strict=True))

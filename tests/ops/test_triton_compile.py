@@ -6,6 +6,7 @@ The compiler runs in a child process without TRITON_INTERPRET, under which the k
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -16,51 +17,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+from cases import BOOL_OPTIONS, make, step_call, step_options
+from cases import VARIANTS as OTHER_OPTIONS
 
 from sparse_opt.backends import TRITON_MINIMUM
+from sparse_opt.ops import STEP_OPS
 
 pytest.importorskip("triton", reason="needs triton")
 
 # Parameter -> pointer or scalar type; None: the argument is left out; the value itself for a constexpr (upper case).
 _RANGE = {"start": "i64", "end": "i64"}
 _LIST = {"blocks": "*i64", "indices": "*i32", "index_bases": None, **_RANGE, "BLOCK": 1024, "RUN": 1}
-_STEP = {
-    **_LIST,
-    "BLOCK": 512,
-    "param_table": "*i64",
-    "grad_table": None,
-    "grad": "*fp32",
-    "master": None,
-    "lr": "*fp32",
-    "steps": "*fp32",
-    "clip_coef": "*fp32",
-    "grad_scale": "*fp32",
-    "found_inf": "*fp32",
-    "weight_decay": "fp32",
-    "key": "i32",
-    "PARAM": "bfloat16",
-    "GRAD": None,
-    "STOCHASTIC": False,
-}
-_ADAMW = {
-    **{name: kind for name, kind in _STEP.items() if name not in ("lr", "weight_decay")},
-    "scalars": "*fp32",
-    "exp_avg": "*fp32",
-    "exp_avg_sq": "*fp32",
-    "lerp_factor": "fp32",
-    "beta2": "fp32",
-    "one_minus_beta2": "fp32",
-    "eps": "fp32",
-}
-_ADAMW_SCALARS = {
-    "scalars": "*fp32",
-    "lr": "*fp32",
-    "steps": "*fp32",
-    "beta1_bits": "i64",
-    "beta2_bits": "i64",
-    "weight_decay": "fp32",
-}
-_SGD = {**_STEP, "momentum_buffer": "*fp32", "momentum": "fp32", "one_minus_dampening": "fp32", "NESTEROV": False}
 _GATHER = {
     **_LIST,
     "dense_table": "*i64",
@@ -115,34 +83,32 @@ _ONE_TENSOR = {"blocks": None}
 _DENSE_GRADS = {"grad": None, "grad_table": "*i64", "GRAD": "float16"}
 _RUNS = {"RUN": 32}
 _NARROW = {"indices": "*u16", "index_bases": "*i32"}
-_BARE = {"clip_coef": None, "grad_scale": None, "found_inf": None}
-_BF16_MOMENTS = {"exp_avg": "*bf16", "exp_avg_sq": "*bf16"}
+
+# A step op called by its launcher: the dtypes of `make`, and the other arguments of `step_call`.
+_SCALED = {"scaled": True}
+_STEPS: dict[str, dict[str, Any]] = {
+    "plain": _SCALED,
+    "master": {"master": True, "index_dtype": torch.int64},
+    "bf16-states": {**_SCALED, "moment_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
+    "stochastic": {**_SCALED, "moment_dtype": torch.bfloat16, "stochastic_rounding": True},
+    "stochastic-fp16": {**_SCALED, "dtype": torch.float16, "stochastic_rounding": True},
+    "dense-grads": {**_SCALED, "compact": False, "dtype": torch.float32, "grad_dtype": torch.float16},
+    "one": {**_SCALED, "shapes": [(70,)]},
+    "runs": {**_SCALED, "layout": "run16"},
+    "runs-one": {**_SCALED, "layout": "run16", "shapes": [(70,)], "compact": False},
+    "narrow": {**_SCALED, "layout": "narrow"},
+}
+# name -> op, keywords; the kernel of a rule's scalars is compiled with the first variant.
+STEPS = {
+    **{f"{op}-{name}": (op, how) for op in STEP_OPS for name, how in _STEPS.items()},
+    **{f"{op}-{','.join(options)}": (op, {**_SCALED, **options}) for op, options in OTHER_OPTIONS},
+}
+
 
 # name -> module, kernel, parameters
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     name: (module, f"_{kernel}_kernel", parameters)
     for name, module, kernel, parameters in [
-        ("adamw", "indexed_adamw", "indexed_adamw", _ADAMW),
-        ("adamw-master", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BARE, "master": "*fp32", "indices": "*i64"}),
-        ("adamw-bf16-moments", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BF16_MOMENTS, "grad": "*bf16"}),
-        ("adamw-stochastic", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_BF16_MOMENTS, "STOCHASTIC": True}),
-        ("adamw-stochastic-fp16", "indexed_adamw", "indexed_adamw", {**_ADAMW, "STOCHASTIC": True, "PARAM": "float16"}),
-        ("adamw-dense-grads", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_DENSE_GRADS, "PARAM": "float32"}),
-        ("adamw-one", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_ONE_TENSOR, "param_table": "*bf16"}),
-        ("adamw-runs", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_RUNS}),
-        (
-            "adamw-runs-one",
-            "indexed_adamw",
-            "indexed_adamw",
-            {**_ADAMW, **_RUNS, **_ONE_TENSOR, "param_table": "*bf16"},
-        ),
-        ("adamw-narrow", "indexed_adamw", "indexed_adamw", {**_ADAMW, **_NARROW}),
-        ("adamw-scalars", "indexed_adamw", "adamw_scalars", _ADAMW_SCALARS),
-        ("sgd", "indexed_sgd", "indexed_sgd", _SGD),
-        ("sgd-narrow", "indexed_sgd", "indexed_sgd", {**_SGD, **_NARROW}),
-        ("sgd-runs", "indexed_sgd", "indexed_sgd", {**_SGD, **_RUNS, **_DENSE_GRADS}),
-        ("sgd-nesterov-stochastic", "indexed_sgd", "indexed_sgd", {**_SGD, "NESTEROV": True, "STOCHASTIC": True}),
-        ("sgd-no-momentum", "indexed_sgd", "indexed_sgd", {**_SGD, "momentum_buffer": None, "master": "*fp32"}),
         ("gather", "masked_grad_gather", "masked_grad_gather", _GATHER),
         ("gather-one", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_ONE_TENSOR, "dense_table": "*fp16"}),
         ("gather-narrow", "masked_grad_gather", "masked_grad_gather", {**_GATHER, **_NARROW}),
@@ -194,18 +160,19 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("delta-apply", "delta_codec", "delta_apply", {**_DELTA_APPLY, "values": "*i16"}),
     ]
 }
-ARITHMETIC = [name for name in VARIANTS if name.startswith(("adamw", "sgd", "gather")) or "-add" in name]
+ARITHMETIC = [*STEPS, *(name for name in VARIANTS if name.startswith("gather") or "-add" in name)]
 TILES = [name for name in VARIANTS if name.startswith("tile")]
 PRODUCTS = [name for name in TILES if "-add" not in name]
-ADAMW = [name for name in VARIANTS if name.startswith("adamw")]
 
 # The oldest (backends.TRITON_MINIMUM), and those whose products are summed in tensor memory.
 OTHER_GPUS = (70, 100)
 ON_OTHER_GPUS = (
-    *("adamw-stochastic", "adamw-scalars", "sgd", "gather", "gather-sums"),
+    *("gather", "gather-sums"),
     *("tile64-bf16", "tile64-fp32", "tile64-add"),
     *("swap", "delta-mark", "delta-write", "delta-apply"),
 )
+
+STEPS_ON_OTHER_GPUS = tuple(f"{op}-stochastic" for op in STEP_OPS)
 
 
 def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +189,7 @@ def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
     if name.startswith(("delta-mark", "delta-write")):
         assert expected["BLOCK"] == launch.ELEMENTS and expected.get("CHANGES", launch.CHANGES) == launch.CHANGES
         return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
-    few = name.startswith(("adamw", "sgd", "delta-apply"))
+    few = name.startswith("delta-apply")
     assert expected.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
     return launch.SLOT_OPTIONS
 
@@ -265,8 +232,11 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
     return compiled
 
 
-class _Sm90Driver:
+class _Driver:
     """What Triton asks of a device up to the launch itself."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_device(self) -> int:
         return 0
@@ -277,7 +247,59 @@ class _Sm90Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def _step_case(
+    shapes: list[tuple[int, ...]] | None = None, scaled: bool = False, **how: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A case of bf16 parameters and fp32 gradients, and the arguments in `how` that are not those of `make`."""
+    kinds = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    kinds |= {name: how.pop(name) for name in list(how) if name in inspect.signature(make).parameters}
+    case = make(torch.device("cpu"), shapes=shapes or [(7, 33), (70,)], mask="full", **kinds)
+    if scaled:
+        case.extra = {name: torch.ones(1) for name in ("clip_coef", "grad_scale", "found_inf")}
+    return case, how
+
+
+def _compile_steps(names: Iterable[str], capability: int) -> dict[str, dict[str, Any]]:
+    """In the child: what the launchers of the step ops compile, as `_compile_all` describes it."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from sparse_opt import triton_kernels
+
+    driver.set_active(_Driver(capability))
+    compiled: dict[str, dict[str, Any]] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        result = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        integers = [p for p, value in zip(kernel.params, args, strict=False) if isinstance(value, int)]
+        compiled[name if kernel.__name__ == "_step_kernel" else f"{op}-scalars"] = {
+            "ptx": result.asm["ptx"],
+            "cubin": len(result.asm["cubin"]),
+            "specialized": [
+                p.name for p in integers if not p.do_not_specialize or p.annotation_type not in ("i32", "i64")
+            ],
+            "shared": result.metadata.shared,
+        }
+
+    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+        for name in names:
+            op, how = STEPS[name]
+            case, how = _step_case(**how)
+            arguments, keywords = step_call(op, case, **how)
+            getattr(triton_kernels, op)(*arguments, **keywords)
+    return compiled
+
+
+def _varied(op: str) -> list[dict[str, Any]]:
+    """Options of a step op that differ in their values, not in the states that they use."""
+    changes = [{name: value} for name in STEP_OPS[op].options for value in (0, 1, 16) if name not in BOOL_OPTIONS]
+    options = [step_options(op, **change) for change in [{}, *changes]]
+    used = STEP_OPS[op].used_states(options[0])
+    return [o for o in options if not STEP_OPS[op].why_invalid(o) and STEP_OPS[op].used_states(o) == used]
 
 
 def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
@@ -288,7 +310,7 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
 
     from sparse_opt import triton_kernels as ops
 
-    driver.set_active(_Sm90Driver())
+    driver.set_active(_Driver(90))
     launched: dict[str, set[int]] = {}
     run = JITFunction.run
 
@@ -299,24 +321,36 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
     n = 40
     dense, compact = [torch.zeros(n), torch.zeros(n)], torch.zeros(n)
     indices = torch.arange(n, dtype=torch.int32)
-    one, steps = torch.ones(1), torch.ones(2)
-    two = (indices, [0, 16], [16, 17])
+    one = torch.ones(1)
     tiles = torch.zeros(20, 4, dtype=torch.int64)
+
+    def launch_step(op: str, shapes: list[tuple[int, ...]], **how: Any) -> None:
+        case, how = _step_case(shapes, dtype=torch.float32, **how)
+        for name in ("params", "starts", "ends"):
+            setattr(case, name, how.pop(name, getattr(case, name)))
+        if len(case.params) == 1:
+            case.dense_grads = case.params
+        arguments, keywords = step_call(op, case, **how)
+        getattr(ops, op)(*arguments, **keywords)
+
     calls: dict[str, list[Any]] = {
-        "indexed_adamw_": [
-            lambda kw=kw: ops.indexed_adamw_(dense, *two, compact, compact, one, steps, grad=compact, **kw)
-            for kw in ({}, {"seed": 1}, {"seed": 16}, {"seed": 2**62}, {"beta1": 0.0, "beta2": 0.0}, {"eps": 1})
-        ],
-        "indexed_adamw_ of one tensor": [
-            lambda s=s, e=e, t=t: ops.indexed_adamw_(
-                [t], indices, [s], [e], compact, compact, one, one, dense_grads=[t], stochastic_rounding=True
-            )
-            for s, e, t in ((0, 1, dense[0]), (1, 16, dense[0]), (16, 17, dense[0][1:]), (1, n, dense[0][4:]))
-        ],
-        "indexed_sgd_": [
-            lambda kw=kw: ops.indexed_sgd_(dense, *two, compact, one, steps, grad=compact, **{"momentum": 0.5, **kw})
-            for kw in ({}, {"momentum": 1}, {"dampening": 1}, {"weight_decay": 16, "seed": 1})
-        ],
+        **{
+            f"{op} of {tensors} tensors": [
+                lambda op=op, tensors=tensors, how=how: launch_step(
+                    op, [(70,)] * tensors, stochastic_rounding=True, **how
+                )
+                for how in [*_varied(op), *({"seed": seed} for seed in (1, 16, 2**62))]
+            ]
+            for op in STEP_OPS
+            for tensors in (1, 2)
+        },
+        **{
+            f"{op} of a part of a tensor": [
+                lambda op=op, s=s, e=e, t=t: launch_step(op, [(n,)], compact=False, params=[t], starts=[s], ends=[e])
+                for s, e, t in ((0, 1, dense[0]), (1, 16, dense[0]), (16, 17, dense[0][1:]), (1, n, dense[0][4:]))
+            ]
+            for op in STEP_OPS
+        },
         "masked_grad_gather_": [
             lambda s=s, e=e: ops.masked_grad_gather_(compact, dense[:1], indices, [s], [e], scale=one, found_inf=one)
             for s, e in ((0, 1), (1, 16), (16, 17), (1, n))
@@ -373,7 +407,7 @@ def test_varying_scalars_compile_once(child: dict[str, Any]) -> None:
     assert {name for name, kernels in child["launched"].items() if set(kernels.values()) != {1}} == set()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*STEPS, *VARIANTS])
 def test_compiles_for_sm_90(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert ".target sm_90" in compiled[name]["ptx"]
     assert compiled[name]["cubin"] > 0
@@ -387,14 +421,14 @@ def test_other_gpus_have_one_variant_of_each_kernel() -> None:
 @pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_compiles_for_other_gpus(capability: int) -> None:
     found = _run_child(str(capability))
-    assert set(found) == set(ON_OTHER_GPUS)
+    assert set(found) >= {*ON_OTHER_GPUS, *STEPS_ON_OTHER_GPUS}
     assert all(f".target sm_{capability}" in one["ptx"] and one["cubin"] > 0 for one in found.values())
     # What a block may have of 7.5 and of 10.0 (CUDA C++ Programming Guide, technical specifications).
     limit_kib = {70: 64, 100: 227}[capability]
     assert max(one["shared"] for one in found.values()) <= limit_kib * 1024
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*STEPS, *VARIANTS])
 def test_no_scalar_is_specialized(compiled: dict[str, dict[str, Any]], name: str) -> None:
     """A learning rate, a seed or an end that is 1 or a multiple of 16 must not compile a second kernel."""
     assert compiled[name]["specialized"] == []
@@ -407,13 +441,17 @@ def test_operations_are_not_contracted(compiled: dict[str, dict[str, Any]], name
     assert ".ftz" not in ptx  # subnormal second moments of small gradients are not zero
 
 
-@pytest.mark.parametrize("name", ADAMW)
+@pytest.mark.parametrize("name", STEPS)
 def test_roots_and_quotients_are_ieee(compiled: dict[str, dict[str, Any]], name: str) -> None:
-    ptx = compiled[name]["ptx"]
-    found = set(re.findall(r"\b(?:sqrt|div)\.\S+", ptx))
-    dtype = "f64" if name == "adamw-scalars" else "f32"
-    assert {f"sqrt.rn.{dtype}", f"div.rn.{dtype}"} <= found
+    found = set(re.findall(r"\b(?:sqrt|div)\.\S+", compiled[name]["ptx"]))
+    assert "div.rn.f32" in found or not STEPS[name][1].get("scaled")
     assert not {op for op in found if "approx" in op or "full" in op}
+
+
+def test_adamw_has_ieee_roots_and_quotients(compiled: dict[str, dict[str, Any]]) -> None:
+    for name, dtype in (("indexed_adamw_-master", "f32"), ("indexed_adamw_-scalars", "f64")):
+        found = set(re.findall(r"\b(?:sqrt|div)\.\S+", compiled[name]["ptx"]))
+        assert found == {f"sqrt.rn.{dtype}", f"div.rn.{dtype}"}
 
 
 def test_aligned_compare_loads_16_bytes(compiled: dict[str, dict[str, Any]]) -> None:
@@ -442,8 +480,12 @@ def test_aligned_operands_are_copied_16_bytes_at_a_time(compiled: dict[str, dict
     assert set(copies) == {"0x10"}
 
 
+def _compile(names: Iterable[str], steps: Iterable[str], capability: int) -> dict[str, dict[str, Any]]:
+    return {**_compile_all(names, capability), **_compile_steps(steps, capability)}
+
+
 if __name__ == "__main__":
     if sys.argv[1:]:
-        json.dump(_compile_all(ON_OTHER_GPUS, int(sys.argv[1])), sys.stdout)
+        json.dump(_compile(ON_OTHER_GPUS, STEPS_ON_OTHER_GPUS, int(sys.argv[1])), sys.stdout)
     else:
-        json.dump({"compiled": _compile_all(VARIANTS, 90), "launched": _launch_with_varying_scalars()}, sys.stdout)
+        json.dump({"compiled": _compile(VARIANTS, STEPS, 90), "launched": _launch_with_varying_scalars()}, sys.stdout)

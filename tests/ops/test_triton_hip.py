@@ -17,8 +17,13 @@ from typing import Any
 import pytest
 import test_triton_compile as variants
 import torch
+from cases import make, step_call
+
+from sparse_opt.ops import STEP_OPS
 
 pytest.importorskip("triton.backends.amd", reason="needs a triton with its AMD backend")
+
+from sparse_opt.triton_kernels import step_rules, steps
 
 WAVEFRONT = 64
 SHARED_BYTES = 64 << 10  # of a workgroup on gfx942 (its local data share)
@@ -60,8 +65,9 @@ def _launch_all() -> list[str]:
     dense, compact, one = [torch.zeros(n)], torch.zeros(n), torch.ones(1)
     where = torch.arange(n, dtype=torch.int32), [0], [n]
     with unittest.mock.patch.object(JITFunction, "run", compile_only):
-        ops.indexed_adamw_(dense, *where, compact, compact, one, one, grad=compact, stochastic_rounding=True)
-        ops.indexed_sgd_(dense, *where, compact, one, one, grad=compact, momentum=0.9)
+        for op in STEP_OPS:
+            arguments, keywords = step_call(op, make(torch.device("cpu")), stochastic_rounding=True)
+            getattr(ops, op)(*arguments, **keywords)
         ops.masked_grad_gather_(compact, dense, *where, sum_sq=one)
         ops.indexed_swap_(dense, compact, *where)
         ops.delta_apply_(dense, where[0], compact, [0], [n])
@@ -102,7 +108,8 @@ def test_every_kernel_is_launched_on_an_amd_gpu() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     finished = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    assert set(json.loads(finished.stdout)) == {kernel for _, kernel, _ in variants.VARIANTS.values()}
+    of_steps = {name for module in (steps, step_rules) for name in vars(module) if name.endswith("_kernel")}
+    assert set(json.loads(finished.stdout)) == {kernel for _, kernel, _ in variants.VARIANTS.values()} | of_steps
 
 
 if __name__ == "__main__":
