@@ -15,7 +15,7 @@ from .segments import address_of, bits, bits_addresses, block_of, positions_of, 
 
 # Bytes per active element, with i and b those of an index and an element: read i + b and the 64-byte granules of the
 # dense tensors, written, where the two differ, b and those granules again. int32 indices, 2-byte elements at density d:
-# 8 + 4 hit(d) / d, as in indexed_adamw.py. The floor is that times nnz over the copy rate.
+# 8 + 4 hit(d) / d, as in steps.py. The bandwidth bound is that times nnz over the copy rate.
 @triton.jit(do_not_specialize=["dense_table", "start", "end"])
 def _indexed_swap_kernel(
     dense_table,  # [n] int64 addresses, or the tensor's bits where there is one

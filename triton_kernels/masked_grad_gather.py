@@ -16,7 +16,7 @@ from .segments import address_of, addresses, block_of, positions_of, segments
 
 # Bytes per active element, with i, o and p those of an index, a slot of `out` and a dense element: read i and the
 # 64-byte granules of the gradients (o more where it accumulates), written o. int32 indices, fp32 slots, bf16 gradients
-# at density d: 8 + 2 hit(d) / d, as in indexed_adamw.py. The floor is that times nnz over the copy rate.
+# at density d: 8 + 2 hit(d) / d, as in steps.py. The bandwidth bound is that times nnz over the copy rate.
 @triton.jit(do_not_specialize=["dense_table", "start", "end"])
 def _masked_grad_gather_kernel(
     dense_table,  # [n] int64 addresses, or the tensor where there is one
