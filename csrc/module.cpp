@@ -19,6 +19,7 @@
 #endif
 
 #include "optim/bound_params.h"
+#include "optim/gradient_buffer.h"
 #include "optim/gradient_hook.h"
 #include "optim/tile_linear.h"
 
@@ -73,32 +74,49 @@ void set_l2_fetch_granularity(c10::DeviceIndex device, int64_t bytes) {
 }
 #endif
 
-// Neither making nor destroying one holds the interpreter's lock: both may wait, for a device or on a mutex.
-std::shared_ptr<sparse_opt::BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices,
-                                              std::vector<int64_t> starts, std::vector<int64_t> ends,
-                                              int64_t run_length, std::optional<at::Tensor> index_bases) {
-  const auto destroy = [](sparse_opt::BoundParams* bound) {
-    std::optional<py::gil_scoped_release> no_lock;  // a backward pass may have the last reference, without the lock
+using sparse_opt::BoundParams;
+using sparse_opt::GradientBuffer;
+using sparse_opt::TileRoute;
+
+// Construct and destroy an object without the interpreter's lock: both may wait for a device or a mutex.
+template <typename T, typename... Arguments>
+std::shared_ptr<T> make_unlocked(Arguments&&... arguments) {
+  const auto destroy = [](T* object) {
+    std::optional<py::gil_scoped_release> no_lock;  // a backward pass without the lock may have the last reference
     if (PyGILState_Check() == 1) no_lock.emplace();
-    delete bound;
+    delete object;
   };
   const py::gil_scoped_release no_lock;
-  return {new sparse_opt::BoundParams(std::move(params), std::move(indices), std::move(starts), std::move(ends),
-                                      run_length, std::move(index_bases)),
-          destroy};
+  return {new T(std::forward<Arguments>(arguments)...), destroy};
 }
 
-// A Python function for a thread that may not hold the interpreter's lock; its errors as autograd carries Python's.
-sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
+std::shared_ptr<BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
+                                  std::vector<int64_t> ends, int64_t run_length,
+                                  std::optional<at::Tensor> index_bases) {
+  return make_unlocked<BoundParams>(std::move(params), std::move(indices), std::move(starts), std::move(ends),
+                                    run_length, std::move(index_bases));
+}
+
+std::shared_ptr<GradientBuffer> gradient_buffer(const std::shared_ptr<BoundParams>& bound, at::Tensor values,
+                                                at::Tensor sum_sq, std::optional<at::Tensor> tiles,
+                                                std::vector<int64_t> tile_starts, std::vector<int64_t> tile_ends,
+                                                int64_t tile_size) {
+  std::optional<sparse_opt::Tiles> active;
+  if (tiles.has_value()) active = {std::move(*tiles), std::move(tile_starts), std::move(tile_ends), tile_size};
+  return make_unlocked<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
+}
+
+// A Python function for threads that may not hold the interpreter's lock. Its exceptions keep their Python type.
+TileRoute::Fallback without_lock(py::function function) {
   const auto release = [](py::function* held) {
     const py::gil_scoped_acquire lock;
     delete held;
   };
   const std::shared_ptr<py::function> held(new py::function(std::move(function)), release);
-  return [held](size_t i, const at::Tensor& left, const at::Tensor& right) {
+  return [held](const at::Tensor& left, const at::Tensor& right) {
     const py::gil_scoped_acquire lock;
     try {
-      return (*held)(i, left, right).cast<bool>();
+      return (*held)(left, right).cast<bool>();
     } catch (py::error_already_set& raised) {
       raised.restore();
       python_error error;
@@ -109,7 +127,7 @@ sparse_opt::BoundParams::TakeTiles without_lock(py::function function) {
 }
 
 // `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
-void step(sparse_opt::BoundParams& bound, const std::string& name, const py::kwargs& arguments) {
+void step(BoundParams& bound, const std::string& name, const py::kwargs& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("sparse_opt_native::" + name).c_str(), "");
   const c10::FunctionSchema& schema = op.schema();
   torch::jit::Stack stack;
@@ -135,47 +153,43 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_l2_fetch_granularity", &set_l2_fetch_granularity, "device"_a, "bytes"_a, Unlocked());
 #endif
 
-  using sparse_opt::BoundParams;
-  using sparse_opt::TileRoute;
   py::class_<BoundParams, std::shared_ptr<BoundParams>>(
       m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
       .def(py::init(&bind), "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
            "index_bases"_a = std::nullopt)
+      .def("gradient_buffer", &gradient_buffer, "values"_a, "sum_sq"_a, "tiles"_a = std::nullopt,
+           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0)
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads, Unlocked())
-      .def("gather_", &BoundParams::gather_, "i"_a, "grad"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())
-      .def("set_tiles", &BoundParams::set_tiles, "tiles"_a, "starts"_a, "ends"_a, "tile_size"_a, Unlocked())
-      .def("set_waiting", &BoundParams::set_waiting, "tiles"_a, "bytes"_a, Unlocked())
-      .def("set_waiting_grads", &BoundParams::set_waiting_grads, "bytes"_a, Unlocked())
-      .def("tile_grad_", &BoundParams::tile_grad_, "i"_a, "left"_a, "right"_a, "out"_a, "sum_sq"_a, "found_inf"_a,
-           Unlocked())
-      .def("add_values_", &BoundParams::add_values_, "i"_a, "values"_a, "out"_a, "sum_sq"_a, "found_inf"_a, Unlocked())
+      .def("release_grads", &BoundParams::release_grads, Unlocked())
+      .def("step", &step, "op"_a);
+
+  py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")
+      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, "found_inf"_a, Unlocked())
+      .def("add_tiles_", &GradientBuffer::add_tiles_, "i"_a, "left"_a, "right"_a, "found_inf"_a, Unlocked())
+      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, "found_inf"_a, Unlocked())
+      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, Unlocked())
       .def(
-          "take_tiles_with",
-          [](BoundParams& bound, py::function take) { bound.take_tiles_with(without_lock(std::move(take))); }, "take"_a)
-      .def("came_by_tiles", &BoundParams::came_by_tiles, "i"_a, Unlocked())
-      .def("flush", &BoundParams::flush, Unlocked())
-      .def("drop", &BoundParams::drop, Unlocked())
-      .def(
-          "route",
-          [](const std::shared_ptr<BoundParams>& bound, size_t i, bool transposed) {
-            return c10::make_intrusive<TileRoute>(bound, i, transposed);
-          },
-          "i"_a, "transposed"_a)
-      .def("receive_into", &BoundParams::receive_into, "out"_a, "sum_sq"_a, Unlocked())
-      .def("set_receiving", &BoundParams::set_receiving, "receiving"_a, Unlocked())
-      .def_property("received", py::cpp_function(&BoundParams::received, Unlocked()),
-                    py::cpp_function(&BoundParams::set_received, Unlocked()))
-      .def(
-          "hook",
-          [](const std::shared_ptr<BoundParams>& bound, size_t i, const py::dict& functions) {
-            sparse_opt::GradientHook::install(bound, i, functions.ptr());
+          "register_hook",
+          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, const py::dict& functions) {
+            sparse_opt::GradientHook::install(buffer, i, functions.ptr());
           },
           "i"_a, "functions"_a)
-      .def("sum_squares_", &BoundParams::sum_squares_, "sum_sq"_a, Unlocked())
-      .def("step", &step, "op"_a);
+      .def(
+          "route",
+          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, bool transposed, py::function fallback) {
+            return c10::make_intrusive<TileRoute>(buffer, i, transposed, without_lock(std::move(fallback)));
+          },
+          "i"_a, "transposed"_a, "fallback"_a)
+      .def("finish", &GradientBuffer::finish, Unlocked())
+      .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
+      .def("drop", &GradientBuffer::drop, Unlocked())
+      .def("received", &GradientBuffer::received, Unlocked())
+      .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())
+      .def("set_queue_limits", &GradientBuffer::set_queue_limits, "tiles"_a = std::nullopt,
+           "tile_bytes"_a = std::nullopt, "gradient_bytes"_a = std::nullopt, Unlocked());
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
       .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())
-      .def("wanted", &TileRoute::wanted);
+      .def("gradient_use", &TileRoute::gradient_use);
 }

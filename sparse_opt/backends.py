@@ -210,8 +210,8 @@ def bind(
 
     Returns None if the backend chosen for `op` is not native. Otherwise the object's `step(op, **arguments)` calls a
     step op without those arguments, and also increments `steps`. `take_grads()` keeps the dense gradients for the next
-    of these calls, or returns False if a parameter has none; `gather_(i, ...)` gathers the gradient of one parameter,
-    and `hook(i, ...)` registers a native hook that does so, before the parameter's Python hooks.
+    of these calls, or returns False if a parameter has none; `gradient_buffer(...)` makes the buffer that receives the
+    parameters' compact gradients.
     """
     if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None

@@ -72,11 +72,8 @@ def sparse_adamw(
 
 
 def step_again(optimizer: SparseAdamW) -> None:
-    """Step with the gradients of the last step; normally a step consumes its compact gradients.
-
-    No public method does this, because training has no use for it.
-    """
-    optimizer._collector.stepped = False
+    """Step with the gradients of the last step; normally a step consumes its compact gradients."""
+    optimizer.reuse_gradients()
     optimizer.step()
 
 

@@ -15,39 +15,16 @@ BoundParams::BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std
       run_length_(run_length),
       index_bases_(std::move(index_bases)),
       bound_{{"params", params_}, {"indices", indices_},       {"starts", starts_},
-             {"ends", ends_},     {"run_length", run_length_}, {"index_bases", index_bases_}},
-      own_bases_(params_.size()),
-      last_pass_(params_.size(), Pass::kNone),
-      received_(params_.size()),
-      came_by_tiles_(params_.size()),
-      waiting_tiles_{current_stream(indices_.device())},
-      waiting_grads_{current_stream(indices_.device())},
-      last_stream_(current_stream(indices_.device())) {
+             {"ends", ends_},     {"run_length", run_length_}, {"index_bases", index_bases_}} {
   for (const at::Tensor& param : params_) numels_.push_back(param.numel());
-  if (index_bases_.has_value()) {
-    const int64_t frames = indices_.numel() / kIndexFrame + 1;
-    for (size_t i = 0; i < params_.size(); ++i)
-      own_bases_[i] = index_bases_->narrow(0, static_cast<int64_t>(i), frames);
-  }
-  lay_out_partial_sums();
-  set_waiting_grads(enough_grad_bytes());
-}
-
-// The buffers' memory is of streams that may not have waited for a gather, where a backward pass raised.
-BoundParams::~BoundParams() {
-  take_waiting_grads();
-  try {
-    finish_gathers();
-  } catch (const c10::Error&) {  // of an earlier kernel: whoever waits for the device is told
-  }
 }
 
 bool BoundParams::has_grads() const {
   return std::any_of(params_.begin(), params_.end(), [](const at::Tensor& param) { return param.grad().defined(); });
 }
 
-// The positions were checked against the parameters as they were. A parameter whose data has been replaced by another
-// size must not be written through them.
+// The indices were checked against the sizes at binding: they must not be used if a parameter's data was replaced by a
+// tensor of another size.
 void BoundParams::check_numels() const {
   for (size_t i = 0; i < params_.size(); ++i) {
     SPARSE_OPT_CHECK(params_[i].numel() == numels_[i], "params[", i, "] has ", params_[i].numel(),
@@ -68,8 +45,14 @@ bool BoundParams::take_grads() {
   }
   const bool taken = grads.size() == params_.size();
   const std::lock_guard lock(mutex_);
-  grads_.swap(grads);  // those held before are freed once the lock is released
+  grads_.swap(grads);  // the previous ones are freed after the lock is released
   return taken;
+}
+
+void BoundParams::release_grads() {
+  std::vector<at::Tensor> grads;
+  const std::lock_guard lock(mutex_);
+  grads_.swap(grads);
 }
 
 c10::IValue BoundParams::held_grads(bool keep) {

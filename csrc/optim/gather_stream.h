@@ -1,4 +1,4 @@
-// A device's stream beside that of the backward passes, for work on gradients while the next ones are made.
+// A stream for each device on which gradients are gathered while the backward pass computes the next ones.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,18 +12,18 @@
 
 namespace sparse_opt {
 
-// The gradients of one call are held at a time, whichever optimizer they are for. Thread-safe.
+// Holds the gradients of one call at a time, for all optimizers together. Thread-safe.
 class GatherStream {
  public:
-  // Call work() with the device's stream current, after what `made` has been given. `gradients` are held until that is
-  // done for the stream `made`, whose memory they are: until the next call, or release().
-  static void run(std::vector<at::Tensor> gradients, c10::Stream made, const std::function<void()>& work);
+  // Call work() with the device's gather stream current, after all work that `source` has now. `gradients`, whose
+  // memory belongs to the stream `source`, are held until the next call or release(); `source` then waits for the work.
+  static void run(std::vector<at::Tensor> gradients, c10::Stream source, const std::function<void()>& work);
   static void release(at::Device device);
 
   explicit GatherStream(at::Device device);
 
  private:
-  static GatherStream* of(at::Device device, bool make);
+  static GatherStream* of(at::Device device, bool create);
 
   struct Held {
     std::vector<at::Tensor> gradients;
@@ -33,7 +33,7 @@ class GatherStream {
 
   std::mutex mutex_;
   c10::Stream stream_;
-  c10::Event is_made_, is_done_;
+  c10::Event source_done_, work_done_;
   std::optional<Held> held_;
 };
 

@@ -1,5 +1,5 @@
-// Takes a gradient as soon as autograd has made it, to be gathered, without Python: a model has hundreds of hooks in
-// each backward pass, on a thread that would have to take the interpreter's lock for each.
+// Gives a gradient to the GradientBuffer as soon as autograd has accumulated it, without Python: a backward pass of a
+// model calls hundreds of hooks, and its thread would have to take the interpreter's lock for each.
 #pragma once
 
 #include <torch/csrc/autograd/function_hook.h>
@@ -9,25 +9,25 @@
 #include <memory>
 #include <utility>
 
-#include "bound_params.h"
 #include "error_text.h"
+#include "gradient_buffer.h"
 
 namespace sparse_opt {
 
-// A tensor has one post-accumulate hook. Python's is a dictionary of functions; this one stands before it, and does the
-// work of the dictionary's one function, the optimizer's, where BoundParams can. It leaves everything to the dictionary
-// where others have put functions there too, whose order counts, and where the optimizer is gone.
+// A tensor has one post-accumulate hook; Python's calls the functions in a dictionary. This hook wraps it, and replaces
+// the optimizer's function if that is the only one. It calls the dictionary if other code has added functions, whose
+// order counts, if the buffer does not accept the gradient, or if the optimizer no longer exists.
 class GradientHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  GradientHook(std::unique_ptr<PostAccumulateGradHook> python, PyObject* functions, std::weak_ptr<BoundParams> bound,
-               size_t i)
-      : python_(std::move(python)), functions_(functions), bound_(std::move(bound)), i_(i) {}
+  GradientHook(std::unique_ptr<PostAccumulateGradHook> python, PyObject* functions,
+               std::weak_ptr<GradientBuffer> buffer, size_t i)
+      : python_(std::move(python)), functions_(functions), buffer_(std::move(buffer)), i_(i) {}
 
   void operator()(const at::Tensor& tensor) override {
-    // Without the lock: a number is read, which changes while no backward pass runs.
+    // Reading the size needs no lock, because it does not change during a backward pass.
     if (PyDict_GET_SIZE(functions_) == 1) {
-      const std::shared_ptr<BoundParams> bound = bound_.lock();
-      if (bound != nullptr && bound->receive(i_)) return;
+      const std::shared_ptr<GradientBuffer> buffer = buffer_.lock();
+      if (buffer != nullptr && buffer->receive(i_)) return;
     }
     (*python_)(tensor);
   }
@@ -37,22 +37,24 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
     python_->apply_with_saved(tensor, saved);
   }
 
-  // For parameter i of `bound`, whose Python hooks are `functions`. Keeps neither the optimizer nor its buffers alive.
-  static void install(const std::shared_ptr<BoundParams>& bound, size_t i, PyObject* functions) {
-    std::unique_ptr<PostAccumulateGradHook>& slot = torch::autograd::impl::post_acc_grad_hooks(bound->param(i));
-    SPARSE_OPT_CHECK(slot != nullptr, "params[", i, "] has no post-accumulate hook of Python's");
+  // `functions` is the dictionary of parameter i's Python hooks. The hook keeps neither the optimizer nor its buffers
+  // alive.
+  static void install(const std::shared_ptr<GradientBuffer>& buffer, size_t i, PyObject* functions) {
+    std::unique_ptr<PostAccumulateGradHook>& slot =
+        torch::autograd::impl::post_acc_grad_hooks(buffer->bound().params().at(i));
+    SPARSE_OPT_CHECK(slot != nullptr, "params[", i, "] has no Python post-accumulate hook");
     std::unique_ptr<PostAccumulateGradHook> python = std::move(slot);
-    if (auto* earlier = dynamic_cast<GradientHook*>(python.get())) {  // of a mask or an optimizer before
+    if (auto* earlier = dynamic_cast<GradientHook*>(python.get())) {  // of an earlier mask or optimizer
       std::unique_ptr<PostAccumulateGradHook> inner = std::move(earlier->python_);
       python = std::move(inner);
     }
-    slot = std::make_unique<GradientHook>(std::move(python), functions, bound, i);
+    slot = std::make_unique<GradientHook>(std::move(python), functions, buffer, i);
   }
 
  private:
   std::unique_ptr<PostAccumulateGradHook> python_;
   PyObject* functions_;  // python_ holds a reference
-  std::weak_ptr<BoundParams> bound_;
+  std::weak_ptr<GradientBuffer> buffer_;
   size_t i_;
 };
 

@@ -31,7 +31,7 @@ std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
   return changed;
 }
 
-// As the layer's own forward computes it.
+// As in the forward of the layer's class.
 at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, bool transposed) {
   if (!transposed) return at::linear(input, weight, bias);
   return at::addmm(*bias, input.view({-1, input.size(-1)}), weight).view(with_last(input.sizes(), weight.size(1)));
@@ -41,17 +41,18 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
                             const OptionalTensor& bias, const c10::intrusive_ptr<TileRoute>& route) {
-    // Not even views are to be seen: the result may be changed in place, as a linear layer's may.
+    // Views are hidden from autograd too, so that the result may be changed in place, as that of a linear layer.
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     context->set_materialize_grads(false);
     context->saved_data["route"] = c10::IValue::make_capsule(route);
     context->saved_data["bias"] = bias.has_value() && bias->defined();
-    // Under autograd at::linear multiplies such an input whole, else batch by batch, which rounds otherwise.
+    // Under autograd at::linear multiplies such an input as one matrix. Without autograd it would multiply batch by
+    // batch, which rounds differently.
     const bool folds = !route->transposed && input.dim() > 2 && !input.is_contiguous();
     const at::Tensor folded = folds ? rows_of(input) : input;
-    // A view that autograd does not see would not tell it of changes in place.
-    const at::Tensor& kept = folded.is_alias_of(input) ? input : folded;
-    context->save_for_backward({kept, input.requires_grad() ? weight : at::Tensor()});
+    // Autograd would not notice changes in place of a view that is hidden from it.
+    const at::Tensor& saved_input = folded.is_alias_of(input) ? input : folded;
+    context->save_for_backward({saved_input, input.requires_grad() ? weight : at::Tensor()});
     if (!folds) return product(input, weight, bias, route->transposed);
     at::Tensor out = at::mm(folded, weight.t()).view(with_last(input.sizes(), weight.size(0)));
     return bias.has_value() && bias->defined() ? out.add_(*bias) : out;
@@ -61,25 +62,24 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
     variable_list found(4);
     const at::Tensor& grad = grads[0];
     if (!grad.defined()) return found;
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "a linear layer whose weight gradient is made by tiles can't be differentiated twice (create_graph); "
-                "build the optimizer with tile_backward=False");
+    TORCH_CHECK(
+        !at::GradMode::is_enabled(),
+        "a linear layer whose weight gradient is computed by tiles can't be differentiated twice (create_graph); "
+        "build the optimizer with tile_backward=False");
     const auto route = c10::static_intrusive_pointer_cast<TileRoute>(context->saved_data["route"].toCapsule());
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &input = saved[0], &weight = saved[1];
     const at::Tensor grad_rows = rows_of(grad), input_rows = rows_of(input);
     if (context->needs_input_grad(0)) {
       const at::Tensor matrix = route->transposed ? weight.t() : weight;  // [out, in]
-      // As autograd's formula of a product, which keeps a matrix of columns one.
+      // As in autograd's formula for mm, which returns a column-major gradient for a column-major input.
       const bool columns = input_rows.stride(0) == 1 && input_rows.stride(1) == input_rows.size(0);
       const at::Tensor product = columns ? at::mm(matrix.t(), grad_rows.t()).t() : at::mm(grad_rows, matrix);
       found[0] = product.reshape(with_last(grad.sizes(), input.size(-1)));
     }
     if (context->needs_input_grad(1)) {
       const auto& [left, right] = route->transposed ? std::tie(input_rows, grad_rows) : std::tie(grad_rows, input_rows);
-      const std::shared_ptr<BoundParams> bound = route->bound.lock();
-      const bool takes = bound != nullptr && std::string_view(route->wanted()) != "returned";
-      if (!takes || !bound->receive_tiles(route->i, left, right)) found[1] = at::mm(left.t(), right);
+      if (!route->receive(left, right)) found[1] = at::mm(left.t(), right);
     }
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
       found[2] = at::sum_to(grad_rows, at::IntArrayRef(grad_rows.size(1)));
@@ -88,7 +88,7 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
   }
 };
 
-// What the function above is not made for: other layouts, torch.func's transforms, forward-mode differentiation.
+// The function above does not support other layouts, torch.func's transforms and forward-mode differentiation.
 bool is_plain(const at::Tensor& input) {
   return input.layout() == at::kStrided && !input.is_nested() && !input._fw_grad(/*level=*/0).defined() &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -96,22 +96,28 @@ bool is_plain(const at::Tensor& input) {
 
 }  // namespace
 
-const char* TileRoute::wanted() const {
+bool TileRoute::receive(const at::Tensor& left, const at::Tensor& right) const {
+  const std::shared_ptr<GradientBuffer> owner = buffer.lock();
+  if (owner == nullptr || std::string_view(gradient_use()) == "returned") return false;
+  return owner->receive_tiles(i, left, right) || fallback(left, right);
+}
+
+const char* TileRoute::gradient_use() const {
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
-  const std::shared_ptr<BoundParams> owner = bound.lock();
+  const std::shared_ptr<GradientBuffer> owner = buffer.lock();
   if (owner == nullptr || executed == nullptr || executed->empty()) return "accumulated";
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(owner->param(i));
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(owner->bound().params()[i]);
   const auto found = accumulator ? executed->find(&*accumulator) : executed->end();
-  if (found == executed->end() || !found->second.should_execute()) return "nothing";
+  if (found == executed->end() || !found->second.should_execute()) return "unused";
   return found->second.captures_ != nullptr ? "returned" : "accumulated";
 }
 
 at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,
                        const OptionalTensor& bias) {
-  if (route->bound.expired() || !is_plain(input)) return product(input, weight, bias, route->transposed);
+  if (route->buffer.expired() || !is_plain(input)) return product(input, weight, bias, route->transposed);
   const at::DeviceType device = input.device().type();
   if (!at::autocast::is_autocast_enabled(device)) return TileLinear::apply(input, weight, bias, route);
-  // Within the function a cast would leave no trace for the backward pass.
+  // A cast inside of the function would be hidden from autograd.
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   return TileLinear::apply(at::autocast::cached_cast(dtype, input, device),
                            at::autocast::cached_cast(dtype, weight, device),

@@ -1,34 +1,41 @@
-// A linear layer whose weight gradient is never made: of it, the active tiles go straight into the optimizer's buffer.
+// A linear layer that never computes its dense weight gradient: the active tiles go directly into the GradientBuffer.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <torch/custom_class.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 
-#include "bound_params.h"
+#include "gradient_buffer.h"
 
 namespace sparse_opt {
 
-// Where the weight gradient of a layer goes: to parameter i of `bound`. Keeps neither the optimizer nor its buffers
-// alive; without them it is the layer that torch has.
+// The destination of a layer's weight gradient: parameter i of `buffer`. It keeps neither the optimizer nor its buffers
+// alive; without them the layer is an ordinary one.
 struct TileRoute : torch::CustomClassHolder {
-  TileRoute(std::weak_ptr<BoundParams> bound, size_t i, bool transposed)
-      : bound(std::move(bound)), i(i), transposed(transposed) {}
+  // Called, with no lock held, with operands that the buffer does not accept; false if the optimizer refuses them too.
+  using Fallback = std::function<bool(const at::Tensor& left, const at::Tensor& right)>;
 
-  // What the backward pass that this thread runs does with the weight's gradient: "accumulated", "returned" (by
-  // torch.autograd.grad, which accumulates nothing anywhere), or "nothing".
-  const char* wanted() const;
+  TileRoute(std::weak_ptr<GradientBuffer> buffer, size_t i, bool transposed, Fallback fallback)
+      : buffer(std::move(buffer)), i(i), transposed(transposed), fallback(std::move(fallback)) {}
 
-  std::weak_ptr<BoundParams> bound;
+  // Give the gradient left^T @ right to the buffer, or else to the fallback. Returns false if a dense one is needed.
+  bool receive(const at::Tensor& left, const at::Tensor& right) const;
+  // How this thread's backward pass uses the weight's gradient: "accumulated", "returned" (by torch.autograd.grad,
+  // which accumulates no gradients), or "unused".
+  const char* gradient_use() const;
+
+  std::weak_ptr<GradientBuffer> buffer;
   size_t i;
   bool transposed;  // the weight is [in, out], as in transformers' Conv1D
+  Fallback fallback;
 };
 
-// torch.nn.Linear's forward, or Conv1D's where the route says so: [..., in] -> [..., out], the same bits, and in the
-// backward pass the same gradients of input and bias. The weight's is one of three: by tiles; not at all, where none is
-// wanted; or dense, where it is asked for by torch.autograd.grad or nobody takes tiles any more.
+// The forward of torch.nn.Linear, or of Conv1D if `transposed`: [..., in] -> [..., out], to the same bits, with the
+// same gradients of input and bias. The weight's gradient is computed by tiles; not at all if it is unused; and dense
+// if torch.autograd.grad returns it, or if the optimizer no longer collects it.
 at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias);
 

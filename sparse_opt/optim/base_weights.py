@@ -31,21 +31,9 @@ class BaseWeights(Segments):
     values: Tensor  # [nnz], the parameters' dtype
     ops: Any
 
-    def __post_init__(self) -> None:
-        self.numels = [p.numel() for p in self.params]
-
     @classmethod
     def of(cls, bucket: Bucket) -> BaseWeights:
-        return cls(
-            bucket.params,
-            bucket.indices,
-            bucket.index_bases,
-            bucket.starts,
-            bucket.ends,
-            bucket.run_length,
-            compact(bucket),
-            bucket.ops,
-        )
+        return cls(**bucket.shared(), values=compact(bucket), ops=bucket.ops)
 
     def swap_(self) -> None:
         """Exchange the model's weights with the base, bit for bit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -32,6 +32,17 @@ class Segments:
     starts: list[int]
     ends: list[int]
     run_length: int
+
+    def __post_init__(self) -> None:
+        self.numels = [p.numel() for p in self.params]  # when the mask was bound
+
+    def shared(self) -> dict[str, Any]:
+        """Return the fields as keyword arguments, for another object over the same segments."""
+        return {field.name: getattr(self, field.name) for field in fields(Segments)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
 
     @property
     def nnz(self) -> int:

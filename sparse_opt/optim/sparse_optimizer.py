@@ -16,10 +16,14 @@ from torch.nn import Parameter
 from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, gradients, options, state_io, stepping, tile_linears
-from .buckets import Bucket, active_parameters, build_buckets, compact
+from . import base_weights, binding, options, state_io, tile_linears
+from .buckets import Bucket, compact
+from .clipping import global_norm
 from .collector import GradientCollector
+from .gradient_buffer import GradientBuffer
 from .saved_state import SavedState
+from .stepping import BucketStep, Stepper
+from .tile_backward import Route
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 
@@ -88,8 +92,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.amp_scaling, self.tile_backward, self.backend = amp_scaling, tile_backward, backend
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
+        self._steppers: list[Stepper] = []
         self._bases: list[base_weights.BaseWeights] = []
         self._frozen: list[Parameter] = []
+        self._routes: list[tuple[nn.Module, Route]] = []  # layers with a replaced forward
+        # Such a layer refers to itself; without this only the garbage collector would free it.
+        weakref.finalize(self, tile_linears.restore, self._routes).atexit = False
         self._groups_fixed = self._closed = False
 
         if isinstance(params, nn.Module):
@@ -101,10 +109,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._groups_fixed = True
         self._check_groups()
         self._collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
-        self.mask, active = active_parameters(dict(self._named()), mask, self._frozen, self._root())
-        buckets = self._build(active, self.mask.pattern)
-        bases = [base_weights.BaseWeights.of(b) for b in buckets] if keep_base_weights else []
-        self._adopt(buckets, bases, active)
+        self.mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        steppers = self._build(active, self.mask.pattern)
+        bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if keep_base_weights else []
+        self._adopt(steppers, bases)
 
     # Binding a mask
 
@@ -132,34 +140,60 @@ class SparseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from zip(group["param_names"], group["params"], strict=False)
 
-    def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
-        buckets = build_buckets(self.param_groups, active, pattern, self._op, self.backend)
-        tile_linears.choose(buckets, self._root(), pattern, grads=self.grads, wanted=self.tile_backward)
-        for bucket in buckets:
-            self._allocate(bucket)
-        return buckets
+    def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Stepper]:
+        """Build the buckets with their state and gradient buffers. The model and the optimizer do not change."""
+        buckets = binding.build_buckets(self.param_groups, active, pattern, self.backend)
+        compact_grads = self.grads == "compact"
+        tiles = tile_linears.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
+        steppers = []
+        for bucket, its_tiles in zip(buckets, tiles, strict=True):
+            for name in self._state_names(bucket.group):
+                bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
+            if self.master_weights and bucket.params[0].dtype != torch.float32:
+                bucket.state["master"] = compact(bucket, torch.float32)
+            n_grads = bucket.nnz if compact_grads or self.max_grad_norm is not None else 0
+            values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
+            steppers.append(
+                binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
+            )
+        return steppers
 
-    def _adopt(
-        self, buckets: list[Bucket], bases: list[base_weights.BaseWeights], active: dict[Parameter, Tensor]
-    ) -> None:
-        """Train the parameters of `buckets` from now on. This is the part of binding that changes the model."""
-        self._buckets, self._bases = buckets, bases
-        self._freeze(p for _, p in self._named() if p not in active)
-        self._publish_state()
+    def _adopt(self, steppers: list[Stepper], bases: list[base_weights.BaseWeights]) -> None:
+        """Train the parameters of new buckets from now on. This is the part of binding that changes the model."""
+        self._detach()
         if self.grads == "compact":
             self.zero_grad()
-        self._collector.adopt(buckets, self._root())
+        self._steppers, self._bases = steppers, bases
+        self._buckets = [stepper.bucket for stepper in steppers]
+        self._publish_state()
+        self._collector.adopt(list(self.gradient_buffers))
+        self._attach()
+
+    @property
+    def gradient_buffers(self) -> tuple[GradientBuffer, ...]:
+        """The compact gradients: one buffer for each parameter group, device, dtype and layout of the indices."""
+        return tuple(bucket.gradient for bucket in self._buckets)
+
+    def _attach(self) -> None:
+        active = {p for bucket in self._buckets for p in bucket.params}
+        if self.freeze_inactive:
+            self._frozen = [p for _, p in self._named() if p not in active and p.requires_grad]
+            for p in self._frozen:
+                p.requires_grad_(False)
+        self._collector.attach()
+        root = self._root()
+        for receiver in self._collector.receivers if root is not None else ():
+            self._routes += tile_linears.install(root, receiver.buffer, receiver)
+
+    def _detach(self) -> None:
+        self._collector.detach()
+        tile_linears.restore(self._routes)
+        for p in self._frozen:
+            p.requires_grad_(True)
+        self._frozen = []
 
     def _root(self) -> nn.Module | None:
         return None if self._model is None else self._model()
-
-    def _allocate(self, bucket: Bucket) -> None:
-        for name in self._state_names(bucket.group):
-            bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
-        if self.master_weights and bucket.params[0].dtype != torch.float32:
-            bucket.state["master"] = compact(bucket, torch.float32)
-        if self.grads == "compact" or self.max_grad_norm is not None:
-            bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
 
     def _publish_state(self) -> None:
         self.state.clear()
@@ -170,27 +204,15 @@ class SparseOptimizer(torch.optim.Optimizer):
             for i, param in enumerate(base.params):
                 self.state[param]["base"] = base.values[base.segment(i)]
 
-    def _freeze(self, inactive: Iterable[Parameter]) -> None:
-        self._unfreeze()
-        if self.freeze_inactive:
-            self._frozen = [p for p in inactive if p.requires_grad]
-            for p in self._frozen:
-                p.requires_grad_(False)
-
-    def _unfreeze(self) -> None:
-        for p in self._frozen:
-            p.requires_grad_(True)
-        self._frozen = []
-
     @property
     def tiled_parameters(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients their layers compute tile by tile."""
         return tuple(
             name
-            for bucket in self._buckets
-            if bucket.tiles is not None
-            for name, start, end in zip(bucket.names, bucket.tiles.starts, bucket.tiles.ends, strict=True)
-            if start < end
+            for buffer in self.gradient_buffers
+            if buffer.tiles is not None
+            for i, name in enumerate(buffer.names)
+            if buffer.tiles.has(i)
         )
 
     def detach(self) -> None:
@@ -198,24 +220,21 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         The optimizer keeps its state and its base weights. `attach` undoes this.
         """
-        self._collector.detach()
-        self._unfreeze()
+        self._detach()
 
     @torch.no_grad()
     def attach(self) -> None:
         """Undo `detach`. Master weights are updated from weights that changed in between."""
         self._refuse("attach")
-        self.detach()
+        self._detach()
         self.refresh_master_weights()
-        active = {p for bucket in self._buckets for p in bucket.params}
-        self._freeze(p for _, p in self._named() if p not in active)
-        self._collector.attach(self._root())
+        self._attach()
 
     def close(self) -> None:
         """Remove the hooks, restore every layer's own forward, and unfreeze parameters; `step` raises afterwards."""
         if self._collector.inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
-        self.detach()
+        self._detach()
         self._closed = True
 
     @torch.no_grad()
@@ -242,15 +261,16 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
         self._refuse("set_mask")
-        if self._collector.waits():
-            raise RuntimeError("set_mask: gradients wait for a step; call step() or zero_grad() first")
-        mask, active = active_parameters(dict(self._named()), mask, self._frozen, self._root())
-        buckets = self._build(active, mask.pattern)
+        if self._collector.has_unused():
+            raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
+        mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        steppers = self._build(active, mask.pattern)
+        buckets = [stepper.bucket for stepper in steppers]
         state_io.carry(self._buckets, buckets)
         held = dict(part for base in self._bases for part in base.parts())
         bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
         self.mask = mask
-        self._adopt(buckets, bases, active)
+        self._adopt(steppers, bases)
 
     # Gradients
 
@@ -260,11 +280,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         Returns None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with
         grads='dense'.
         """
-        for bucket in self._buckets if self.grads == "compact" else ():
-            for i, p in enumerate(bucket.params):
-                if p is param and bucket.grad is not None and self._collector.received(bucket)[i]:
-                    bucket.finish_gradients()
-                    return bucket.grad[bucket.segment(i)]
+        for buffer in self.gradient_buffers if self.grads == "compact" else ():
+            for i, p in enumerate(buffer.params):
+                if p is param and self._collector.received(buffer)[i]:
+                    buffer.finish()
+                    return buffer.values[buffer.segment(i)]
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -274,46 +294,41 @@ class SparseOptimizer(torch.optim.Optimizer):
         behind, but not in place of a step: the gradients of a skipped batch would be added to those of the next one.
         """
         self._collector.forget()
+        for stepper in self._steppers:
+            stepper.release_grads()
         super().zero_grad(set_to_none or self.grads == "compact")
+
+    def reuse_gradients(self) -> None:
+        """Let the next step use the gradients of the last one again, as a benchmark of the step does.
+
+        With grads='dense' every step uses `param.grad` anyway. Gradients that arrive before the next step are added.
+        """
+        self._collector.reuse()
 
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
         for bucket in self._buckets:
-            if self.grads == "compact" and bucket.has_dense_grads():
-                raise RuntimeError(
-                    f"{bucket.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
-                    "DistributedDataParallel); use grads='dense'"
-                )
             if self.grads == "dense":
                 bucket.check_params()
-                gradients.check_dense(bucket)
-
-    def _norm(self) -> Tensor:
-        """Compute the global 2-norm of the active gradients, one fp32 element, without a synchronization."""
-        self._check_gradients()
-        home = self._buckets[0].device
-        sums = []
-        for bucket in self._buckets:
-            if self.grads == "dense":
-                if bucket.grad is None:
-                    bucket.grad = torch.zeros(bucket.nnz, dtype=self.grad_dtype, device=bucket.device)
-                gradients.gather_all_(bucket)
-            elif bucket.native is not None:
-                bucket.native.sum_squares_(bucket.sum_sq)  # finishes gradients first
-            received = self._collector.received(bucket)
-            if self.grads == "compact" and not all(received):  # sums of the others are from an earlier step
-                received_mask = gradients.to_device(received, torch.bool, bucket.device)
-                bucket.sum_sq.copy_(torch.where(received_mask, bucket.sum_sq, 0.0))
-            sums.append(bucket.sum_sq.sum().to(home))
-        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-        norm = self._collector.unscaled(total.sqrt())
-        grad_scale = getattr(self, "grad_scale", None)
-        return norm if grad_scale is None else norm / grad_scale.to(home).squeeze()
+                bucket.gradient.check_dense_grads()
+            elif bucket.gradient.has_dense_grads():
+                raise RuntimeError(
+                    f"{bucket.gradient.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
+                    "DistributedDataParallel); use grads='dense'"
+                )
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
-        norm = self._norm()
-        if not any(any(self._collector.received(bucket)) for bucket in self._buckets):
+        self._check_gradients()
+        if self.grads == "dense":
+            for buffer in self.gradient_buffers:
+                buffer.gather_dense_grads()
+        received = [self._collector.received(buffer) for buffer in self.gradient_buffers]
+        norm = self._collector.unscaled(global_norm(self.gradient_buffers, received))
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            norm = norm / grad_scale.to(norm.device).squeeze()
+        if not any(any(flags) for flags in received):
             return norm, None
         return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
@@ -393,7 +408,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             norm, clip_coef = self._clipping(self.max_grad_norm)
         elif self.grads == "compact":
             self._check_gradients()
-        steps = [self._prepare(bucket, grad_scale, found_inf, clip_coef) for bucket in self._buckets]
+        steps = [self._prepare(stepper, grad_scale, found_inf, clip_coef) for stepper in self._steppers]
         for step in steps:
             if step is not None:
                 step.check()
@@ -416,10 +431,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
 
     def _prepare(
-        self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None, clip_coef: Tensor | None
-    ) -> stepping.BucketStep | None:
+        self, stepper: Stepper, grad_scale: Tensor | None, found_inf: Tensor | None, clip_coef: Tensor | None
+    ) -> BucketStep | None:
+        bucket, buffer = stepper.bucket, stepper.bucket.gradient
         gathered = self.grads == "compact" or clip_coef is not None
-        bucket.finish_gradients()
+        buffer.finish()
         op = STEP_OPS[self._op]
         op_options = options.op_options(op, bucket.group)
         for name in op.used_states(op_options):
@@ -430,13 +446,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             **{name: bucket.state.get(name) for name in op.states},
             **op_options,
             "lr": bucket.refresh_lr(),
-            "grad": bucket.grad if gathered else None,
+            "grad": buffer.values if gathered else None,
             "master": bucket.state.get("master"),
             "stochastic_rounding": self.stochastic_rounding,
             "seed": bucket.group["seed"] + bucket.ordinal,
             **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
         }
-        return stepping.prepare(bucket, op, self._collector.received(bucket) if gathered else None, arguments)
+        return stepper.prepare(op, self._collector.received(buffer) if gathered else None, arguments)
 
     def _scalars(
         self,
@@ -555,7 +571,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             for name, flat in bucket.state.items():
                 total["master" if name == "master" else "state"] += flat.nbytes
             total["indices"] += bucket.index_bytes
-            total["grad"] += 0 if bucket.grad is None else bucket.grad.nbytes
+            total["grad"] += bucket.gradient.values.nbytes
         shared = {id(b.indices) for b in self._buckets}
         for base in self._bases:
             total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.index_bytes)

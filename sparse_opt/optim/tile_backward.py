@@ -11,75 +11,59 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from .buckets import Bucket
-
 _numbers = itertools.count()
+# How a backward pass uses a weight's gradient; `torch.autograd.grad` returns gradients and does not accumulate them.
+GradientUse = Literal["accumulated", "returned", "unused"]
 
 
 class TileSink(Protocol):
     """Receives the weight gradients that routed layers compute."""
 
-    def receive_tiles(self, bucket: Bucket, i: int, left: Tensor, right: Tensor) -> bool:
+    def receive_tiles(self, i: int, left: Tensor, right: Tensor) -> bool:
         """Keep the active tiles of left^T @ right, the gradient of parameter i; False if they are not kept."""
 
-    def receive_tile_rows(self, bucket: Bucket, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
+    def receive_tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`receive_tiles` with `left` in parts: (first row, its columns). No part is computed if it returns False."""
 
 
-class Route:
-    """Connects a layer's weight gradient to an optimizer's parameter, by weak references.
+class Route(ABC):
+    """Connects a layer's weight gradient to parameter i of a sink, which it does not keep alive.
 
     In copies of a module, and in modules loaded from a file, it is None; they are ordinary modules.
     """
 
-    def __init__(self, sink: TileSink, bucket: Bucket, i: int, weight: Parameter, *, transposed: bool) -> None:
+    def __init__(self, sink: TileSink, i: int, weight: Parameter, *, transposed: bool) -> None:
         self.weight = weight
         self.transposed = transposed
-        self.native = None if bucket.native is None else bucket.native.route(i, transposed)
-        self._accumulator = None
-        if self.native is None and weight.requires_grad:  # an op cannot query this later: autograd does not see into it
-            self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
-        self._sink, self._bucket, self._i = weakref.ref(sink), weakref.ref(bucket), i
+        self._sink, self._i = weakref.ref(sink), i
         _routes[int(self.number)] = self
 
-    def leads_somewhere(self) -> bool:
-        return self._bucket() is not None
+    @abstractmethod
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer's output, with the tiled backward pass."""
+
+    @abstractmethod
+    def gradient_use(self) -> GradientUse:
+        """Return how the running backward pass uses the weight's gradient."""
+
+    def is_connected(self) -> bool:
+        """Whether the sink still exists."""
+        return self._sink() is not None
 
     def take(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False if the optimizer no longer collects it."""
-        sink, bucket = self._sink(), self._bucket()
-        if sink is None or bucket is None:
-            return False
-        return sink.receive_tiles(bucket, self._i, left, right)
-
-    def wanted(self) -> str:
-        """Return how the running backward pass uses the weight's gradient: "accumulated", "returned" or "nothing".
-
-        `torch.autograd.grad` returns gradients and does not accumulate them.
-        """
-        if self.native is not None:
-            wanted: str = self.native.wanted()
-            return wanted
-        if self._accumulator is None:
-            return "accumulated"
-        try:
-            return "accumulated" if torch._C._will_engine_execute_node(self._accumulator) else "nothing"
-        except RuntimeError as error:
-            if "only be called during the backward pass" in str(error):
-                return "accumulated"  # the op was called directly
-            if "autograd.grad" in str(error):
-                return "returned"
-            raise
+        sink = self._sink()
+        return sink is not None and sink.receive_tiles(self._i, left, right)
 
     def take_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`take` for a left operand, [tokens, rows], that is never materialized whole, as a large vocabulary's logits.
@@ -95,18 +79,67 @@ class Route:
             False, without computing any part, if a dense gradient is needed: the optimizer no longer collects it, or
             another hook or `torch.autograd.grad` uses it.
         """
-        sink, bucket = self._sink(), self._bucket()
-        if sink is None or bucket is None or _has_others_hooks(self.weight):
+        sink = self._sink()
+        if sink is None or _has_others_hooks(self.weight) or self.gradient_use() != "accumulated":
             return False
-        if self.wanted() != "accumulated":
-            return False
-        return sink.receive_tile_rows(bucket, self._i, parts, right)
+        return sink.receive_tile_rows(self._i, parts, right)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
+
+
+class OpRoute(Route):
+    """A route whose layer computes with the two ops of this module."""
+
+    def __init__(self, sink: TileSink, i: int, weight: Parameter, *, transposed: bool) -> None:
+        super().__init__(sink, i, weight, transposed=transposed)
+        self._accumulator = None
+        if weight.requires_grad:  # an op cannot query this later, because autograd does not see into it
+            self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _by_op(self, input, weight, bias)
+
+    def gradient_use(self) -> GradientUse:
+        if self._accumulator is None:
+            return "accumulated"
+        try:
+            return "accumulated" if torch._C._will_engine_execute_node(self._accumulator) else "unused"
+        except RuntimeError as error:
+            if "only be called during the backward pass" in str(error):
+                return "accumulated"  # the op was called directly
+            if "autograd.grad" in str(error):
+                return "returned"
+            raise
+
+
+class NativeRoute(Route):
+    """A route whose layer computes in C++ (csrc/optim/tile_linear.h), except under `torch.compile`.
+
+    Args:
+        buffer: the native gradient buffer. It receives gradients directly, except those that the sink has to accept.
+    """
+
+    def __init__(self, sink: TileSink, i: int, weight: Parameter, *, transposed: bool, buffer: Any) -> None:
+        super().__init__(sink, i, weight, transposed=transposed)
+        this = weakref.ref(self)
+
+        def take(left: Tensor, right: Tensor) -> bool:
+            route = this()
+            return route is not None and route.take(left, right)
+
+        self._native = buffer.route(i, transposed, take)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output: Tensor = self._native.linear(input, weight, bias)
+        return output
+
+    def gradient_use(self) -> GradientUse:
+        use: GradientUse = self._native.gradient_use()
+        return use
 
 
 _routes: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
@@ -128,11 +161,9 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     bias = self._parameters["bias"]
     if torch.compiler.is_compiling():
         return _by_op(route, input, weight, bias)
-    if _has_others_hooks(weight):
+    if _has_others_hooks(weight) or not route.is_connected():
         return type(self).forward(self, input)
-    if route.native is not None:
-        return route.native.linear(input, weight, bias)
-    return _by_op(route, input, weight, bias) if route.leads_somewhere() else type(self).forward(self, input)
+    return route.linear(input, weight, bias)
 
 
 def _has_others_hooks(weight: Parameter) -> bool:
@@ -225,19 +256,19 @@ def _linear_backward(
 ) -> Tensor:
     if grad_output.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph can't hold this backward pass: whether gradients begin or add up is decided outside of it; "
+            "a CUDA graph can't hold this backward pass: whether a gradient is the first one is decided outside of it; "
             "build the optimizer with tile_backward=False"
         )
     found = _routes.get(int(route))
-    wanted = "accumulated" if found is None else found.wanted()
-    if wanted == "returned":
+    use = "accumulated" if found is None else found.gradient_use()
+    if use == "returned":
         raise RuntimeError(
-            "torch.autograd.grad wants a weight's gradient, of which this layer makes the active tiles alone, for its "
+            "torch.autograd.grad needs a dense weight gradient, but this layer computes only the active tiles, for its "
             "optimizer; build the optimizer with tile_backward=False"
         )
     grad_rows, input_rows = _rows(grad_output), _rows(input)
     operands = (input_rows, grad_rows) if transposed else (grad_rows, input_rows)
-    if found is None or (wanted == "accumulated" and not found.take(*operands)):
+    if found is None or (use == "accumulated" and not found.take(*operands)):
         raise RuntimeError(
             "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
         )
@@ -266,7 +297,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a linear layer whose weight gradient is made by tiles can't be differentiated twice (create_graph); "
+            "a linear layer whose weight gradient is computed by tiles can't be differentiated twice (create_graph); "
             "build the optimizer with tile_backward=False"
         )
     input, weight = ctx.saved_tensors

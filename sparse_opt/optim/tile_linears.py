@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from ..masks.patterns import PATTERNS
-from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
 from . import tile_backward
-from .buckets import Bucket, Tiles
+from .buckets import Bucket
+from .gradient_buffer import GradientBuffer
 from .tile_backward import Route, TileSink
+from .tiles import Tiles
 
 # Weights of a higher density use the dense gradient unless tile_backward=True. On an H200 (bf16) the dense weight
 # gradients of a Llama-3.2-3B's layers took 64 ms for 8192 tokens and 8.6 ms for 1024. The CUDA kernel, one call per
@@ -73,72 +73,57 @@ def _why_not(name: str, param: Parameter, module: nn.Module) -> str:
 
 
 def choose(
-    buckets: Iterable[Bucket], model: nn.Module | None, pattern: str, *, grads: str, wanted: bool | None
-) -> None:
-    """Set every bucket's table of tiled parameters, if it has any.
+    buckets: Sequence[Bucket], model: nn.Module | None, pattern: str, *, grads: str, tile_backward: bool | None
+) -> list[Tiles | None]:
+    """Return the tiles of every bucket's tiled parameters, None for a bucket without any.
 
     Args:
-        wanted: False: none; True: all that support it; None: those of them with a density under `MAX_TILED_DENSITY`.
+        tile_backward: False: none; True: all that support it; None: those of them with a density under
+            `MAX_TILED_DENSITY`.
 
     Raises:
-        ValueError: `wanted` is True and no parameter supports it; names the reasons.
+        ValueError: `tile_backward` is True and no parameter supports it; names the reasons.
     """
-    if wanted is False:
-        return
     tile_size = PATTERNS[pattern][0]
+    if tile_backward is False:
+        return [None] * len(buckets)
     if tile_size not in TILE_SIZES or grads != "compact" or model is None:
-        if wanted:
+        if tile_backward:
             raise ValueError(
-                "tile_backward=True wants grads='compact', a model (params or model=) and a mask of pattern tile64 or "
+                "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
                 f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
                 f"pattern {pattern!r}"
             )
-        return
+        return [None] * len(buckets)
     linears, why = find(model)
-    refused = {}
-    any_taken = False
+    refused: dict[str, str] = {}
+    chosen: list[list[int]] = []
     for bucket in buckets:
-        taken = []
+        chosen.append([])
         for i, param in enumerate(bucket.params):
-            linear = linears.get(param)
-            if linear is None:
+            if param not in linears:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
-            elif wanted or (bucket.ends[i] - bucket.starts[i]) / param.numel() < MAX_TILED_DENSITY[tile_size]:
-                taken.append(i)
-        bucket.tiles = _table(bucket, taken, tile_size) if taken else None
-        any_taken = any_taken or bool(taken)
-        if bucket.tiles is not None and bucket.native is not None:
-            bucket.native.set_tiles(bucket.tiles.table, bucket.tiles.starts, bucket.tiles.ends, tile_size)
-    if wanted and not any_taken:
+            elif tile_backward or (bucket.ends[i] - bucket.starts[i]) / param.numel() < MAX_TILED_DENSITY[tile_size]:
+                chosen[-1].append(i)
+    if tile_backward and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
-        raise ValueError(f"tile_backward=True, and none of {len(refused)} active parameters can take it: {reasons}")
+        raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
+    return [
+        Tiles.of(bucket, which, tile_size) if which else None for bucket, which in zip(buckets, chosen, strict=True)
+    ]
 
 
-def _table(bucket: Bucket, taken: list[int], tile_size: int) -> Tiles:
-    parts: list[Tensor] = []
-    starts, ends, n = [], [], 0
-    chosen = set(taken)
-    for i, param in enumerate(bucket.params):
-        starts.append(n)
-        if i in chosen:
-            part = tile_table(bucket.positions(i), tuple(param.shape), tile_size, first_slot=bucket.starts[i])
-            parts.append(part)
-            n += len(part)
-        ends.append(n)
-    return Tiles(torch.cat(parts), starts, ends, tile_size)
-
-
-def install(bucket: Bucket, model: nn.Module, sink: TileSink) -> list[tuple[nn.Module, Route]]:
-    """Route the weight gradients of the bucket's tiled parameters to `sink`; return the changed layers."""
-    tiles = bucket.tiles
+def install(model: nn.Module, buffer: GradientBuffer, sink: TileSink) -> list[tuple[nn.Module, Route]]:
+    """Route the weight gradients of the buffer's tiled parameters to `sink`; return the changed layers."""
+    tiles = buffer.tiles
     if tiles is None:
         return []
     linears, _ = find(model)
     changed = []
-    for i, param in enumerate(bucket.params):
-        if tiles.starts[i] < tiles.ends[i] and param in linears:
+    for i, param in enumerate(buffer.params):
+        if tiles.has(i) and param in linears:
             linear = linears[param]
-            route = Route(sink, bucket, i, param, transposed=linear.transposed)
+            route = buffer.route(i, sink, transposed=linear.transposed)
             tile_backward.install(linear.module, route)
             changed.append((linear.module, route))
     return changed

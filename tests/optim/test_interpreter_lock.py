@@ -74,17 +74,19 @@ def test_step(kind, grads):
 def test_dense_gradients_are_made_contiguous():
     param, optimizer = optimizer_of(SparseSGD, grads="dense")
     param.grad = torch.randn(param.shape[::-1]).t()
-    assert_others_run_meanwhile(optimizer._buckets[0].native.take_grads)
+    (buffer,) = optimizer.gradient_buffers
+    bound = backends.bind("indexed_sgd_", buffer.params, buffer.indices, buffer.starts, buffer.ends, backend="cpu")
+    assert_others_run_meanwhile(bound.take_grads)
 
 
 @pytest.mark.parametrize("call", ["swap", "gather", "digest", "compare"])
 def test_ops(call):
     param, optimizer = optimizer_of(SparseSGD)
-    bucket, base = optimizer._buckets[0], optimizer._bases[0]
+    (buffer,), base = optimizer.gradient_buffers, optimizer._bases[0]
     dense, ops = torch.randn_like(param), torch.ops.sparse_opt_native
     calls = {
         "swap": torch.no_grad()(base.swap_),
-        "gather": lambda: bucket.native.gather_(0, dense, bucket.grad, bucket.sum_sq, None),
+        "gather": lambda: buffer.add_dense(0, dense, None),
         "digest": lambda: ops.chunk_digests([dense]),
         "compare": lambda: ops.count_changes([param.detach()], [dense]),
     }

@@ -62,13 +62,13 @@ def test_only_what_lies_far_apart_takes_four_bytes(device):
     model = make_model(device)
     mask = make_mask(model)
     optimizer = SparseAdamW(model, mask)
-    assert [(b.indices.dtype, b.names) for b in optimizer._buckets] == [
+    assert [(buffer.indices.dtype, buffer.names) for buffer in optimizer.gradient_buffers] == [
         (torch.uint16, ["0.weight", "0.bias", "2.bias", "3.weight"]),
         (torch.int32, ["2.weight"]),
     ]
-    narrow = optimizer._buckets[0]
-    wanted = 2 * narrow.nnz + 4 * (narrow.nnz // 256 + 4) + 4 * 2
-    assert optimizer.nbytes()["indices"] == wanted
+    narrow = optimizer.gradient_buffers[0]
+    expected = 2 * narrow.nnz + 4 * (narrow.nnz // 256 + 4) + 4 * 2
+    assert optimizer.nbytes()["indices"] == expected
     state = optimizer.state_dict()["state"]
     for i, name in enumerate(optimizer.param_groups[0]["param_names"]):
         if mask[name].numel():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW, backends
-from sparse_opt.optim.collector import GradientCollector
+from sparse_opt.optim.collector import Receiver
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +33,13 @@ def backward(model, **options):
 def python_calls(monkeypatch):
     """The names of parameters whose gradient came to the Python hook."""
     calls = []
-    receive = GradientCollector.receive
+    receive = Receiver.receive
 
-    def counted(self, bucket, i, param):
-        calls.append(bucket.names[i])
-        receive(self, bucket, i, param)
+    def counted(self, i, param):
+        calls.append(self.buffer.names[i])
+        receive(self, i, param)
 
-    monkeypatch.setattr(GradientCollector, "receive", counted)
+    monkeypatch.setattr(Receiver, "receive", counted)
     return calls
 
 
@@ -60,10 +60,10 @@ def assert_gathered(model, optimizer, mask, times=1):
             torch.testing.assert_close(optimizer.compact_grad(param), times * grad)
 
 
-def let_wait(optimizer, most=10**12):
-    """Gradients of so many bytes wait to be gathered together, on a CPU too, where they do not otherwise."""
-    for bucket in optimizer._buckets:
-        bucket.native.set_waiting_grads(most)
+def queue_gradients(optimizer, gradient_bytes=10**12):
+    """Queue gradients of up to so many bytes, also on a CPU, where each is gathered at once by default."""
+    for buffer in optimizer.gradient_buffers:
+        buffer.set_queue_limits(gradient_bytes=gradient_bytes)
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["", "waiting"])
@@ -72,7 +72,7 @@ def test_python_is_not_asked(model, python_calls, options, waiting):
     mask = MaskSet.random(model, density=0.5)
     optimizer = SparseAdamW(model, mask)
     if waiting:
-        let_wait(optimizer)
+        queue_gradients(optimizer)
     backward(model, **options)
     backward(model, **options)
     assert_gathered(model, optimizer, mask, times=2)
@@ -193,7 +193,7 @@ def test_gradients_that_wait_are_those_that_do_not(device, pattern, passes, nest
         torch.manual_seed(0)
         model = torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=i % 2 == 0) for i in range(4)]).to(device)
         optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern=pattern, seed=1))
-        let_wait(optimizer, most)
+        queue_gradients(optimizer, most)
         for _ in range(2):  # the second finds the buffers full of the first's
             optimizer.zero_grad()
             torch.manual_seed(1)
@@ -212,7 +212,7 @@ def test_more_gradients_wait_than_a_launch_takes(device):
     factors = [torch.randn_like(p) for p in params.values()]
     mask = MaskSet.random(params, density=0.4)
     optimizer = SparseAdamW(list(params.items()), mask)
-    let_wait(optimizer)
+    queue_gradients(optimizer)
     sum((p * f).sum() for p, f in zip(params.values(), factors, strict=True)).backward()
     for (name, p), f in zip(params.items(), factors, strict=True):
         wanted = f[mask[name].long().to(device)]
@@ -228,7 +228,7 @@ def test_a_pass_that_raises_while_gradients_wait(device, then):
     x = torch.ones(3, 16, device=device)
     mask = MaskSet.random(model, density=0.5)
     optimizer = SparseAdamW(model, mask)
-    let_wait(optimizer)
+    queue_gradients(optimizer)
 
     def fail(grad):
         raise RuntimeError("stop here")
@@ -261,12 +261,11 @@ def test_a_pass_that_raises_while_gradients_wait(device, then):
 def test_gradients_that_cannot_be_gathered_have_not_come(device):
     model = torch.nn.Linear(16, 16).to(device)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
-    let_wait(optimizer)
-    bucket = optimizer._buckets[0]
-    bucket.native.receive_into(torch.empty(1, device=device), bucket.sum_sq)
-    with pytest.raises(ValueError, match="out has 1 elements"):
-        model(torch.ones(3, 16, device=device)).sum().backward()
-    assert bucket.received == [False, False]
+    queue_gradients(optimizer)
+    model.double()
+    with pytest.raises(ValueError, match="dense.0. is Double"):
+        model(torch.ones(3, 16, device=device, dtype=torch.float64)).sum().backward()
+    assert all(optimizer.compact_grad(p) is None for p in model.parameters())
 
 
 @pytest.fixture
@@ -297,7 +296,7 @@ def test_what_is_gathered_beside_the_backward_pass(deep, other_stream, waiting):
     mask = MaskSet.random(model, density=0.025)
     optimizer = SparseAdamW(model, mask, lr=1e-3)
     if waiting:
-        let_wait(optimizer, 40 << 20)
+        queue_gradients(optimizer, 40 << 20)
     stream = torch.cuda.Stream() if other_stream else torch.cuda.current_stream()
     for seed in range(6):
         twin.zero_grad()
@@ -387,7 +386,7 @@ def test_gradients_that_wait_for_each_other(deep, pattern):
         masked = {name: p for name, p in model.named_parameters() if name != "7.weight"}
         optimizer = SparseAdamW(model, MaskSet.random(masked, density=0.025, pattern=pattern, seed=1))
         if most is not None:
-            let_wait(optimizer, most)
+            queue_gradients(optimizer, most)
         peaks.append(peak_of_a_pass(model, optimizer))
         optimizer.zero_grad()
         for seed in range(2):

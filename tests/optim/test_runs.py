@@ -72,7 +72,7 @@ def agree(a, b, optimizers, device):
 
 
 def run_lengths(optimizer):
-    return sorted(bucket.run_length for bucket in optimizer._buckets)
+    return sorted(buffer.run_length for buffer in optimizer.gradient_buffers)
 
 
 def same_state(a, b):
@@ -136,7 +136,7 @@ def test_rows_that_hold_no_whole_runs_are_taken_by_element(pattern, grads, devic
     a = SparseAdamW(runs, mask, lr=1e-2, grads=grads)
     b = SparseAdamW(elements, elements_of(mask), lr=1e-2, grads=grads)
     assert run_lengths(a) == [1, RUN_LENGTH[pattern]] and run_lengths(b) == [1]
-    ragged = {n for bucket in a._buckets for n in bucket.names if bucket.run_length == 1}
+    ragged = {n for buffer in a.gradient_buffers for n in buffer.names if buffer.run_length == 1}
     assert ragged <= {"2.bias", "4.weight"} and "4.weight" in ragged
     train(runs, a, range(5))
     train(elements, b, range(5))

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
-from sparse_opt.optim.buckets import Bucket
 
 PAUSE = 0.4  # seconds in which another thread gets through code that no lock protects
 
@@ -59,15 +58,16 @@ def test_first_gradients_after_a_step_come_from_two_threads(backend, options, mo
     for param in params.values():
         deliver(param, 5.0)
     optimizer.step()
-    drop, others = Bucket.drop_gradients, []
+    buffer_type, others = type(optimizer.gradient_buffers[0]), []
+    drop = buffer_type.drop
 
-    def drop_while_another_gradient_arrives(bucket):
+    def drop_while_another_gradient_arrives(buffer):
         if not others:
             others.append(in_thread(deliver, params["b"], 3.0))
             others[0][1].wait(PAUSE)
-        drop(bucket)
+        drop(buffer)
 
-    monkeypatch.setattr(Bucket, "drop_gradients", drop_while_another_gradient_arrives)
+    monkeypatch.setattr(buffer_type, "drop", drop_while_another_gradient_arrives)
     deliver(params["a"], 2.0)
     others[0][0].result(timeout=10)
     assert torch.equal(optimizer.compact_grad(params["a"]), torch.full((64,), 2.0))
@@ -87,25 +87,25 @@ def test_two_threads_deliver_tiles_of_one_weight(backend, monkeypatch):
     expected = optimizer.compact_grad(layer.weight).clone()
     optimizer.zero_grad()
 
-    received, meet = Bucket.received, threading.Barrier(2)
+    ops, both = optimizer.gradient_buffers[0].ops, threading.Barrier(2)
+    multiply = ops.tile_weight_grad_
 
-    def read_and_wait(bucket):
-        found = received.fget(bucket)
-        if threading.current_thread() is not threading.main_thread():
-            try:
-                meet.wait(PAUSE)
-            except threading.BrokenBarrierError:
-                pass  # alone: another thread waits for a lock
-        return found
+    def multiply_later(*args, **kwargs):
+        """Whether to add or to overwrite is in the arguments already."""
+        try:
+            both.wait(PAUSE)
+        except threading.BrokenBarrierError:
+            pass  # the other thread waits for a lock
+        multiply(*args, **kwargs)
 
-    monkeypatch.setattr(Bucket, "received", property(read_and_wait, received.fset))
+    monkeypatch.setattr(ops, "tile_weight_grad_", multiply_later)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda x: layer(x).sum().backward(), inputs))
     assert torch.equal(optimizer.compact_grad(layer.weight), expected)
 
 
 def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
-    """One thread is about to let native hooks receive while another enters base_weights(), which forbids it."""
+    """One thread is about to let a buffer receive gradients directly while another enters base_weights()."""
     why = backends.why_unavailable("cpu", "cpu")
     if why:
         pytest.skip(f"needs the extension: {why}")
@@ -122,23 +122,16 @@ def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
 
     others = []
 
-    class Late:
-        """The bucket's native object, whose permission to receive arrives late."""
+    buffer_type = type(optimizer.gradient_buffers[0])
+    set_direct = buffer_type.set_direct
 
-        def __init__(self, native):
-            self.native = native
+    def set_direct_late(buffer, direct):
+        if direct and not others:
+            others.append(in_thread(stay_inside)[0])
+            entered.wait(PAUSE)
+        set_direct(buffer, direct)
 
-        def __getattr__(self, name):
-            return getattr(self.native, name)
-
-        def set_receiving(self, receiving):
-            if receiving and not others:
-                others.append(in_thread(stay_inside)[0])
-                entered.wait(PAUSE)
-            self.native.set_receiving(receiving)
-
-    bucket = optimizer._buckets[0]
-    monkeypatch.setattr(bucket, "native", Late(bucket.native))
+    monkeypatch.setattr(buffer_type, "set_direct", set_direct_late)
     optimizer.zero_grad()
     assert entered.wait(10)
     try:
@@ -184,15 +177,16 @@ def test_first_gradients_after_a_step_come_from_two_devices(monkeypatch):
 
     backward(5.0)
     optimizer.step()
-    drop, dropped = Bucket.drop_gradients, []
+    buffer_type, dropped = type(optimizer.gradient_buffers[0]), []
+    drop = buffer_type.drop
 
-    def drop_slowly(bucket):
-        dropped.append(bucket)
+    def drop_slowly(buffer):
+        dropped.append(buffer)
         if len(dropped) == 2:  # the first of them has been dropped: the other device's gradient would be lost
             threading.Event().wait(PAUSE)
-        drop(bucket)
+        drop(buffer)
 
-    monkeypatch.setattr(Bucket, "drop_gradients", drop_slowly)
+    monkeypatch.setattr(buffer_type, "drop", drop_slowly)
     backward(2.0)
     for name, param in params.items():
         found = optimizer.compact_grad(param)

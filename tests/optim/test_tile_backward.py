@@ -168,7 +168,7 @@ def test_waiting_tiles_give_the_same_bits(device, native):
     x, found = batch(device), []
     for tiles_, bytes_ in ((10**9, 10**12), (1, 10**12), (10**9, 0)):
         model, tiles, _, _ = pair(device)
-        tiles._buckets[0].native.set_waiting(tiles_, bytes_)
+        tiles.gradient_buffers[0].set_queue_limits(tiles=tiles_, tile_bytes=bytes_)
         for _ in range(2):
             loss_of(model, x).backward()
         grads = [tiles.compact_grad(p) for p in model.parameters()]
@@ -187,7 +187,7 @@ def test_backward_passes_of_two_threads_add_up_with_tiles(device, native):
         return nn.Sequential(*(nn.Linear(a, a, bias=False) for a in (SIZES[0],) * 3)).to(device)
 
     model, tiles, _, _ = pair(device, without_biases)
-    tiles._buckets[0].native.set_waiting(10**9, 10**12)
+    tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
     x = [batch(device, seed) for seed in range(2)]
     for each in x:
         loss_of(model, each).backward()
@@ -215,7 +215,7 @@ def test_tiles_of_layers_on_several_streams(native):
     layers = nn.ModuleList(nn.Linear(256, 256, bias=False, device=device) for _ in range(6))
     mask = MaskSet.random(layers, density=0.1, pattern="tile64", seed=1)
     optimizer = SparseSGD(layers, mask, lr=1e-2, tile_backward=True)
-    optimizer._buckets[0].native.set_waiting(1, 10**12)
+    optimizer.gradient_buffers[0].set_queue_limits(tiles=1, tile_bytes=10**12)
     x = torch.randn(20000, 256, device=device, requires_grad=True)
     streams = [torch.cuda.Stream() for _ in range(3)]
 
@@ -274,8 +274,8 @@ class _ChangesItsOutput(torch.autograd.Function):
 
 def test_a_waiting_tensor_that_is_changed_is_noticed(device, native):
     model, tiles, _, _ = pair(device)
-    tiles._buckets[0].native.set_waiting(10**9, 10**12)
-    with pytest.raises(ValueError, match="changed in place before its weight gradient was made"):
+    tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
+    with pytest.raises(ValueError, match="changed in place before its weight gradient was computed"):
         model[2](_ChangesItsOutput.apply(model[0](batch(device)))).sum().backward()
     assert tiles.compact_grad(model[0].weight) is None  # what stands there is nobody's gradient
 
@@ -359,7 +359,7 @@ def test_autograd_grad_beside_tiles_of_a_backend_without_native_layers():
     (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
     assert torch.equal(ours, theirs)
     assert all(tiles.compact_grad(p) is None for p in model.parameters())
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad wants a weight's gradient"):
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad needs a dense weight gradient"):
         torch.autograd.grad(loss_of(model, x), [model[0].weight])
 
 

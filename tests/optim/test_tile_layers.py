@@ -259,7 +259,7 @@ def test_state_of_a_run_with_tiles_goes_round(device):
 def test_routes_keep_neither_optimizer_nor_model(device):
     model = make(device)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), tile_backward=True)
-    gone = weakref.ref(optimizer._buckets[0])
+    gone = weakref.ref(optimizer.gradient_buffers[0])
     loss_of(model, batch(device)).backward()
     del optimizer
     gc.collect()

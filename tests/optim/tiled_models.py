@@ -46,8 +46,8 @@ def assert_same_gradients(tiles, dense, rtol=None):
     norm: T eps for the two together, of the largest gradient at least.
     """
     rtol = 300 * EPS32 if rtol is None else rtol
-    names = [name for bucket in tiles._buckets for name in bucket.names]
-    assert names == [name for bucket in dense._buckets for name in bucket.names]
+    names = [name for buffer in tiles.gradient_buffers for name in buffer.names]
+    assert names == [name for buffer in dense.gradient_buffers for name in buffer.names]
     for (name, p), (_, q) in zip(tiles._named(), dense._named(), strict=True):
         ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
         assert p.grad is None and (ours is None) == (theirs is None), name

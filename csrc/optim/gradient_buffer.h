@@ -1,0 +1,146 @@
+// The compact gradient of a list of parameters, [nnz], and what fills it during a backward pass. Several autograd
+// threads may call it at the same time.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bound_params.h"
+
+namespace sparse_opt {
+
+// The active tiles of those parameters that have any; these are matrices.
+struct Tiles {
+  at::Tensor table;                   // [tiles, 4], as tile_weight_grad_ takes it
+  std::vector<int64_t> starts, ends;  // of each parameter's rows in the table
+  int64_t tile_size;
+};
+
+class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
+ public:
+  // `values`, [nnz], receives the gradients. `sum_sq`, [n] fp32, receives the sums of squares of the parameters that
+  // have a gradient; it is valid after sum_squares_().
+  GradientBuffer(std::shared_ptr<const BoundParams> bound, at::Tensor values, at::Tensor sum_sq,
+                 std::optional<Tiles> tiles);
+  ~GradientBuffer();
+
+  // Add a gradient of parameter i at once. The first one after drop() overwrites the parameter's slots. If a result is
+  // not finite, `found_inf` is set to inf.
+  void add_dense_(int64_t i, const at::Tensor& grad, const std::optional<at::Tensor>& found_inf);
+  // The gradient is left^T @ right, of [tokens, rows] and [tokens, columns].
+  void add_tiles_(int64_t i, const at::Tensor& left, const at::Tensor& right,
+                  const std::optional<at::Tensor>& found_inf);
+  // The gradient's active elements: fp32, [the parameter's slots].
+  void add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf);
+
+  // Whether receive and receive_tiles accept gradients. Once set_direct(false) has returned, none is being received.
+  void set_direct(bool direct);
+  // Take the gradient from parameter i and add it. Returns false, and does nothing, if gradients are not accepted or
+  // the parameter has none that is strided. On a GPU gradients are queued, and gathered together on a stream of their
+  // own next to the backward pass. They are held until the next ones are gathered, the pass ends, or finish() is
+  // called.
+  bool receive(size_t i);
+  // Add the active tiles of left^T @ right. Few tiles leave a GPU idle, so products are queued until there are enough
+  // of them, until they hold too much memory, until one has another dtype or stream, until the backward pass ends, or
+  // until finish(). Returns false, and does nothing, if gradients are not accepted.
+  bool receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
+
+  // Add all queued gradients. Afterwards `values` may be read on the current stream.
+  void finish();
+  void sum_squares_();
+  // Discard all gradients, queued ones included. Nothing is written: the next gradients overwrite the slots.
+  void drop();
+
+  // For each parameter, whether it has received a gradient since drop().
+  std::vector<bool> received() const;
+  // Whether parameter i has received tiles since drop(). Autograd then calls its hook without a gradient.
+  bool received_tiles(size_t i) const;
+
+  // Change how much may be queued; limits that are not given stay. The defaults are in gradient_buffer.cpp.
+  void set_queue_limits(std::optional<int64_t> tiles, std::optional<int64_t> tile_bytes,
+                        std::optional<int64_t> gradient_bytes);
+
+  const BoundParams& bound() const { return *bound_; }
+
+ private:
+  struct Gradient {
+    size_t i;
+    at::Tensor grad;
+  };
+  struct TileOperands {
+    size_t i;
+    at::Tensor left, right;
+    uint32_t left_version, right_version;  // to notice changes in place
+  };
+  // Gradients that one launch can add: all of one dtype, from one stream, and all the first ones or none of them.
+  template <typename T>
+  struct Queue {
+    c10::Stream stream;
+    std::vector<T> list = {};
+    bool accumulate = false;
+    at::ScalarType dtype = at::kFloat;
+    int64_t tiles = 0, bytes = 0;
+
+    bool accepts(bool accumulates, at::ScalarType its_dtype, c10::Stream its_stream) const {
+      return list.empty() || (accumulate == accumulates && dtype == its_dtype && stream == its_stream);
+    }
+    void add(T gradient, bool accumulates, at::ScalarType its_dtype, c10::Stream its_stream) {
+      list.push_back(std::move(gradient));
+      accumulate = accumulates;
+      dtype = its_dtype;
+      stream = its_stream;
+    }
+    Queue take() { return std::exchange(*this, Queue{stream}); }
+  };
+  enum class Pass : uint8_t { kNone, kGather, kTiles, kValues };
+
+  static c10::Stream current_stream(at::Device device);
+  void check_tiles();
+  void allocate_partial_sums();
+  void begin_pass(size_t i, Pass pass);
+  void wait_for_last_stream();
+  void wait_for_gathers();
+  void check_gradient(int64_t i, const at::Tensor& grad) const;
+  void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;
+  void gather_(const std::vector<Gradient>& list, bool accumulate, const std::optional<at::Tensor>& found_inf);
+  void multiply_tiles_(const std::vector<TileOperands>& list, bool accumulate,
+                       const std::optional<at::Tensor>& found_inf);
+  bool is_queued(size_t i) const;
+  Queue<Gradient> take_queued_gradients();
+  template <typename T, typename Add>
+  void add_all(const Queue<T>& queue, Add add);
+  void flush_tiles();
+  void flush_gradients();
+  void flush();
+  void finish_after_backward();
+
+  const std::shared_ptr<const BoundParams> bound_;
+  const at::Tensor values_, sum_sq_;
+  const std::optional<Tiles> tiles_;
+  std::vector<std::pair<int64_t, int64_t>> matrices_;  // rows and columns of the parameters that have tiles
+  std::vector<std::optional<at::Tensor>> own_bases_;   // of each parameter, for a call with it alone
+  // On a GPU: fp32 sums of squares of the blocks of each pass, which sum_squares_ adds up. A parameter has space for
+  // the pass with the most blocks; the elements that its last pass has not written are 0.
+  at::Tensor partial_sums_;
+  std::vector<int64_t> first_partial_, partials_begin_, partials_end_;  // the last two as sum_partials takes segments
+  std::vector<Pass> last_pass_;
+
+  // Protects the following. The ops are called while it is held, and a dispatch mode, which runs Python, sees them: no
+  // thread may wait for this mutex while it holds the interpreter's lock, and the mode must not call back.
+  mutable std::mutex mutex_;
+  std::vector<bool> received_, received_tiles_;
+  bool direct_ = false;
+  Queue<TileOperands> tile_queue_;
+  Queue<Gradient> gradient_queue_;
+  int64_t max_tiles_ = 0, max_tile_bytes_ = 0, max_gradient_bytes_ = 0;
+  c10::Stream last_stream_;   // of the last pass over the buffers
+  int finishing_graph_ = -1;  // the backward pass at whose end finish() will be called
+};
+
+}  // namespace sparse_opt

@@ -1,0 +1,22 @@
+"""The global norm of compact gradients, computed without a synchronization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .gradient_buffer import GradientBuffer
+
+
+def global_norm(buffers: Sequence[GradientBuffer], received: Sequence[list[bool]]) -> Tensor:
+    """Return the 2-norm over all buffers of the gradients in `received`: one fp32 element on the first one's device.
+
+    Gathering and tile products have computed the sums of squares; this adds them up.
+    """
+    home = buffers[0].device
+    pairs = zip(buffers, received, strict=True)
+    sums = [buffer.sums_of_squares(flags).sum().to(home) for buffer, flags in pairs]
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return total.sqrt()
