@@ -1,4 +1,24 @@
-"""Optimizers that train the active elements of a mask."""
+"""Optimizers that train the active elements of a mask.
+
+How a gradient travels from autograd to the weights, with grads='compact':
+
+1. Autograd accumulates the gradient of a parameter in `param.grad`. A post-accumulate-grad hook passes it to the
+   parameter's `Receiver` (collector.py). A tiled linear layer (tile_linears.py, tile_backward.py) never computes the
+   dense gradient; its `Route` passes the two operands of the product instead.
+2. `GradientCollector` (collector.py) decides for the whole optimizer whether the gradient is accepted: not inside
+   `base_weights()`, and not after clipping. The first gradient after a step drops those that the step has used.
+3. The `GradientBuffer` (gradient_buffer.py) of the parameter's bucket adds the active elements to its flat tensor
+   `values`, and computes their sum of squares in the same pass. While steps 1 and 2 have nothing to decide, the native
+   buffer receives gradients directly in C++, without the interpreter's lock.
+4. Clipping (clipping.py) adds up the sums of squares of all buffers.
+5. The bucket's `Stepper` (stepping.py) calls the step's op on the parameters, the buffer's values and the bucket's
+   state. The collector then marks the gradients as used.
+
+Parameters are in one bucket (buckets.py), and their gradients in one buffer, if one op call can take them all: same
+parameter group, device, dtype and layout of the indices. binding.py builds both from a mask, and is the only place that
+chooses between the native and the Python implementation. Compact gradients of several processes can be reduced with one
+collective per buffer, on `values` between `finish()` and the step.
+"""
 
 from .adamw import SparseAdamW
 from .sgd import SparseSGD

@@ -60,7 +60,7 @@ def build_buckets(
     groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str, backend: str | None
 ) -> list[Bucket]:
     """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`."""
-    buckets = []
+    buckets: list[Bucket] = []
     for group, names, params, run_length, narrow in _bucket_keys(groups, active, pattern):
         segments = _segments_of(params, active, run_length, narrow)
         buckets.append(

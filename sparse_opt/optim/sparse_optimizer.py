@@ -182,8 +182,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 p.requires_grad_(False)
         self._collector.attach()
         root = self._root()
-        for receiver in self._collector.receivers if root is not None else ():
-            self._routes += tile_linears.install(root, receiver.buffer, receiver)
+        if root is not None:
+            for receiver in self._collector.receivers:
+                self._routes += tile_linears.install(root, receiver.buffer, receiver)
 
     def _detach(self) -> None:
         self._collector.detach()

@@ -1,7 +1,8 @@
-"""Shared by the tests of tiles in models, whose models are in tiled_models.py; puts that file on the import path."""
+"""Fixtures of the optimizers' tests; puts tiled_models.py on the import path."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,8 +10,17 @@ from pathlib import Path
 import pytest
 
 from sparse_opt import backends
+from sparse_opt.ops import STEP_OPS
+from sparse_opt.optim import OPTIMIZERS
 
 sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
+def sparse_optimizer(request):
+    """Each optimizer, for tests of what is true of all; options turn on the states that are optional, as momentum."""
+    optional = STEP_OPS[request.param._op].optional.values()
+    return functools.partial(request.param, **dict.fromkeys(optional, 0.9))
 
 
 @pytest.fixture
