@@ -319,12 +319,11 @@ def rollout_with_values(
         pad_id=run.pad_id,
         device=run.device,
     )
-    shape = (2, *batch.completion_mask[:, batch.first_trained :].shape)
-    logprobs, values = torch.zeros(shape, dtype=torch.float32, device=run.device)
-    rollout = Rollout(batch, logprobs, ended, sequences)
+    rollout = Rollout.without_logprobs(batch, ended, sequences)
+    values = torch.zeros_like(rollout.logprobs)
     for rows, part in rollout.minibatches(config.batch_size):
         found = logprobs_and_values(run.model, head, part.batch, config.temperature)
-        for whole, piece in zip((logprobs, values), found, strict=True):
+        for whole, piece in zip((rollout.logprobs, values), found, strict=True):
             rollout.cut(whole, rows).copy_(piece)
     return rollout, values
 

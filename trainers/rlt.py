@@ -36,8 +36,8 @@ from .data.order import chunks
 from .data.teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
 from .grpo import GroupOptions, LossType, group_advantages, update_on_rollout
 from .policy.models import resolve_device
-from .policy.reference import Reference
-from .rewards.student import load_student, load_student_tokenizer, require_student_room, spans, student_logprobs
+from .policy.reference import Reference, load_frozen, placed
+from .rewards.student import load_student_tokenizer, require_student_room, spans, student_logprobs
 from .rollouts import Engine, Rollout, Sampling, configured_engine
 from .run.rollout_step import completion_metrics, reference_logprobs, sample_rollout, sample_rows
 from .run.training_run import TrainingRun
@@ -315,8 +315,8 @@ def train(config: RLTConfig) -> dict[str, Any]:
     # Before the run writes files, so that a failed load leaves none.
     student = None
     if config.student_model is not None:
-        device, offload = resolve_device(config.device), config.offload_untrained_models
-        student = load_student(config.student_model, config.dtype, device, offload=offload)
+        student = load_frozen(config.student_model, config.dtype)
+        student = placed(student, resolve_device(config.device), offload=config.offload_untrained_models)
     run = TrainingRun(config, "rlt", _loader(config))
     reference = None
     if config.beta > 0 or student is None:

@@ -21,7 +21,6 @@ from sparse_opt.trainers.data.encoding import TokenSequence, collate
 from sparse_opt.trainers.data.teacher_data import read_templates
 from sparse_opt.trainers.policy import reference
 from sparse_opt.trainers.policy.logprobs import token_logprobs
-from sparse_opt.trainers.rewards import student
 from sparse_opt.trainers.rewards.student import load_student_tokenizer
 from sparse_opt.trainers.rlt import InParts, RLTConfig
 from sparse_opt.trainers.rollouts import Sampling
@@ -200,7 +199,6 @@ def test_models_kept_off_the_device_change_no_number(rlt_options, model_folder, 
         yield
 
     monkeypatch.setattr(reference, "on_device", spied)
-    monkeypatch.setattr(student, "on_device", spied)
     runs = [
         rlt.train(
             rlt_options(

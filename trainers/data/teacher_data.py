@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_opt.config import option, parse_config, read_yaml, require_number_ranges
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
-from sparse_opt.files import written_aside
 
 from ..policy.pretrained import load_tokenizer_from
-from ..run.outputs import writing
+from ..run.outputs import write_text, writing
 from .encoding import applying_chat_template, text_ids
 from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, lesson_reader, load_lessons
 from .rows import DataReport, counter, load_rows
@@ -258,8 +257,7 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with writing(config.output):
         config.output.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(config.output) as aside:
-            aside.write_text(text, encoding="utf-8")
+    write_text(config.output, text)
     return len(rows)
 
 

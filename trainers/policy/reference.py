@@ -44,20 +44,30 @@ def make_reference(
         return Reference(policy, optimizer.base_weights)
     if other_name is None and config.mode == "lora":
         return Reference(policy, policy.disable_adapter)
-    if other_name is None:
-        separate = frozen_copy(policy)
-    else:
-        separate = load_model(other_name, config.dtype)
-        disable_dropout(separate)
-        separate.requires_grad_(False)
-        make_masks_skippable(separate)
+    separate = frozen_copy(policy) if other_name is None else load_frozen(other_name, config.dtype)
     if config.compile:
         compile_layers(separate)
+    return placed(separate, device, offload=offload)
+
+
+def load_frozen(name: str, dtype: str) -> Any:
+    """A model by hub name or folder, without gradients and dropout, on the CPU, in `dtype` (a key of `models.DTYPES`).
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    model = load_model(name, dtype).requires_grad_(False)
+    disable_dropout(model)
+    make_masks_skippable(model)
+    return model
+
+
+def placed(model: nn.Module, device: torch.device, *, offload: bool) -> Reference:
+    """A separate model on the device; with `offload` it is on the CPU while it is not in use."""
     if offload:
-        separate.to("cpu")
-        return Reference(separate, lambda: on_device(separate, device))
-    separate.to(device)
-    return Reference(separate, nullcontext)
+        model.to("cpu")
+        return Reference(model, lambda: on_device(model, device))
+    return Reference(model.to(device), nullcontext)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,7 @@ from sparse_opt.errors import ConfigError
 from ..data.encoding import TokenSequence, collate
 from ..data.teacher_data import StudentSequence, TeacherExample
 from ..policy.logprobs import token_logprobs
-from ..policy.models import disable_dropout, load_model, make_masks_skippable
 from ..policy.pretrained import load_config_from, load_tokenizer_from
-from ..policy.reference import Reference, on_device
 
 
 @dataclass(frozen=True)
@@ -71,23 +68,6 @@ def spans(values: Tensor, first: int, starts: Sequence[int], lengths: Sequence[i
     mask = columns < length
     index = torch.where(mask, start - first + columns, 0)
     return torch.where(mask, values.gather(1, index), 0.0), mask
-
-
-def load_student(name: str, dtype: str, device: torch.device, *, offload: bool) -> Reference:
-    """Load a frozen model by hub name or folder; with `offload` it is on the CPU while it is not in use.
-
-    Args:
-        dtype: a key of `models.DTYPES`.
-
-    Raises:
-        DataError: it cannot be loaded.
-    """
-    student = load_model(name, dtype).requires_grad_(False)
-    disable_dropout(student)
-    make_masks_skippable(student)
-    if offload:
-        return Reference(student, lambda: on_device(student, device))
-    return Reference(student.to(device), nullcontext)
 
 
 def load_student_tokenizer(name: str, tokenizer: Any) -> Any:

@@ -84,6 +84,12 @@ class Rollout:
     ended: Tensor  # [R] bool: the completion ends with EOS and was not truncated
     sequences: list[TokenSequence]  # the R rows' token ids, without padding
 
+    @classmethod
+    def without_logprobs(cls, batch: TokenBatch, ended: Tensor, sequences: list[TokenSequence]) -> Rollout:
+        """A rollout whose log-probabilities are 0, to be filled in."""
+        shape = batch.completion_mask[:, batch.first_trained :].shape
+        return cls(batch, torch.zeros(shape, dtype=torch.float32, device=ended.device), ended, sequences)
+
     @property
     def mask(self) -> Tensor:
         """[R, P] bool, the sampled tokens."""
@@ -100,8 +106,17 @@ class Rollout:
     def select(self, rows: slice | Sequence[int]) -> Rollout:
         """These rows, trimmed to the longest of them, with columns from their first sampled token on."""
         index = range(len(self))[rows] if isinstance(rows, slice) else rows
-        batch = _selected(self.batch, self.sequences, index, rows)
         sequences = [self.sequences[row] for row in index]
+        first, length = _extent(self.sequences, index)
+        batch = replace(
+            self.batch,
+            input_ids=self.batch.input_ids[rows][:, :length],
+            attention_mask=self.batch.attention_mask[rows][:, :length],
+            completion_mask=self.batch.completion_mask[rows][:, :length],
+            first_trained=first,
+            n_tokens=sum(len(sequence.ids) for sequence in sequences),
+            n_trained=sum(sequence.n_trained for sequence in sequences),
+        )
         return Rollout(batch, self.cut(self.logprobs, rows), self.ended[rows], sequences)
 
     def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
@@ -120,21 +135,6 @@ class Rollout:
 def _extent(sequences: Sequence[TokenSequence], index: Sequence[int]) -> tuple[int, int]:
     """The first sampled position and the length of these rows' batch."""
     return min(sequences[row].prompt_length for row in index), max(len(sequences[row].ids) for row in index)
-
-
-def _selected(
-    batch: TokenBatch, sequences: Sequence[TokenSequence], index: Sequence[int], rows: slice | Sequence[int]
-) -> TokenBatch:
-    first, length = _extent(sequences, index)
-    return replace(
-        batch,
-        input_ids=batch.input_ids[rows][:, :length],
-        attention_mask=batch.attention_mask[rows][:, :length],
-        completion_mask=batch.completion_mask[rows][:, :length],
-        first_trained=first,
-        n_tokens=sum(len(sequences[row].ids) for row in index),
-        n_trained=sum(sequences[row].n_trained for row in index),
-    )
 
 
 @torch.no_grad()
@@ -171,15 +171,10 @@ def rollout(
     batch, ended, sequences = sample(
         engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device
     )
-    shape = (len(sequences), batch.input_ids.shape[1] - batch.first_trained)
-    logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
-    size = rows_per_pass or len(sequences)
-    for start in range(0, len(sequences), size):
-        rows = slice(start, start + size)
-        part = _selected(batch, sequences, range(len(sequences))[rows], rows)
-        columns = slice(part.first_trained - batch.first_trained, part.input_ids.shape[1] - batch.first_trained)
-        logprobs[rows, columns] = token_logprobs(model, part, sampling.logprob_temperature)
-    return Rollout(batch, logprobs, ended, sequences)
+    sampled = Rollout.without_logprobs(batch, ended, sequences)
+    for rows, part in sampled.minibatches(rows_per_pass or len(sampled)):
+        sampled.cut(sampled.logprobs, rows).copy_(token_logprobs(model, part.batch, sampling.logprob_temperature))
+    return sampled
 
 
 def sample(

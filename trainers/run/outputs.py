@@ -148,8 +148,7 @@ class RowFile:
     def cut(self) -> None:
         """Remove the later rows and an incomplete last line of a resumed file, atomically."""
         if self._uncut:
-            with writing(self.path), written_aside(self.path) as aside:
-                aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
             self._uncut = False
 
     def write(self, row: dict[str, Any]) -> None:
@@ -227,9 +226,7 @@ def require_metrics(output_dir: Path, last_step: int) -> None:
 
 def begin_outputs(output_dir: Path, config: Any) -> None:
     """Write the options of a run to its folder, which the caller has locked; this marks the run as started."""
-    path = output_dir / OPTIONS_FILE
-    with writing(path), written_aside(path) as aside:
-        aside.write_text(to_yaml(config), encoding="utf-8")
+    write_text(output_dir / OPTIONS_FILE, to_yaml(config))
 
 
 def discard_outputs(output_dir: Path) -> None:
@@ -251,15 +248,17 @@ def writing(path: Path) -> Iterator[None]:
         raise SparseOptError(f"{path}: cannot be written: {one_line(error)}") from error
 
 
-def write_summary(output_dir: Path, summary: dict[str, Any], before_publishing: Callable[[], object]) -> None:
-    """Write the run's summary next to its metrics; this marks the run as finished.
+def write_text(path: Path, text: str, before_publishing: Callable[[], object] | None = None) -> None:
+    """Write a file atomically.
 
     Args:
         before_publishing: called when the file is on disk, but has not its final name; its errors propagate.
+
+    Raises:
+        SparseOptError: the file cannot be written.
     """
-    path = output_dir / SUMMARY_FILE
     with writing(path), written_aside(path, before_publishing=before_publishing) as aside:
-        aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
 
 
 def save_checkpoint(

@@ -12,10 +12,9 @@ import yaml
 
 from sparse_opt.config import to_yaml
 from sparse_opt.errors import ConfigError
-from sparse_opt.files import written_aside
 
 from ..options import TrainingOptions, model_slug
-from .outputs import writing
+from .outputs import write_text
 
 _ID_FILE = "wandb_run_id"
 
@@ -85,8 +84,7 @@ class WandbTracker:
 
         file = output_dir / _ID_FILE
         if not file.exists():
-            with writing(file), written_aside(file) as aside:
-                aside.write_text(secrets.token_hex(8), encoding="utf-8")
+            write_text(file, secrets.token_hex(8))
         try:
             self._run = wandb.init(
                 project=project_name(config, algorithm),

@@ -18,6 +18,7 @@ checkpoint is therefore bit-identical to an uninterrupted one.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -63,7 +64,7 @@ from .outputs import (
     is_begun,
     require_metrics,
     save_checkpoint,
-    write_summary,
+    write_text,
 )
 from .progress import Progress
 from .timing import StepTimer
@@ -405,7 +406,9 @@ class TrainingRun:
             "checkpoint": str(checkpoint),
             "delta_log_dir": None if self._delta_log is None else str(self._delta_log.directory),
         }
-        write_summary(self.output_dir, summary, partial(require_held, self.output_dir / SUMMARY_FILE, last))
+        # This file marks the run as finished.
+        file = self.output_dir / SUMMARY_FILE
+        write_text(file, json.dumps(summary, indent=2) + "\n", partial(require_held, file, last))
         return summary
 
 
