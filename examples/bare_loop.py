@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--checkpoint", help="file to save to when the run stops")
-    parser.add_argument("--resume", help="file to go on from")
+    parser.add_argument("--resume", help="file to resume from")
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    model.to(device)  # before the optimizer is built, which keeps its state beside the weights
+    model.to(device)  # before the optimizer is built, because it keeps its state on the weights' device
     mask = MaskSet.load(args.mask, model) if args.mask else MaskSet.random(model, density=args.density)
     optimizer = SparseAdamW(model, mask, lr=1e-3, max_grad_norm=args.max_grad_norm)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=args.steps)

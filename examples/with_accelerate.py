@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> PreTrainedModel:
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--checkpoint", help="folder to save to when the run stops")
-    parser.add_argument("--resume", help="folder to go on from")
+    parser.add_argument("--resume", help="folder to resume from")
     args = parser.parse_args(argv)
 
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)

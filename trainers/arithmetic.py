@@ -14,14 +14,14 @@ writes, without downloads and the same for the same seed:
 | data/test_preferences.jsonl | the same of the questions of test.jsonl |
 | data/explanations.jsonl | question, solution, explanation: for a teacher; right with probability `p_right` |
 
-SFT on the demonstrations gives the form of an answer and skill in part. A sampled answer is then right about as often
-as the demonstrations are, or less, which leaves the rest to reinforcement:
+SFT on the demonstrations teaches the form of an answer and part of the skill: a sampled answer is then right about as
+often as the demonstrations are, or less, so that reinforcement learning can improve it:
 
     sparse-opt train sft --policy_name arithmetic/model --dataset arithmetic/data/demonstrations.jsonl --dtype fp32 \\
         --n_steps 800 --batch_size 64 --learning_rate 3e-3 --warmup_steps 20 --max_length 64 --output_dir start
 
-A near miss is the right answer to a question beside the one asked, an operand of which is off by 1 or 10; an
-explanation that is not right explains that one.
+A near miss is the right answer to a similar question, in which one operand differs by 1 or 10; a wrong explanation
+explains that question.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class ArithmeticConfig:
 
     output_dir: Path = option(Path("arithmetic"), "new or empty folder")
     max_operand: int = option(19, "operands are 0 to this", at_least=1, at_most=_LARGEST_OPERAND)
-    operations: list[str] = option(["+"], "operations asked for: + or - or both; no answer is negative")
+    operations: list[str] = option(["+"], "operations in the questions: + or - or both; no answer is negative")
     answers: Literal["plain", "think"] = option(
-        "plain", "demonstrations answer '42', or work it out before: '<think>7+5+0=12,1+2+1=4</think>42'"
+        "plain", "demonstrations answer '42', or with the calculation: '<think>7+5+0=12,1+2+1=4</think>42'"
     )
     p_right: float = option(
         0.5,
@@ -119,7 +119,7 @@ class Question:
 
     @property
     def explanation(self) -> str:
-        """Digit by digit from the ones, each with what is carried or borrowed: `7+5+0=12,1+2+1=4`."""
+        """The calculation digit by digit from the ones, each with its carry or borrow: `7+5+0=12,1+2+1=4`."""
         columns: list[str] = []
         a, b, carry = self.a, self.b, 0
         while a or b or not columns:
@@ -131,18 +131,18 @@ class Question:
         return ",".join(columns)
 
     def completion(self, style: Literal["plain", "think"]) -> str:
-        """The answer as a demonstration gives it."""
+        """The completion of a demonstration."""
         return self.answer if style == "plain" else f"<think>{self.explanation}</think>{self.answer}"
 
     def near_miss(self, generator: random.Random) -> Question:
-        """A question one of whose operands differs by 1 or 10, so that its answer does too; none is negative."""
-        beside = [
+        """A question with one operand changed by 1 or 10, and so another answer; neither becomes negative."""
+        neighbours = [
             other
             for change in (-10, -1, 1, 10)
             for other in (replace(self, a=self.a + change), replace(self, b=self.b + change))
             if other.a >= 0 and other.b >= 0 and int(other.answer) >= 0
         ]
-        return generator.choice(beside)
+        return generator.choice(neighbours)
 
 
 def all_questions(max_operand: int, operations: Sequence[str]) -> list[Question]:
@@ -159,14 +159,14 @@ def all_questions(max_operand: int, operations: Sequence[str]) -> list[Question]
 
 
 def make_arithmetic(folder: Path, **options: Any) -> Path:
-    """Write model and data of `ArithmeticConfig`'s options to `folder`, which appears whole or not at all.
+    """Write model and data of `ArithmeticConfig`'s options to `folder`, atomically.
 
     Returns:
         `folder`.
 
     Raises:
-        ConfigError: an option out of range, or a folder that holds something or cannot be made.
-        TypeError: an option that `ArithmeticConfig` does not have.
+        ConfigError: an option is out of range, or the folder is not empty or cannot be created.
+        TypeError: `ArithmeticConfig` has no such option.
     """
     config = ArithmeticConfig(output_dir=folder, **options)
     check_new_folder(folder, "output_dir")
@@ -187,7 +187,7 @@ def make_rows(config: ArithmeticConfig) -> dict[str, list[dict[str, str]]]:
     questions = generator.sample(all_questions(config.max_operand, config.operations), config.n_train + config.n_test)
     train, test = questions[: config.n_train], questions[config.n_train :]
 
-    def said(question: Question) -> Question:
+    def perturbed(question: Question) -> Question:
         return question if generator.random() < config.p_right else question.near_miss(generator)
 
     def preferences(of: list[Question]) -> list[dict[str, str]]:
@@ -200,14 +200,16 @@ def make_rows(config: ArithmeticConfig) -> dict[str, list[dict[str, str]]]:
             for q in of
         ]
 
-    asked = (train[index % len(train)] for index in range(config.n_demonstrations))
+    demonstrated = (train[index % len(train)] for index in range(config.n_demonstrations))
     return {
         "train": _prompts(train),
         "test": _prompts(test),
-        "demonstrations": [{"prompt": q.prompt, "completion": said(q).completion(config.answers)} for q in asked],
+        "demonstrations": [
+            {"prompt": q.prompt, "completion": perturbed(q).completion(config.answers)} for q in demonstrated
+        ],
         "preferences": preferences(train),
         "explanations": [
-            {"question": q.prompt, "solution": q.answer, "explanation": said(q).explanation} for q in train
+            {"question": q.prompt, "solution": q.answer, "explanation": perturbed(q).explanation} for q in train
         ],
         "test_preferences": preferences(test),
     }
@@ -218,7 +220,7 @@ def _prompts(questions: Iterable[Question]) -> list[dict[str, str]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that every digit is its own and any text comes back as it was; `TAGS` are one token each.
+    """One token per byte, so that every digit is a token and decoding restores any text; `TAGS` are one token each.
 
     It has BOS, EOS and padding, adds none of them itself, and has no chat template.
     """
@@ -269,7 +271,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder that the command line asks for; 2 where the call was wrong, 1 where a write failed."""
+    """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
     from .run.progress import hide_progress_bars
 
     hide_progress_bars()

@@ -51,7 +51,7 @@ class DPOConfig(ReferenceOptions):
     )
     ipo_average: bool = option(False, "loss ipo: take log-probabilities per token, as TRL does, not their sums")
     reference: Literal["weights", "precomputed"] = option(
-        "weights", "ask the reference at each step, or once for all examples before training"
+        "weights", "run the reference in each step, or once over all examples before training"
     )
     log_margins: bool = option(False, "write each step's margins to logs/margins in output_dir")
 
@@ -229,11 +229,11 @@ def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprob
         return look_up
     reference = run.reference()
 
-    def ask(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
+    def compute(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
         with torch.no_grad(), reference.weights():
             return [completion_logprobs(reference.model, batch) for batch in batches]
 
-    return ask
+    return compute
 
 
 class _KnownLogprobs:

@@ -494,7 +494,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 completion_length=rollout.batch.n_trained / len(rollout),
                 ended=rollout.ended.float().mean(),
             )
-        return run.finish(beside=critic.save)
+        return run.finish(write_extra=critic.save)
 
 
 def _statistics_due(step: int, config: PPOConfig) -> bool:

@@ -32,7 +32,7 @@ class SFTConfig(TrainingOptions):
 
     learning_rate: float = option(2e-5, "peak learning rate")
     packing: bool = option(
-        False, "pack sequences into rows of max_length, kept apart in attention; batch_size then counts rows"
+        False, "pack sequences into rows of max_length, separated in attention; batch_size then counts rows"
     )
 
 

@@ -1,4 +1,4 @@
-"""The example files: each trains as torch.optim.AdamW does, and goes on after a stop as if there had been none."""
+"""The example files: each trains like torch.optim.AdamW, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def test_queries_are_the_beginnings_of_long_texts(sentiment, tokenizer):
     assert [e.ids for e in examples] == [e.ids for e in again] != [e.ids for e in other]
 
 
-def test_a_long_enough_text_is_wanted(sentiment):
+def test_a_text_must_be_long_enough(sentiment):
     with pytest.raises(DataError, match=r"no queries left; 0 queries from 30 rows; 30 dropped"):
         load_queries(sentiment, min_characters=5000)
 

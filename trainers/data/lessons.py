@@ -2,13 +2,13 @@
 
 A teacher (https://arxiv.org/abs/2506.08388) is given a question with its solution and writes an explanation, up to an
 end tag; a student is given the question, the explanation and then the solution. The default tags are those of
-https://github.com/SakanaAI/RLT. Rows of a dataset are told apart by their columns:
+https://github.com/SakanaAI/RLT. The columns of a dataset determine how its rows are read:
 
 | columns | |
 |---|---|
-| question or problem or prompt; solution or answer | text; of two columns the first named is taken |
-| and, where known: explanation or reasoning_trace or reasoning | text |
-| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; the assistant answers as `student_answer` says |
+| question or problem or prompt; solution or answer | text; if several are present, the first in this list is used |
+| optional: explanation or reasoning_trace or reasoning | text |
+| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; the assistant's text has the form of `student_answer` |
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ FIELD = re.compile(r"\{(question|solution|explanation)\}")
 
 @dataclass(kw_only=True)
 class Templates:
-    """Texts with {question}, {solution} and {explanation} in them; an empty system text is left out."""
+    """Texts with {question}, {solution} and {explanation} in them; an empty system text is omitted."""
 
     teacher_system: str = option(
         "You are given a question and write its solution first, between <|begin_of_solution|> and "
         "<|end_of_solution|>. Then you explain, between <|begin_of_explanation|> and <|end_of_explanation|>, how one "
         "comes to this solution: step by step, with the steps apart by empty lines, so that a reader who has only the "
         "question could follow and find the solution.",
-        "what a teacher is told before the question",
+        "system text of the teacher",
     )
     teacher_user: str = option("{question}", "the teacher's question")
     teacher_start: str = option(
         "<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n",
-        "given beginning of the teacher's answer; it goes on with the explanation",
+        "given beginning of the teacher's answer; the explanation follows",
     )
     explanation_end: str = option("<|end_of_explanation|>", "the tag that ends the teacher's explanation")
     student_system: str = option(
         "You think about a question first, step by step, between <|begin_of_thought|> and <|end_of_thought|>, and then "
         "write its solution between <|begin_of_solution|> and <|end_of_solution|>.",
-        "what a student is told before the question",
+        "system text of the student",
     )
     student_user: str = option("{question}", "the student's question")
     student_answer: str = option(
@@ -60,7 +60,7 @@ class Templates:
     )
 
     def check_templates(self) -> None:
-        """Raise ConfigError where a template is no text, lacks a field, or has one that is not its own."""
+        """Raise ConfigError if a template is not valid text, lacks a field, or has a field of another template."""
         for field_ in fields(Templates):
             try:
                 getattr(self, field_.name).encode()
@@ -79,7 +79,9 @@ class Templates:
                     raise ConfigError(f"the templates {label} have no {{{field}}}")
             for field in others:
                 if field in found:
-                    raise ConfigError(f"the templates {label} have {{{field}}}, which does not belong there")
+                    raise ConfigError(
+                        f"the templates {label} have {{{field}}}, which is not a field of these templates"
+                    )
         if FIELD.findall(self.student_answer) != ["explanation", "solution"]:
             raise ConfigError("option 'student_answer': expected {explanation} and after it {solution}, each once")
         if not self.explanation_end:
@@ -88,7 +90,7 @@ class Templates:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A question with its solution, and an explanation where one is known."""
+    """A question with its solution, and an explanation if one is known."""
 
     question: str
     solution: str
@@ -112,7 +114,7 @@ def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Ca
     """The function that reads a row of these columns; `name` is the dataset's, for messages.
 
     Raises:
-        DataError: the columns hold no lessons.
+        DataError: the columns have no known form.
     """
     found = set(columns)
     question, solution, explanation = (
@@ -144,7 +146,7 @@ def _text(row: dict[str, Any], column: str) -> str:
 
 
 def _answer_pattern(student_answer: str) -> re.Pattern[str]:
-    """The template as a pattern of answers, in which any white space stands for any other."""
+    """The template as a pattern of answers, in which any white space matches any other."""
     pieces = []
     for piece in re.split(r"(\{explanation\}|\{solution\}|\s+)", student_answer):
         if piece in ("{explanation}", "{solution}"):
@@ -155,12 +157,12 @@ def _answer_pattern(student_answer: str) -> re.Pattern[str]:
 
 
 def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
-    said = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
-    if not isinstance(said.get("user"), str) or not isinstance(said.get("assistant"), str):
+    texts = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
+    if not isinstance(texts.get("user"), str) or not isinstance(texts.get("assistant"), str):
         raise DataError("column 'conversations': expected a list of {from, value} with user and assistant")
-    match = answer.fullmatch(said["assistant"])
+    match = answer.fullmatch(texts["assistant"])
     if match is None:
         raise DataError(
-            f"the assistant says {said['assistant'][:80]!r}...: expected an answer as template student_answer"
+            f"the assistant's text is {texts['assistant'][:80]!r}...: expected the form of template student_answer"
         )
-    return Lesson(said["user"], match["solution"].strip(), match["explanation"])
+    return Lesson(texts["user"], match["solution"].strip(), match["explanation"])

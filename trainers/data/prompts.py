@@ -58,7 +58,7 @@ def load_prompts(
     """A dataset's prompts, without those that are empty or longer than `max_prompt_length` tokens.
 
     Args:
-        dataset, split, subset_size, seed: see `load_rows`; `records` says which columns hold prompts.
+        dataset, split, subset_size, seed: see `load_rows`; `records` lists the columns that hold prompts.
 
     Raises:
         DataError: see `load_rows` and `prompt_reader`.

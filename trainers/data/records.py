@@ -97,7 +97,7 @@ def _read_implicit_pair(row: dict[str, Any]) -> Example:
         raise DataError("column 'prompt' is missing; only lists of messages may hold the prompt in chosen and rejected")
     chosen, rejected = _messages(chosen, "assistant"), _messages(rejected, "assistant")
     shared = 0
-    # The last message is always the completion, also where both conversations are the same throughout.
+    # The last message is always the completion, even if both conversations are identical.
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     if shared == 0:
@@ -157,7 +157,7 @@ def _conversation(prompt: list[Message], *completions: Any) -> Example:
 
 
 def _messages(value: Any, role: str) -> list[Message]:
-    """A string (said by `role`), one message, or a list of messages, as {role, content} messages."""
+    """A string (a message of `role`), one message, or a list of messages, as {role, content} messages."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, dict):

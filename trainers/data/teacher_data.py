@@ -6,8 +6,8 @@ beginning of the assistant's turn; one without gets the texts one after another,
     python -m sparse_opt.trainers.data.teacher_data --dataset rows.jsonl --tokenizer MODEL --templates rlt.yaml \\
         --output teacher.jsonl
 
-writes rows (prompt, completion): the prompt that a teacher will be given by the run rlt.yaml, and a known explanation
-with the end tag. `lessons` says which columns the dataset may have.
+writes rows (prompt, completion): the prompt that the run rlt.yaml gives to its teacher, and a known explanation with the
+end tag. `lessons` lists the columns that the dataset may have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudentSequence:
-    """What a student reads, up to the solution's last token; nothing after it bears on its log-probabilities."""
+    """A student's input up to the last token of the solution; later tokens do not affect its log-probabilities."""
 
     ids: list[int]
     explanation: slice  # positions in ids
@@ -43,7 +43,7 @@ class StudentSequence:
 
 @dataclass(frozen=True)
 class TeacherExample:
-    """A lesson as tokens: the teacher's prompt, and the pieces around the explanation in what the student reads."""
+    """A lesson as tokens: the teacher's prompt, and the parts of the student's input around the explanation."""
 
     lesson: Lesson
     ids: list[int]
@@ -53,7 +53,7 @@ class TeacherExample:
     solution: list[int]
 
     def student_sequence(self, explanation: Sequence[int]) -> StudentSequence:
-        """The student's sequence around the teacher's own tokens: none is tokenized anew, so both score the same."""
+        """The student's sequence with the teacher's tokens, not retokenized, so that both models score the same tokens."""
         start = len(self.student_start)
         end = start + len(explanation)
         solution = end + len(self.student_middle)
@@ -110,7 +110,7 @@ def encode_lesson(
     """The lesson's token ids, those of the student by its own tokenizer, whose chat template may be another.
 
     Raises:
-        DataError: a piece has no tokens, or the tokenizer writes other text when pieces are tokenized apart.
+        DataError: a piece has no tokens, or pieces that are tokenized separately decode to another text.
     """
     student_tokenizer = student_tokenizer or tokenizer
     text = teacher_prompt(tokenizer, lesson, templates)
@@ -121,18 +121,18 @@ def encode_lesson(
     for name, piece in (("teacher's prompt", ids), ("student's prompt", pieces[0]), ("solution", pieces[2])):
         if not piece:
             raise DataError(f"the {name} has no tokens")
-    apart = student_tokenizer.decode([id for piece in pieces for id in piece])
+    joined = student_tokenizer.decode([id for piece in pieces for id in piece])
     whole = student_tokenizer.decode(text_ids(student_tokenizer, start_text + middle + lesson.solution))
-    if apart != whole:
+    if joined != whole:
         raise DataError(
-            f"the tokenizer writes {_around_difference(apart, whole)!r} for pieces tokenized apart, "
-            f"{_around_difference(whole, apart)!r} for the whole; expected the same"
+            f"the tokenizer decodes {_around_difference(joined, whole)!r} from separately tokenized pieces; expected "
+            f"{_around_difference(whole, joined)!r}, as from the whole text"
         )
     return TeacherExample(lesson, ids, text, *pieces)
 
 
 def teacher_prompt(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> str:
-    """The text that the teacher goes on from with its explanation."""
+    """The text that the teacher continues with its explanation."""
     opening = _opening(tokenizer, templates.teacher_system, templates.teacher_user, lesson)
     return opening + filled(templates.teacher_start, lesson)
 
@@ -152,13 +152,13 @@ def teacher_demonstration(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, te
 def split_explanation(
     tokenizer: PreTrainedTokenizerBase, completion: Sequence[int], explanation_end: str, eos_ids: Sequence[int]
 ) -> tuple[int, bool]:
-    """How many of a completion's tokens are its explanation, and whether the end tag closes it.
+    """The number of explanation tokens at the start of a completion, and whether the end tag closes the explanation.
 
-    A token that holds the tag's first character counts as the tag's, with what else it holds. Without the tag the
-    explanation is all of the completion but an EOS at its end.
+    A token that contains the tag's first character belongs to the tag, with all its characters. Without the tag, the
+    explanation is the completion without a final EOS.
 
     Args:
-        completion: token ids, EOS among them where it was sampled.
+        completion: token ids, including EOS if it was sampled.
         eos_ids: ids that end a completion.
     """
 
@@ -173,7 +173,7 @@ def split_explanation(
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The smallest of low..high that holds, where all that follow one that holds do too; high if none does."""
+    """The smallest value of low..high for which `holds`, which must be monotonic; high if there is none."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
@@ -196,7 +196,7 @@ def _later_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iter
 
 
 def _around_difference(text: str, other: str) -> str:
-    """The few characters about the place where a text parts from another."""
+    """The few characters around the first difference of a text from another."""
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     return text[max(0, same - 20) : same + 20]
 
@@ -206,14 +206,14 @@ def _around_difference(text: str, other: str) -> str:
 
 @dataclass(kw_only=True)
 class TeacherDataConfig:
-    """Write rows (prompt, completion) for a teacher's start by SFT."""
+    """Write rows (prompt, completion) for the initial SFT of a teacher."""
 
     dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file, with explanations")
     dataset_split: str = option("train", "split of a hub dataset")
     subset_size: int | None = option(None, "take this many rows, drawn with the seed")
     seed: int = option(0, "seed of the draw")
     tokenizer: str = option(help="hub name or local folder of the model that will be the teacher")
-    templates: Path | None = option(None, "YAML file of an rlt run, whose templates are taken; none is the defaults")
+    templates: Path | None = option(None, "YAML file of an rlt run, for its templates; none is the defaults")
     output: Path = option(help="new .jsonl file")
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ def read_templates(file: Path) -> Templates:
     """The templates among the options of a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, one is no text, or one lacks a field.
+        ConfigError: the file cannot be read, or a template is not text or lacks a field.
     """
     options = read_yaml(file, "templates file")
     if not isinstance(options, dict):
@@ -239,7 +239,7 @@ def read_templates(file: Path) -> Templates:
 
 
 def write_demonstrations(config: TeacherDataConfig) -> int:
-    """Write the rows that `config` asks for, and return how many.
+    """Write the rows of the options, and return their number.
 
     Raises:
         ConfigError: the output exists, or the templates' file cannot be read or lacks a field.
@@ -262,7 +262,7 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the rows that the command line asks for; 2 where the call was wrong, 1 where the data is."""
+    """Write the rows of the given options. Returns 0, 1 if the data was wrong, or 2 if the call was wrong."""
     words = sys.argv[1:] if argv is None else argv
     try:
         config = parse_config(TeacherDataConfig, words, prog="python -m sparse_opt.trainers.data.teacher_data")

@@ -156,13 +156,13 @@ class Rewards:
             DataError: a function lacks an argument, raises an error, does not return R rewards, or returns a value that
                 is neither a finite number nor None; the message names the function and the row.
         """
-        said: list[Text] = [
+        texts: list[Text] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
         ]
         arguments: dict[str, list[Any]] = {
             "prompts": list(prompts),
-            "completions": said,
+            "completions": texts,
             "completion_ids": [list(ids) for ids in completion_ids],
             **{name: list(values) for name, values in columns.items()},
         }

@@ -82,7 +82,7 @@ class Checkpoints:
         folder = self.path(step)
         with writing(folder), new_folder(folder, before_publishing=before_publishing) as aside:
             save_into(model, tokenizer, aside)
-            # With a file name, torch.save reports a full disk as a RuntimeError that cannot be told from others.
+            # With a file name, torch.save reports a full disk as a RuntimeError like any other.
             with (aside / STATE_FILE).open("wb") as file:
                 torch.save({"step": step, "states": states}, file)
             write_manifest(aside)
@@ -111,7 +111,7 @@ class Checkpoints:
             require_intact(self.path(chosen))
         except NoManifestError as error:
             if step is None:
-                as_it_is = f"--resume --resume_step {chosen} goes on from it unverified"
+                as_it_is = f"--resume --resume_step {chosen} resumes from it unverified"
                 raise DataError(f"{error}; {as_it_is}; {self._hint(chosen)}") from error
             warnings.warn(f"{error}; its files are not verified", stacklevel=2)
         except DataError as error:

@@ -76,7 +76,7 @@ class RunLock:
         if loss is not None:
             raise SparseOptError(
                 f"{path}: step {step}: {self.folder / LOCK_FILE} {loss}, so that another run may write to "
-                f"{self.folder}: --resume goes on once no other run does"
+                f"{self.folder}: use --resume once no other run does"
             )
 
 

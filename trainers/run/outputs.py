@@ -74,7 +74,7 @@ def check_new_folder(path: Path, option: str) -> None:
 
 
 def _not_empty(path: Path, option: str) -> ConfigError:
-    hint = ", or go on with it: --resume" if (path / OPTIONS_FILE).is_file() else ""
+    hint = ", or resume its run: --resume" if (path / OPTIONS_FILE).is_file() else ""
     return ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it{hint}")
 
 
@@ -114,10 +114,7 @@ def require_same_options(output_dir: Path, config: Any, free_to_change: Collecti
     for name in sorted((now.keys() | begun_with.keys()) - later, key=str):
         before, after = begun_with.get(name), now.get(name)
         if before != after and name not in free_to_change:
-            raise ConfigError(
-                f"option 'resume': the run in {output_dir} was begun with {name} {before}, not {after}: it would go on "
-                "as another run"
-            )
+            raise ConfigError(f"option 'resume': {name} is {after}; expected {before}, as in the run in {output_dir}")
 
 
 class RowFile:
@@ -265,14 +262,14 @@ def save_checkpoint(
     model: nn.Module,
     tokenizer: Any,
     folder: Path,
-    beside: Callable[[Path], object] | None = None,
+    write_extra: Callable[[Path], object] | None = None,
     *,
     before_publishing: Callable[[], object] | None = None,
 ) -> None:
     """Write model and tokenizer in Hugging Face format to `folder`, atomically.
 
     Args:
-        beside: writes further files into the folder passed to it.
+        write_extra: writes further files into the folder passed to it.
         before_publishing: called when all files are on disk, but `folder` has not its name; its errors propagate.
 
     Raises:
@@ -280,8 +277,8 @@ def save_checkpoint(
     """
     with writing(folder), new_folder(folder, before_publishing=before_publishing) as aside:
         save_into(model, tokenizer, aside)
-        if beside is not None:
-            beside(aside)
+        if write_extra is not None:
+            write_extra(aside)
 
 
 def save_into(model: nn.Module, tokenizer: Any, folder: Path) -> None:

@@ -28,14 +28,14 @@ class Progress:
     ) -> None:
         self._bar.close()
 
-    def advance(self, step: int, figures: Mapping[str, str]) -> None:
+    def advance(self, step: int, metrics: Mapping[str, str]) -> None:
         """Mark `step` as done and show these metrics."""
-        self._bar.set_postfix(figures, refresh=False)
+        self._bar.set_postfix(metrics, refresh=False)
         self._bar.update()
         # tqdm disables itself if stderr is not a terminal.
         if self._bar.disable and time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES:
             self._said_at = time.monotonic()
-            listed = ", ".join(f"{name} {value}" for name, value in figures.items())
+            listed = ", ".join(f"{name} {value}" for name, value in metrics.items())
             print(f"{self._title}: step {step} of {self._n_steps}, {listed}", file=sys.stderr, flush=True)
 
 

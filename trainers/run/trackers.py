@@ -36,7 +36,7 @@ def require_trackers(config: TrainingOptions) -> None:
             importlib.import_module({"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[name])
         except ImportError as error:
             raise ConfigError(
-                f"option 'report_to' asks for {name}, which cannot be imported ({error}): pip install {name}"
+                f"option 'report_to' is {name}, which cannot be imported ({error}): pip install {name}"
             ) from error
 
 

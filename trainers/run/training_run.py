@@ -367,13 +367,13 @@ class TrainingRun:
 
     # At the end
 
-    def finish(self, beside: Callable[[Path], object] | None = None) -> dict[str, Any]:
+    def finish(self, write_extra: Callable[[Path], object] | None = None) -> dict[str, Any]:
         """Save the final model in Hugging Face format and return the run's summary.
 
         In mode lora the adapters are saved as well, and then merged into the weights.
 
         Args:
-            beside: writes further files of the final model into the folder passed to it, before that folder gets its
+            write_extra: writes further files of the final model into the folder passed to it, before that folder gets its
                 final name.
         """
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
@@ -384,7 +384,7 @@ class TrainingRun:
             save_checkpoint(model, self.tokenizer, adapter, before_publishing=partial(require_held, adapter, last))
             model = model.merge_and_unload()
         save_checkpoint(
-            model, self.tokenizer, checkpoint, beside, before_publishing=partial(require_held, checkpoint, last)
+            model, self.tokenizer, checkpoint, write_extra, before_publishing=partial(require_held, checkpoint, last)
         )
         rows = self._metrics.rows
         times = [name for name in rows[0] if name.endswith("_time_s")]

@@ -133,7 +133,7 @@ def test_rows_by_their_columns(row, lesson):
         ({"conversations": [{"from": "user", "value": "q"}]}, "with user and assistant"),
         (
             {"conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "It is 4."}]},
-            r"says 'It is 4\.'\.\.\.: expected an answer as template student_answer",
+            r"text is 'It is 4\.'\.\.\.: expected the form of template student_answer",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
         bos_token, chat_template, decode = None, None, staticmethod(tokenizer.decode)
         __call__ = staticmethod(spaced)
 
-    with pytest.raises(DataError, match="pieces tokenized apart"):
+    with pytest.raises(DataError, match="separately tokenized pieces"):
         encode_lesson(Spaced(), Lesson("q", "s"), SHORT)
 
 
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
     ("changes", "said"),
     [
         ({"teacher_start": "explain: "}, r"'teacher_start' have no \{solution\}"),
-        ({"student_user": "{question} {solution}"}, r"have \{solution\}, which does not belong there"),
+        ({"student_user": "{question} {solution}"}, r"have \{solution\}, which is not a field of these templates"),
         ({"student_answer": "{solution} {explanation}"}, r"'student_answer': expected \{explanation\} and after it"),
         ({"explanation_end": ""}, "'explanation_end' is empty"),
     ],

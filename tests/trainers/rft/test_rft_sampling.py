@@ -149,9 +149,9 @@ def test_the_seed_decides(options, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.5}, "was begun with temperature 1.0, not 0.5"),
-        ({"seed": 4}, "was begun with seed 3, not 4"),
-        ({"keep": "best"}, "was begun with keep all, not best"),
+        ({"temperature": 0.5}, "temperature is 0.5; expected 1.0, as in the run"),
+        ({"seed": 4}, "seed is 4; expected 3, as in the run"),
+        ({"keep": "best"}, "keep is best; expected all, as in the run"),
     ],
 )
 def test_another_run_is_not_gone_on_with(options, monkeypatch, changes, message):

@@ -67,7 +67,7 @@ def stopped(runs):
 
 @pytest.fixture
 def resume(configure, stopped):
-    """`resume()` goes on with the copy."""
+    """`resume()` resumes the copy."""
 
     def go_on(**changes):
         return dpo.train(configure(stopped, resume=True, **changes))
@@ -222,7 +222,7 @@ def test_a_delta_log_of_other_weights_loses_no_later_checkpoint(runs, stopped, r
 
 def test_an_old_checkpoint_without_a_manifest_is_taken_when_it_is_named(runs, stopped, resume):
     (checkpoint(stopped, 3) / "manifest.json").unlink()
-    with pytest.raises(DataError, match="--resume --resume_step 3 goes on from it unverified"):
+    with pytest.raises(DataError, match="--resume --resume_step 3 resumes from it unverified"):
         resume()
     with pytest.warns(UserWarning, match="step_00000003: has no manifest.json.*its files are not verified"):
         assert_same_run(runs[0], resume(resume_step=3))

@@ -115,10 +115,10 @@ def test_a_finished_run_is_not_resumed(options):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"learning_rate": 2e-3}, "was begun with learning_rate 0.001, not 0.002"),
-        ({"seed": 6}, "was begun with seed 5, not 6"),
-        ({"beta": 0.2}, "was begun with beta 0.1, not 0.2"),
-        ({"n_steps": 7}, "was begun with n_steps 6, not 7"),
+        ({"learning_rate": 2e-3}, "learning_rate is 0.002; expected 0.001, as in the run"),
+        ({"seed": 6}, "seed is 6; expected 5, as in the run"),
+        ({"beta": 0.2}, "beta is 0.2; expected 0.1, as in the run"),
+        ({"n_steps": 7}, "n_steps is 7; expected 6, as in the run"),
     ],
 )
 def test_other_options_are_refused(monkeypatch, options, changes, said):
@@ -133,7 +133,7 @@ def test_an_option_that_came_later_had_its_default(monkeypatch, options, tmp_pat
     begun_with = yaml.safe_load(file.read_text())
     del begun_with["compile"]
     file.write_text(yaml.safe_dump(begun_with))
-    with pytest.raises(ConfigError, match="was begun with compile None, not True"):
+    with pytest.raises(ConfigError, match="compile is True; expected None, as in the run"):
         dpo.train(dataclasses.replace(options("run"), resume=True, compile=True))
     dpo.train(dataclasses.replace(options("run"), resume=True))
 

@@ -74,7 +74,7 @@ def test_one_that_is_missing_is_an_error_before_training(dpo_options, monkeypatc
     for name in [name for name in sys.modules if name.partition(".")[0] == package or "utils.tensorboard" in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=f"asks for {package}, which cannot be imported .*: pip install {package}"):
+    with pytest.raises(ConfigError, match=f"is {package}, which cannot be imported .*: pip install {package}"):
         dpo.train(dpo_options(report_to=[package]))
     assert not (tmp_path / "run").exists()
 
