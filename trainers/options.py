@@ -1,4 +1,4 @@
-"""Options shared by the training loops: model, data, training and output options."""
+"""Options shared by the training loops: model, data, training, output and rollout options."""
 
 from __future__ import annotations
 
@@ -16,19 +16,34 @@ _OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")
 
 
 @dataclass(kw_only=True)
-class TrainingOptions:
-    """Shared by all loops; each adds its own in a subclass."""
+class ModelOptions:
+    """The model, the data and the device, for training and for sampling."""
 
-    policy_name: str = option(help="model to train: hub name or local folder", aliases=("model_name",))
-    checkpoint: Path | None = option(
-        None, "local folder with other weights of the model policy_name; training starts from them"
-    )
+    policy_name: str = option(help="model to train or sample from: hub name or local folder", aliases=("model_name",))
+    checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name to start from")
     dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file")
     dataset_split: str = option("train", "split of a hub dataset")
-    subset_size: int | None = option(None, "train on this many examples, drawn with the seed", at_least=1)
+    subset_size: int | None = option(None, "use this many examples, drawn with the seed", at_least=1)
+    device: str = option("auto", "torch device; auto is cuda if available, else cpu")
+    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
+    seed: int = option(0, "seed of the data order and of all sampling; on a CPU the same seed gives the same results")
+    mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
+
+    def mounted(self, folder: Path) -> Path:
+        """The folder, under `mount_dir` unless it is absolute."""
+        return folder if self.mount_dir is None else self.mount_dir / folder
+
+
+@dataclass(kw_only=True)
+class TrainingOptions(ModelOptions):
+    """Shared by all loops; each adds its own in a subclass."""
+
     max_length: int = option(1024, "longest sequence in tokens, prompt and completion together", at_least=2)
     truncation_mode: Literal["keep_start", "keep_end"] = option(
-        "keep_start", "which end of a sequence longer than max_length stays (as in TRL)"
+        "keep_start", "the end of a sequence longer than max_length that is kept (as in TRL)"
     )
 
     mode: Literal["dense", "sparse", "lora"] = option(
@@ -40,19 +55,17 @@ class TrainingOptions:
     )
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
-    device: str = option("auto", "torch device; auto is cuda where there is one, else cpu")
-    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
     master_weights: bool | None = option(
         None, "keep fp32 master copies of the trained weights; none means yes for 16-bit weights"
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     compile: bool = option(
         False,
-        "torch.compile the model's layers (regional compilation): faster and leaner in activations, after a minute of "
-        "compiling",
+        "torch.compile the model's layers (regional compilation): less time and activation memory, after a minute of "
+        "compilation",
     )
 
-    n_steps: int = option(100, "steps, each with a batch of its own", at_least=1)
+    n_steps: int = option(100, "steps, each with its own batch", at_least=1)
     batch_size: int = option(4, "examples per forward pass", at_least=1)
     gradient_accumulation_steps: int = option(1, "forward passes per optimizer step", at_least=1)
     learning_rate: float = option(1e-6, "peak learning rate", at_least=0)
@@ -65,7 +78,6 @@ class TrainingOptions:
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
     adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=0)
     max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it", above=0)
-    seed: int = option(0, "seed of the example order and of all sampling; on a CPU the same seed gives the same run")
 
     eval_dataset: str | None = option(None, "evaluate on this dataset: hub name or local file, of the training format")
     eval_dataset_split: str = option("test", "split of a hub eval_dataset")
@@ -74,16 +86,15 @@ class TrainingOptions:
         50, "with an eval_dataset: evaluate every so many steps, before the first, after the last", at_least=1
     )
 
-    mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
     output_dir: Path | None = option(
         None, "new or empty folder for metrics and checkpoints; none is checkpoints_{model}_{algorithm}"
     )
     resume: bool = option(
-        False, "go on from the newest checkpoint in output_dir; from the beginning where there is none yet"
+        False, "resume from the newest checkpoint in output_dir; from the beginning if there is none yet"
     )
     resume_step: int | None = option(
         None,
-        "with resume: go on from the checkpoint of this step, and remove later ones; 0 is the beginning",
+        "with resume: resume from the checkpoint of this step, and remove later ones; 0 is the beginning",
         at_least=0,
     )
     save_steps: int | None = option(
@@ -97,16 +108,18 @@ class TrainingOptions:
 
     delta_log_dir: Path | None = option(
         None,
-        "write a delta log of the weights to this folder; auto is delta_logs_{model}, with _{algorithm} but for dpo",
+        "write a delta log of the weights to this folder; auto is delta_logs_{model}, with _{algorithm} except for dpo",
     )
     delta_log_steps: str = option(
         "every:10,last",
         "steps to log: '1,5,10', '1-10', '10-100:10', 'every:5', 'last', 'until:500', or several with commas",
     )
-    delta_log_level: Literal["fast", "packed", "tight"] = option("packed", "how small patches of the log are coded")
+    delta_log_level: Literal["fast", "packed", "tight"] = option(
+        "packed", "encoding of the log's patches, from the fastest to the smallest"
+    )
 
     def __post_init__(self) -> None:
-        require_number_ranges(self)
+        super().__post_init__()
         if self.resume_step is not None and not self.resume:
             raise ConfigError(f"option 'resume_step' is {self.resume_step}: it is used with --resume only")
         require_count("batch_size x gradient_accumulation_steps", self.batch_size * self.gradient_accumulation_steps)
@@ -129,30 +142,43 @@ class TrainingOptions:
 
 @dataclass(kw_only=True)
 class ReferenceOptions(TrainingOptions):
-    """Of loops that hold the policy near a reference."""
+    """Of loops with a reference policy."""
 
-    ref_name: str | None = option(
-        None, "reference model: hub name or local folder; none is the policy as training starts"
-    )
+    ref_name: str | None = option(None, "reference model: hub name or local folder; none is the initial policy")
 
 
 @dataclass(kw_only=True)
-class RolloutOptions(ReferenceOptions):
-    """Of loops that train on what the policy writes. Their batches count completions, not prompts, as TRL's do."""
+class CompletionOptions(ModelOptions):
+    """How completions are sampled and rewarded."""
+
+    n_generations: int = option(8, "completions per prompt", at_least=1)
+    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
+    max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
+    temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token", at_least=0)
+    top_p: float = option(1.0, "sample from the most likely tokens of this total probability", above=0, at_most=1)
+    top_k: int = option(0, "sample from this many of the most likely tokens; 0 from all", at_least=0)
+    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "engine that samples")
+    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may use", above=0, at_most=1)
+    reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")
+    reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
+            raise ConfigError(
+                f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
+                f"{len(self.reward_functions)}"
+            )
+
+
+@dataclass(kw_only=True)
+class RolloutOptions(CompletionOptions, ReferenceOptions):
+    """Of loops that train on sampled completions. Their batches count completions, not prompts, like TRL's."""
 
     batch_size: int = option(8, "completions per forward pass of training")
     n_minibatches: int = option(1, "optimizer steps in one pass over a rollout", at_least=1)
     num_iterations: int = option(1, "passes over each rollout", at_least=1)
-    n_generations: int = option(8, "completions per prompt", at_least=1)
-    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
-    max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
-    temperature: float = option(1.0, "sampling temperature, of the log-probabilities too", above=0)
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", above=0, at_most=1)
-    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all", at_least=0)
-    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "what writes completions")
-    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take", above=0, at_most=1)
-    reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")
-    reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
+    temperature: float = option(1.0, "sampling temperature, also of the log-probabilities", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,11 +188,6 @@ class RolloutOptions(ReferenceOptions):
                 f"batch_size {self.batch_size} x gradient_accumulation_steps {self.gradient_accumulation_steps} x "
                 f"n_minibatches {self.n_minibatches} = {self.completions_per_step} completions a step: expected a "
                 f"multiple of n_generations {self.n_generations}"
-            )
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
-            raise ConfigError(
-                f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
-                f"{len(self.reward_functions)}"
             )
 
     @property

@@ -130,7 +130,8 @@ def test_loads_as_any_model(folder):
     assert report.n_examples == 300
     right = [str(value(example.text)) for example in prompts]
     answers = {"answer": [example.columns["answer"] for example in prompts]}
-    rewards = load_rewards(["exact_match"])([example.prompt for example in prompts], right, [[]] * 300, answers)
+    prompted = [example.prompt for example in prompts]
+    rewards = load_rewards(["exact_match"]).score(prompted, right, [[]] * 300, answers).total
     assert rewards.tolist() == [1.0] * 300
 
 

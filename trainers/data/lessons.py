@@ -8,7 +8,7 @@ https://github.com/SakanaAI/RLT. The columns of a dataset determine how its rows
 |---|---|
 | question or problem or prompt; solution or answer | text; if several are present, the first in this list is used |
 | optional: explanation or reasoning_trace or reasoning | text |
-| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; the assistant's text has the form of `student_answer` |
+| conversations | bespokelabs/Bespoke-Stratos-17k: {from, value}; assistant texts have the form of `student_answer` |
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class Templates:
                     raise ConfigError(f"the templates {label} have no {{{field}}}")
             for field in others:
                 if field in found:
-                    raise ConfigError(
-                        f"the templates {label} have {{{field}}}, which is not a field of these templates"
-                    )
+                    raise ConfigError(f"the templates {label} have {{{field}}}, a field of other templates")
         if FIELD.findall(self.student_answer) != ["explanation", "solution"]:
             raise ConfigError("option 'student_answer': expected {explanation} and after it {solution}, each once")
         if not self.explanation_end:

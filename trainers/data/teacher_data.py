@@ -6,8 +6,8 @@ beginning of the assistant's turn; one without gets the texts one after another,
     python -m sparse_opt.trainers.data.teacher_data --dataset rows.jsonl --tokenizer MODEL --templates rlt.yaml \\
         --output teacher.jsonl
 
-writes rows (prompt, completion): the prompt that the run rlt.yaml gives to its teacher, and a known explanation with the
-end tag. `lessons` lists the columns that the dataset may have.
+writes rows (prompt, completion): the prompt that the run rlt.yaml gives to its teacher, and a known explanation with
+the end tag. `lessons` lists the columns that the dataset may have.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TeacherExample:
     solution: list[int]
 
     def student_sequence(self, explanation: Sequence[int]) -> StudentSequence:
-        """The student's sequence with the teacher's tokens, not retokenized, so that both models score the same tokens."""
+        """The student's sequence with the teacher's own tokens, so that both models score the same tokens."""
         start = len(self.student_start)
         end = start + len(explanation)
         solution = end + len(self.student_middle)

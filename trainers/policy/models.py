@@ -13,7 +13,7 @@ from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
 
-from ..options import TrainingOptions
+from ..options import ModelOptions, TrainingOptions
 from .pretrained import load_config_from, load_pretrained, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -44,7 +44,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_tokenizer(config: TrainingOptions) -> Any:
+def load_tokenizer(config: ModelOptions) -> Any:
     """The tokenizer of the checkpoint if it has one, else that of the policy."""
     source = config.policy_name
     if config.checkpoint is not None and (config.checkpoint / "tokenizer_config.json").is_file():
@@ -52,8 +52,8 @@ def load_tokenizer(config: TrainingOptions) -> Any:
     return load_tokenizer_from(source)
 
 
-def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
-    """The model to train: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
+def load_policy(config: ModelOptions, device: torch.device) -> nn.Module:
+    """The model to train or sample from: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
 
     Dropout is disabled, because policy and reference must give the same log-probabilities for the same weights. The
     model is nevertheless in train mode, because transformers checkpoints activations only in this mode.
@@ -71,7 +71,7 @@ def load_policy(config: TrainingOptions, device: torch.device) -> nn.Module:
     disable_dropout(model)
     model.to(device).train()
     make_masks_skippable(model)
-    if config.gradient_checkpointing:
+    if isinstance(config, TrainingOptions) and config.gradient_checkpointing:
         # transformers 5.23 renamed the method and warns under the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .sampling import Figures, SamplingOptions, sample, write_lines, write_report
+from .sampling import SamplingOptions, sample, write_lines, write_report
 
 KEPT_FILE = "kept.jsonl"
 REPORT_FILE = "report.json"
@@ -38,7 +38,7 @@ _EQUATION = re.compile(rf"{_SIDE}(?:={_SIDE})+")
 
 @dataclass(kw_only=True)
 class DatagenConfig(SamplingOptions):
-    """Sample completions, verify them, and keep right ones as training data."""
+    """Sample completions, verify them, and keep the right ones as training data."""
 
     keep: Literal["all", "first", "best"] = option(
         "all", "of a prompt's right completions: all, the first, or the one with the highest reward"
@@ -50,7 +50,7 @@ class DatagenConfig(SamplingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature == 0:
-            raise ConfigError("option 'temperature' is 0: rejection sampling draws, expected more than 0")
+            raise ConfigError("option 'temperature' is 0: rejection sampling is random; expected more than 0")
 
 
 @dataclass
@@ -64,6 +64,10 @@ class Selection:
     n_duplicates: int = 0
     n_not_chosen: int = 0  # correct and distinct, but not selected by `keep`
     _seen: set[tuple[str, str]] = field(default_factory=set, repr=False)
+
+    def counts(self) -> dict[str, int]:
+        """The counts by name."""
+        return {name: count for name, count in vars(self).items() if name.startswith("n_")}
 
     def select(self, row: dict[str, Any], config: DatagenConfig) -> list[int]:
         """The positions of the kept completions of one prompt; updates the counts."""
@@ -117,11 +121,10 @@ def datagen(config: DatagenConfig) -> dict[str, Any]:
         ConfigError, DataError: as in `sampling.sample`.
     """
     with sample(config, "datagen") as sampled:
-        figures, selection = Figures(), Selection()
+        selection = Selection()
 
         def kept_rows() -> Iterator[dict[str, Any]]:
             for row in sampled.rows():
-                figures.add(row)
                 for i in selection.select(row, config):
                     completion = row["completions"][i]
                     if not isinstance(row["prompt"], str):
@@ -130,23 +133,7 @@ def datagen(config: DatagenConfig) -> dict[str, Any]:
 
         kept_file = sampled.folder / KEPT_FILE
         write_lines(kept_file, kept_rows())
-        report = {
-            "algorithm": "rft",
-            "stage": "datagen",
-            "policy_name": config.policy_name,
-            "dataset": config.dataset,
-            "prompts": sampled.prompts,
-            **figures.as_dict(),
-            "n_kept": selection.n_kept,
-            "n_prompts_kept": selection.n_prompts_kept,
-            "n_wrong": selection.n_wrong,
-            "n_unfinished": selection.n_unfinished,
-            "n_duplicates": selection.n_duplicates,
-            "n_not_chosen": selection.n_not_chosen,
-            **sampled.speed(figures.n_tokens),
-            "n_parts_resumed": sampled.n_resumed,
-            "kept_file": str(kept_file),
-        }
+        report = sampled.report(config, "datagen", **selection.counts(), kept_file=str(kept_file))
         write_report(sampled.folder / REPORT_FILE, report)
         return {**report, "text": _text(report)}
 

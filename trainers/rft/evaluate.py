@@ -17,7 +17,7 @@ from typing import Any
 
 from sparse_opt.config import option
 
-from .sampling import Figures, SamplingOptions, sample, write_lines, write_report
+from .sampling import SamplingOptions, sample, write_lines, write_report
 
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -41,27 +41,15 @@ def test(config: TestConfig) -> dict[str, Any]:
         ConfigError, DataError: as in `sampling.sample`.
     """
     with sample(config, "test") as sampled:
-        figures = Figures()
 
         def results() -> Iterator[dict[str, Any]]:
             for row in sampled.rows():
-                figures.add(row)
                 yield {**row, "pass_rate": sum(row["right"]) / len(row["right"])}
 
         results_file = sampled.folder / RESULTS_FILE
         write_lines(results_file, results())
-        summary = {
-            "algorithm": "rft",
-            "stage": "test",
-            "policy_name": config.policy_name,
-            "checkpoint": None if config.checkpoint is None else str(config.checkpoint),
-            "dataset": config.dataset,
-            "prompts": sampled.prompts,
-            **figures.as_dict(),
-            **sampled.speed(figures.n_tokens),
-            "n_parts_resumed": sampled.n_resumed,
-            "results_file": str(results_file),
-        }
+        checkpoint = None if config.checkpoint is None else str(config.checkpoint)
+        summary = sampled.report(config, "test", checkpoint=checkpoint, results_file=str(results_file))
         write_report(sampled.folder / SUMMARY_FILE, summary)
         return {**summary, "text": _text(summary, config)}
 

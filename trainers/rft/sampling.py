@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,73 +20,58 @@ import torch
 import xxhash
 from torch import nn
 
-from sparse_opt.config import Setting, option, require_count, require_number_ranges
+from sparse_opt.config import Setting, option, require_count
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import one_line, written_aside
-from sparse_opt.tensors import compact_json
 
 from ..data.encoding import require_known_tokens
 from ..data.order import chunks
 from ..data.prompts import PromptExample, load_prompts
-from ..options import TrainingOptions, model_slug
+from ..options import CompletionOptions, model_slug
 from ..policy.models import load_policy, load_tokenizer, resolve_device
 from ..profiles import profile_settings
 from ..rewards.functions import Rewards, load_rewards
 from ..rollouts import Engine, Sampling, make_engine
 from ..run.lock import RunLock, require_unlocked
-from ..run.outputs import OPTIONS_FILE, begin_outputs, check_new_folder, is_begun, require_same_options, writing
+from ..run.manifest import DIGEST_KEY, content_digest
+from ..run.outputs import (
+    OPTIONS_FILE,
+    begin_outputs,
+    check_new_folder,
+    is_begun,
+    require_same_options,
+    write_text,
+    writing,
+)
 from ..run.progress import Progress
 from ..run.training_run import seed_everything
 
 INPUTS_FILE = "inputs.json"
 PARTS_FOLDER = "parts"
-_PART_DIGEST = "xxh3_128"  # key of a part that holds the digest of its other keys
 # Options that may differ when a run is resumed.
 _MAY_DIFFER = {"resume", "mount_dir", "output_dir"}
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 @dataclass(kw_only=True)
-class SamplingOptions:
-    """What is sampled, how it is verified, and where the results go."""
+class SamplingOptions(CompletionOptions):
+    """Options of sampling and verification, and the folder of their results."""
 
-    policy_name: str = option(help="model to sample from: hub name or local folder", aliases=("model_name",))
-    checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name")
-    dataset: str = option(help="prompts with what the rewards read, as a rule the answer: hub name or local file")
-    dataset_split: str = option("train", "split of a hub dataset")
-    subset_size: int | None = option(None, "take this many prompts, drawn with the seed", at_least=1)
-
-    n_generations: int = option(8, "completions per prompt", at_least=1)
-    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
-    max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
-    temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token", at_least=0)
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", above=0, at_most=1)
-    top_k: int = option(0, "sample from this many of the likeliest tokens; 0 from all", at_least=0)
     prompts_per_batch: int = option(
         32, "prompts whose completions are sampled together, seeded and kept as one block", at_least=1
     )
     max_rows: int | None = option(None, "completions in flight at once; none is all of a block's")
-    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "what writes completions")
-    vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may take", above=0, at_most=1)
-
     reward_functions: list[str] = option(["math"], "rewards by name or as module:function, several with commas")
-    reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
-    reward_threshold: float = option(1.0, "a completion is right where its reward is at least this")
-
-    device: str = option("auto", "torch device; auto is cuda where there is one, else cpu")
-    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
+    reward_threshold: float = option(1.0, "a completion with at least this reward is right")
     float32_matmul_precision: MatmulPrecision = option(
         "highest", "torch.set_float32_matmul_precision: high and medium let fp32 products round their inputs on a GPU"
     )
-    seed: int = option(0, "seed of all sampling; on a CPU the same seed gives the same files")
     profile: str | None = option(
         None, "conservative, balanced, aggressive, a folder or a .yaml file: values of options that are not given"
     )
-
-    mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
     output_dir: Path | None = option(None, "new or empty folder for the results; none is rft_{stage}_{model}")
-    resume: bool = option(False, "go on with the run in output_dir; from the beginning where there is none yet")
+    resume: bool = option(False, "resume the run in output_dir; from the beginning if there is none yet")
 
     @classmethod
     def presets(cls, given: dict[str, Any]) -> list[Setting]:
@@ -94,15 +79,10 @@ class SamplingOptions:
         return profile_settings(given.get("profile"), "sampling")
 
     def __post_init__(self) -> None:
-        require_number_ranges(self)
+        super().__post_init__()
         require_count("prompts_per_batch x n_generations", self.prompts_per_batch * self.n_generations)
         if not self.reward_functions:
-            raise ConfigError("option 'reward_functions' is empty: expected what verifies a completion")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
-            raise ConfigError(
-                f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
-                f"{len(self.reward_functions)}"
-            )
+            raise ConfigError("option 'reward_functions' is empty: expected a function that verifies completions")
         if self.temperature == 0 and self.n_generations > 1:
             raise ConfigError(
                 f"option 'n_generations' is {self.n_generations} at temperature 0: all completions of a prompt would "
@@ -111,17 +91,16 @@ class SamplingOptions:
 
     def folder(self, stage: str) -> Path:
         """The folder of the results."""
-        folder = self.output_dir or Path(f"rft_{stage}_{model_slug(self.policy_name)}")
-        return folder if self.mount_dir is None else self.mount_dir / folder
+        return self.mounted(self.output_dir or Path(f"rft_{stage}_{model_slug(self.policy_name)}"))
 
 
 @dataclass
-class Figures:
+class CompletionCounts:
     """Counts of completions by outcome."""
 
     n_prompts: int = 0
     n_completions: int = 0
-    n_judged: int = 0  # those that a reward function applies to
+    n_judged: int = 0  # a reward function applies to them
     n_right: int = 0
     n_answered: int = 0
     n_finished: int = 0
@@ -178,9 +157,10 @@ class Sampled:
     folder: Path
     n_parts: int
     prompts: dict[str, Any]  # counts of the dataset's used and dropped rows
+    counts: CompletionCounts
     n_resumed: int  # parts that an earlier run had written
     peak_memory_bytes: int | None
-    seconds: dict[str, float] = field(default_factory=dict)  # of generation and of verification, over all parts
+    seconds: dict[str, float]  # of generation and of verification, over all parts
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row per prompt, in the order of the dataset.
@@ -191,12 +171,24 @@ class Sampled:
         for part in range(self.n_parts):
             yield from _read_part(self.folder, part)["rows"]
 
-    def speed(self, n_tokens: int) -> dict[str, Any]:
-        """Seconds, generated tokens per second, and the peak GPU memory of this process."""
+    def report(self, options: SamplingOptions, stage: str, **own: Any) -> dict[str, Any]:
+        """The report of a stage: inputs, counts, the stage's own entries, seconds, and this process's peak GPU memory.
+
+        Raises:
+            DataError: no completion could be judged.
+        """
         return {
+            "algorithm": "rft",
+            "stage": stage,
+            "policy_name": options.policy_name,
+            "dataset": options.dataset,
+            "prompts": self.prompts,
+            **self.counts.as_dict(),
+            **own,
             **self.seconds,
-            "tokens_per_s": n_tokens / self.seconds["generate_time_s"],
+            "tokens_per_s": self.counts.n_tokens / self.seconds["generate_time_s"],
             "peak_memory_bytes": self.peak_memory_bytes,
+            "n_parts_resumed": self.n_resumed,
         }
 
 
@@ -220,18 +212,17 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
     torch.set_float32_matmul_precision(options.float32_matmul_precision)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    loading = _loading(options)
-    tokenizer = load_tokenizer(loading)
+    tokenizer = load_tokenizer(options)
     rewards = load_rewards(options.reward_functions, options.reward_weights)
     prompts, report = load_prompts(
         options.dataset,
         options.dataset_split,
         tokenizer,
+        options.subset_size,
+        options.seed,
         max_prompt_length=options.max_prompt_length,
-        subset_size=options.subset_size,
-        seed=options.seed,
     )
-    model = load_policy(loading, device).eval()
+    model = load_policy(options, device).eval()
     require_known_tokens(model, tokenizer, (example.ids for example in prompts))
     inputs = {"prompts": _prompts_digest(prompts), "weights": _weights_digest(model)}
     engine = make_engine(
@@ -244,7 +235,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
     )
     blocks = chunks(prompts, options.prompts_per_batch)
     seconds = {"generate_time_s": 0.0, "verify_time_s": 0.0}
-    figures = Figures()
+    counts = CompletionCounts()
     with ExitStack() as locked:
         with closing(engine):
             locked.enter_context(RunLock(folder))
@@ -256,19 +247,12 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
                         _write_part(folder, part, _sample_block(options, part, block, engine, tokenizer, rewards))
                     content = _read_part(folder, part)
                     for row in content["rows"]:
-                        figures.add(row)
+                        counts.add(row)
                     for name in seconds:
                         seconds[name] += content[name]
-                    progress.advance(part + 1, _shown(figures, seconds["generate_time_s"]))
+                    progress.advance(part + 1, _shown(counts, seconds["generate_time_s"]))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        yield Sampled(folder, len(blocks), asdict(report), len(there), peak, seconds)
-
-
-def _loading(options: SamplingOptions) -> TrainingOptions:
-    """Options that load the model as a training loop does."""
-    return TrainingOptions(
-        policy_name=options.policy_name, checkpoint=options.checkpoint, dataset=options.dataset, dtype=options.dtype
-    )
+        yield Sampled(folder, len(blocks), asdict(report), counts, len(there), peak, seconds)
 
 
 def _sample_block(
@@ -311,11 +295,11 @@ def _sample_block(
     return {"rows": rows, "generate_time_s": generated - began, "verify_time_s": verified - generated}
 
 
-def _shown(figures: Figures, seconds: float) -> dict[str, str]:
+def _shown(counts: CompletionCounts, seconds: float) -> dict[str, str]:
     return {
-        "accuracy": f"{figures.n_right / max(figures.n_judged, 1):.3f}",
-        "answer_rate": f"{figures.n_answered / figures.n_completions:.3f}",
-        "tokens_per_s": f"{figures.n_tokens / seconds:.0f}",
+        "accuracy": f"{counts.n_right / max(counts.n_judged, 1):.3f}",
+        "answer_rate": f"{counts.n_answered / counts.n_completions:.3f}",
+        "tokens_per_s": f"{counts.n_tokens / seconds:.0f}",
     }
 
 
@@ -336,8 +320,8 @@ def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, 
         for name, digest in inputs.items():
             if found.get(name) != digest:
                 raise ConfigError(
-                    f"option 'resume': the run in {folder} was begun with other {name}: digest {found.get(name)}, now "
-                    f"{digest}"
+                    f"option 'resume': the {name} have digest {digest}; expected {found.get(name)}, as in the run in "
+                    f"{folder}"
                 )
     else:
         check_new_folder(folder, "output_dir")
@@ -345,8 +329,7 @@ def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, 
     try:
         (folder / PARTS_FOLDER).mkdir(exist_ok=True)
         if not file.exists():
-            with writing(file), written_aside(file) as aside:
-                aside.write_text(json.dumps(inputs, indent=1) + "\n", encoding="utf-8")
+            write_report(file, inputs)
         yield
     finally:
         if not resuming and not _has_parts(folder):
@@ -379,26 +362,17 @@ def _part_file(folder: Path, part: int) -> Path:
 
 
 def _write_part(folder: Path, part: int, content: dict[str, Any]) -> None:
-    file = _part_file(folder, part)
-    with writing(file), written_aside(file) as aside:
-        aside.write_text(
-            json.dumps({**content, _PART_DIGEST: _part_digest(content)}, allow_nan=False), encoding="utf-8"
-        )
+    digest = {DIGEST_KEY: content_digest(content)}
+    write_text(_part_file(folder, part), json.dumps({**content, **digest}, allow_nan=False))
 
 
 def _read_part(folder: Path, part: int) -> dict[str, Any]:
     file = _part_file(folder, part)
     content = _read_json(file, "; remove it to sample it again")
-    written = content.pop(_PART_DIGEST, None)
-    if written != _part_digest(content):
-        raise DataError(
-            f"{file}: damaged: it has digest {_part_digest(content)}, expected {written}; remove it to sample it again"
-        )
+    found, expected = content_digest(content), content.get(DIGEST_KEY)
+    if found != expected:
+        raise DataError(f"{file}: damaged: it has digest {found}, expected {expected}; remove it to sample it again")
     return content
-
-
-def _part_digest(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(compact_json(content).encode("ascii"))
 
 
 def _read_json(file: Path, hint: str = "") -> dict[str, Any]:
@@ -420,5 +394,4 @@ def write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write a report as indented JSON, atomically."""
-    with writing(path), written_aside(path) as aside:
-        aside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")

@@ -373,8 +373,8 @@ class TrainingRun:
         In mode lora the adapters are saved as well, and then merged into the weights.
 
         Args:
-            write_extra: writes further files of the final model into the folder passed to it, before that folder gets its
-                final name.
+            write_extra: writes further files of the final model into the folder passed to it, before that folder gets
+                its final name.
         """
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
         require_held, last = self._lock.require_held, self.config.n_steps
@@ -414,19 +414,16 @@ class TrainingRun:
 
 def output_folder(config: TrainingOptions, algorithm: str) -> Path:
     """`output_dir`, or checkpoints_{model}_{algorithm}; under `mount_dir` unless it is absolute."""
-    folder = config.output_dir or Path(f"checkpoints_{model_slug(config.policy_name)}_{algorithm}")
-    return folder if config.mount_dir is None else config.mount_dir / folder
+    return config.mounted(config.output_dir or Path(f"checkpoints_{model_slug(config.policy_name)}_{algorithm}"))
 
 
 def delta_log_folder(config: TrainingOptions, algorithm: str) -> Path | None:
-    """`delta_log_dir`, where `auto` is delta_logs_{model}, with _{algorithm} for all but dpo; under `mount_dir`."""
-    folder = config.delta_log_dir
-    if folder is None:
+    """`delta_log_dir`, where `auto` is delta_logs_{model}, with _{algorithm} except for dpo; under `mount_dir`."""
+    if config.delta_log_dir is None:
         return None
-    if folder == Path("auto"):
-        suffix = "" if algorithm == "dpo" else f"_{algorithm}"
-        folder = Path(f"delta_logs_{model_slug(config.policy_name)}{suffix}")
-    return folder if config.mount_dir is None else config.mount_dir / folder
+    suffix = "" if algorithm == "dpo" else f"_{algorithm}"
+    default = Path(f"delta_logs_{model_slug(config.policy_name)}{suffix}")
+    return config.mounted(default if config.delta_log_dir == Path("auto") else config.delta_log_dir)
 
 
 def seed_everything(seed: int, step: int) -> None:

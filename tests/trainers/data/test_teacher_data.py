@@ -183,7 +183,7 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
     ("changes", "said"),
     [
         ({"teacher_start": "explain: "}, r"'teacher_start' have no \{solution\}"),
-        ({"student_user": "{question} {solution}"}, r"have \{solution\}, which is not a field of these templates"),
+        ({"student_user": "{question} {solution}"}, r"have \{solution\}, a field of other templates"),
         ({"student_answer": "{solution} {explanation}"}, r"'student_answer': expected \{explanation\} and after it"),
         ({"explanation_end": ""}, "'explanation_end' is empty"),
     ],

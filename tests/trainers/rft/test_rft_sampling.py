@@ -168,7 +168,7 @@ def test_other_prompts_and_other_weights_are_another_run(options, tmp_path, monk
     kill_in_block(monkeypatch, config, 1)
     rows = own_prompts.read_text()
     own_prompts.write_text(rows.replace('"answer": "3"', '"answer": "4"'))
-    with pytest.raises(ConfigError, match="was begun with other prompts: digest [0-9a-f]{32}, now [0-9a-f]{32}"):
+    with pytest.raises(ConfigError, match="the prompts have digest [0-9a-f]{32}; expected [0-9a-f]{32}, as in the run"):
         datagen(dataclasses.replace(config, resume=True))
     own_prompts.write_text(rows)
     from safetensors.torch import load_file, save_file
@@ -176,7 +176,7 @@ def test_other_prompts_and_other_weights_are_another_run(options, tmp_path, monk
     weights = load_file(own_model / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, own_model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="was begun with other weights"):
+    with pytest.raises(ConfigError, match="the weights have digest"):
         datagen(dataclasses.replace(config, resume=True))
 
 
@@ -261,7 +261,7 @@ def test_an_option_that_came_later_had_its_default(options, tmp_path, monkeypatc
         (DatagenConfig, {"n_generations": 0}, "'n_generations' is 0: expected at least 1"),
         (DatagenConfig, {"prompts_per_batch": 0}, "'prompts_per_batch' is 0"),
         (DatagenConfig, {"top_p": 0.0}, "'top_p' is 0.0: expected more than 0"),
-        (DatagenConfig, {"temperature": 0.0, "n_generations": 1}, "'temperature' is 0: rejection sampling draws"),
+        (DatagenConfig, {"temperature": 0.0, "n_generations": 1}, "'temperature' is 0: rejection sampling is random"),
         (TestConfig, {"n_generations": 2}, "'n_generations' is 2 at temperature 0"),
         (DatagenConfig, {"reward_functions": []}, "'reward_functions' is empty"),
         (DatagenConfig, {"reward_weights": [1.0, 2.0]}, "'reward_weights' has 2 values, reward_functions 1"),
