@@ -250,7 +250,7 @@ class Judged:
 
     def rows(self, sampled: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
         """One log row per completion, with the parts of its reward."""
-        columns = {
+        columns: dict[str, Tensor | Sequence[Any]] = {
             "solution": [example.lesson.solution for example in examples],
             "reward": self.reward.total,
             "reward_solution": self.reward.solution,
