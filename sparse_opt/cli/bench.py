@@ -13,30 +13,30 @@ BENCHMARKS = {
         "training.baseline.main",
         "a step of DPO or GRPO end to end, dense, sparse, LoRA and SHiRA: time by section, and peak memory",
     ),
-    "cpu_step": ("kernels.cpu_step", "the optimizer step on a CPU, sparse beside torch.optim.AdamW(fused=True)"),
+    "cpu_step": ("kernels.cpu_step", "the optimizer step on a CPU, sparse and torch.optim.AdamW(fused=True)"),
     "delta": (
         "delta.bench",
-        "patches: bytes for each changed weight, and speed, beside other ways to keep what changed",
+        "patches: bytes per changed weight, and speed, compared with other encodings of changes",
     ),
     "delta_logging": (
         "training.delta_logging",
-        "a training loop that logs every step, beside one that does not: time a step, and memory",
+        "training with a delta log of every step, compared with training without: time per step, memory",
     ),
     "gpu_check": (
         "kernels.gpu_check",
-        "what has to hold on a GPU: the tests, the memory checker, and the table of kernels",
+        "all checks on a GPU: the tests, the memory checker, and the table of kernels",
     ),
     "kernels": (
         "kernels.table",
-        "every op and optimizer on the shapes of a 3B model, beside floors, peers and targets",
+        "every op and optimizer on the shapes of a 3B model, with bandwidth bounds, peers and targets",
     ),
     "learning": (
         "training.learning.main",
-        "what the loops learn on generated arithmetic: dense, LoRA, sparse, by learning rate and mask pattern",
+        "the accuracy that the loops reach on generated arithmetic: dense, LoRA and sparse, by rate and pattern",
     ),
     "profiles": (
         "training.profiles.main",
-        "RFT's profiles beside plain training: time, memory, accuracy, and each optimisation on and off",
+        "RFT's profiles compared with plain training: time, memory, accuracy, and each setting alone",
     ),
 }
 
@@ -53,11 +53,11 @@ def run(argv: Sequence[str]) -> int:
     names = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in BENCHMARKS.items())
     parser = CommandParser(
         prog="sparse-opt bench",
-        usage="sparse-opt bench NAME [its own arguments]",
+        usage="sparse-opt bench NAME [options]",
         description="Run a benchmark.\n\n" + names,
         epilog=_EPILOG,
     )
-    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help="one of the above")
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help="a benchmark of the list above")
     args = parser.parse_words([word.replace("-", "_") if word[:1] != "-" else word for word in argv[:1]])
     module, _ = BENCHMARKS[args.name]
     return importlib.import_module(f"sparse_opt.bench.{module}").main(list(argv[1:]))

@@ -23,8 +23,8 @@ ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
 
 _EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
-'auto' takes, for each op, the first of its order that can run; SPARSE_OPT_BACKEND=name, or an argument backend=name,
-takes that one for every op or fails.
+For each op, 'auto' selects the first backend of the op's order that can run; SPARSE_OPT_BACKEND=name, or an argument
+backend=name, selects that backend for every op, or fails.
 
 examples:
   sparse-opt doctor
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="sparse-opt doctor",
-        description="What is installed, which backends can run here, and why the others cannot.",
+        description="Show what is installed, which backends can run, and why the others cannot.",
         epilog=_EPILOG,
     )
     add_json_flag(parser)

@@ -21,13 +21,13 @@ from ..option_values import nearest
 from .output import is_out_of_memory
 
 COMMANDS = {
-    "quickstart": "dense DPO, a mask from it, sparse DPO under the mask: the whole path on a tiny model, in minutes",
+    "quickstart": "a complete experiment on a tiny model, in minutes: dense DPO, a mask, sparse DPO under the mask",
     "train": "train a model: sft, dpo, grpo, ppo, rft, rlt",
-    "mask": "find masks, draw one at random, describe, compare, combine and convert them",
+    "mask": "find masks, or draw them at random; describe, compare, combine and convert them",
     "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
     "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",
     "bench": "run a benchmark",
-    "doctor": "what is installed, which backends can run here, and why the others cannot",
+    "doctor": "show what is installed, which backends can run, and why the others cannot",
 }
 
 # Optional packages, and how to install them.
@@ -41,23 +41,26 @@ _INSTALL = {
 
 _HELP = """usage: sparse-opt COMMAND [arguments]
 
-Sparse fine-tuning: training that pays only for the weights a mask makes active.
+Sparse fine-tuning: training whose memory and time scale with the active elements of a mask.
 
 commands:
 {commands}
 
 options:
-  -h, --help  show this help; 'sparse-opt COMMAND --help' teaches a command
+  -h, --help  show this help; 'sparse-opt COMMAND --help' explains a command, with examples
   --version   show the version
 
 a first run:
-  sparse-opt doctor        # what runs on this machine
-  sparse-opt quickstart    # the whole path on a tiny model, no downloads
+  sparse-opt doctor        # which backends run on this machine
+  sparse-opt quickstart    # a complete experiment on a tiny model, no downloads
 
 dense -> mask -> sparse on a model of your own:
   sparse-opt train dpo --model_name M --dataset pairs.jsonl --delta_log_dir log --output_dir dense
   sparse-opt mask find --delta_log_dir log --sparsity_percent 90 --output masks/
   sparse-opt train dpo --model_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE --output_dir sparse
+
+options come from flags, key=value words, and YAML files (--config FILE); later ones win, and files are read first:
+  sparse-opt train dpo --config runs/dense/options.yaml output_dir=runs/dense_2 --seed 2
 
 exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted (Ctrl-C).
 SPARSE_OPT_DEBUG=1 shows the traceback of a failure."""

@@ -30,21 +30,21 @@ _MEMORY_OPTIONS = {
     "rlt": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization, or set --offload_untrained_models",
 }
 
-_EPILOG = """'sparse-opt train dpo --help' lists an algorithm's options. They come from YAML files, flags and
-key=value words; later ones win, and a misspelt one is an error.
+_EPILOG = """'sparse-opt train dpo --help' lists the options of an algorithm. They come from YAML files, flags and
+key=value words; later ones win, and a misspelled one is an error.
 
-dense, keeping a log of the weights to find a mask from:
+dense training, with a delta log to find a mask in:
   sparse-opt train dpo --model_name M --dataset pairs.jsonl --learning_rate 5e-7 --n_steps 200 \\
       --delta_log_dir delta_logs_M --delta_log_steps every:10,last --output_dir runs/dense
 
-sparse, from the same start:
+sparse training from the same weights:
   sparse-opt train dpo --model_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE.safetensors \\
       --learning_rate 5e-7 --n_steps 200 --output_dir runs/sparse
 
 the options of an earlier run, with one of them changed:
   sparse-opt train dpo --config runs/dense/options.yaml output_dir=runs/dense_2 seed=2
 
-with checkpoints, and gone on with after it was killed:
+with checkpoints, and resumed after an interruption:
   sparse-opt train grpo --config grpo.yaml --save_steps 50
   sparse-opt train grpo --config grpo.yaml --save_steps 50 --resume
 

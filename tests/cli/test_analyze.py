@@ -175,7 +175,7 @@ def test_defaults_are_those_of_the_library():
 
 def test_a_page_must_end_in_html(sparse_opt, files, tmp_path):
     call = ("analyze", "report", *source(files), "--output", tmp_path / "report.pdf")
-    assert "report.pdf: wanted a file that ends in .html" in sparse_opt(*call).failed_in_one_line(2)
+    assert "report.pdf: expected a file that ends in .html" in sparse_opt(*call).failed_in_one_line(2)
 
 
 def test_sources_that_are_not_there_are_named_in_one_line(sparse_opt, files, tmp_path):
@@ -196,7 +196,7 @@ def test_sources_that_are_not_there_are_named_in_one_line(sparse_opt, files, tmp
     assert "cannot load the configuration of" in sparse_opt("analyze", "shapes", tmp_path / "empty").failed_in_one_line(
         1
     )
-    assert "wanted a folder" in sparse_opt(
+    assert "expected a folder" in sparse_opt(
         "analyze", "coverage", *source(files), "--output", tmp_path / "file"
     ).failed_in_one_line(2)
 

@@ -101,7 +101,7 @@ def test_info_of_a_step(sparse_opt, files):
     words = ("delta", "info", "--delta_log_dir", files.delta_log, "--step", 9)
     assert "step 9 is not logged" in sparse_opt(*words).failed_in_one_line(1)
     words = ("delta", "info", "--delta_log_dir", files.delta_log, "--largest", -1)
-    assert "option 'largest' is -1: wanted 0 or more" in sparse_opt(*words).failed_in_one_line(2)
+    assert "option 'largest' is -1: expected 0 or more" in sparse_opt(*words).failed_in_one_line(2)
 
 
 def test_verify_of_a_whole_log(sparse_opt, files):
@@ -253,14 +253,14 @@ def test_export_of_pt_files(sparse_opt, files, tmp_path):
     [
         (("--step", 1, 2, "--format", "state", "--output", "a.safetensors"), 2, "format state takes one step"),
         (("--step", 1, "--since", 0, "--format", "state", "--output", "a.safetensors"), 2, "format state has none"),
-        (("--step", 1, "--format", "state", "--output", "a.pt"), 2, "a.pt ends in .pt, wanted .safetensors"),
+        (("--step", 1, "--format", "state", "--output", "a.pt"), 2, "a.pt ends in .pt, expected .safetensors"),
         (("--step", 0, "--format", "values", "--output", "a.safetensors"), 2, "it is the base, with no step before it"),
         (("--step", 9, "--format", "values", "--output", "a.safetensors"), 1, "step 9 is not logged"),
         (("--step", 1, "--since", 2, "--format", "values", "--output", "a.safetensors"), 1, "expected a step before 1"),
         (
             ("--step", 1, "--dtype", "bfloat16", "--format", "state", "--output", "a.safetensors"),
             2,
-            "is a delta log, wanted",
+            "is a delta log, expected",
         ),
     ],
 )
@@ -356,7 +356,7 @@ def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_lo
             code
         )
 
-    assert "keyframe_every' is 0: wanted 1 or more" in refused(2, "--keyframe_every", 0)
+    assert "keyframe_every' is 0: expected 1 or more" in refused(2, "--keyframe_every", 0)
     assert "is 'small': expected one of fast, packed, tight" in refused(2, "--level", "small")
     assert "option 'against'" in refused(2, "--against", "base", source=files.delta_log)
     assert "holds no delta log" in refused(1, source=tmp_path)

@@ -155,7 +155,7 @@ def test_output_that_cannot_be_written_leaves_nothing(sparse_opt, files, tmp_pat
 def test_output_of_another_suffix_is_refused(sparse_opt, files, tmp_path, action):
     source = ("--delta_log_dir", files.delta_log) if action == "find" else ("--model_name", files.model, "--density", 1)
     line = sparse_opt("mask", action, *source, "--output", tmp_path / "mask.txt").failed_in_one_line(2)
-    assert "mask.txt ends in .txt: wanted .safetensors" in line
+    assert "mask.txt ends in .txt: expected .safetensors" in line
     assert list(tmp_path.iterdir()) == []
     # A folder that is there may have any name.
     (tmp_path / "v1.5").mkdir()

@@ -70,7 +70,7 @@ def test_refusals_name_the_cause_and_write_nothing(sparse_opt, masks, tmp_path):
         (("union", paths[0], *out), 2, "found one mask file"),
         (("invert", tmp_path / "none.safetensors", *out), 1, "none.safetensors: no such mask file"),
         (("convert", tmp_path / "float.pt", *out), 1, "float.pt: mask of w is torch.float32, expected a bool tensor"),
-        (("convert", paths[0], "--output", tmp_path / "x.txt"), 2, "wanted a file that ends in .safetensors or .pt"),
+        (("convert", paths[0], "--output", tmp_path / "x.txt"), 2, "expected a file that ends in .safetensors or .pt"),
         (("convert", paths[0], "--output", tmp_path / "folder"), 2, "found a folder"),
         (("union", *paths, "--output", tmp_path / "out"), 2, "found no suffix"),
         (("convert", paths[0], *out, "--plain"), 2, "option 'plain' is for .pt files"),

@@ -54,7 +54,7 @@ def test_every_method_writes_a_mask_that_a_run_takes(find, files, tmp_path, meth
 def test_a_log_s_mask_is_the_library_s(find, files):
     words = ("--sparsity_percent", 70, "--target_step", 2, "--exclude", "*norm*", "--pool", "tensor", "--json")
     found = json.loads(find("fisher", *words).done())
-    wanted = find_from_log(
+    expected = find_from_log(
         DeltaLog.open(files.delta_log),
         method="fisher",
         sparsity=70,
@@ -63,8 +63,8 @@ def test_a_log_s_mask_is_the_library_s(find, files):
         pool="tensor",
     ).mask
     mask = MaskSet.load(found["file"])
-    assert mask == wanted
-    assert mask.metadata == wanted.metadata
+    assert mask == expected
+    assert mask.metadata == expected.metadata
 
 
 def test_top_percent_names_what_is_kept(find, tmp_path):
@@ -178,12 +178,12 @@ def test_a_log_that_is_the_model_s_gives_it_a_name(find, files):
         ),
         ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' has no part in method 'magnitude'"),
         ("magnitude", ("--dataset", "pairs.jsonl"), 2, "'dataset' has no part in method 'magnitude'"),
-        ("momentum", ("--momentum_window", 1), 2, "'momentum_window' is 1: wanted 2 or more"),
+        ("momentum", ("--momentum_window", 1), 2, "'momentum_window' is 1: expected 2 or more"),
         ("random", ("--pool", "global"), 2, "'pool' has no part in method 'random'"),
         ("random", ("--debug",), 2, "'debug' has no part in method 'random'"),
         ("random", ("--delta_log_dir", "log"), 2, "'delta_log_dir' has no part in method 'random' without"),
         ("snip", ("--target_step", 3), 2, "'target_step' has no part in method 'snip'"),
-        ("snip", ("--n_samples", 0), 2, "'n_samples' is 0: wanted 1 or more"),
+        ("snip", ("--n_samples", 0), 2, "'n_samples' is 0: expected 1 or more"),
         ("snip", ("--compute_jaccard",), 2, "'compute_jaccard' needs --delta_log_dir"),
         ("wanda", ("--include", "*norm*"), 1, "is the weight of a linear layer, as wanda expects"),
         ("weight_magnitude", ("--include", "nothing*"), 2, "no tensor of"),

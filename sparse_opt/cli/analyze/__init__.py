@@ -17,11 +17,10 @@ _EPILOG = """examples:
   sparse-opt analyze shapes meta-llama/Llama-3.2-3B
   sparse-opt analyze report --delta_log_dir delta_logs_M --output report.html
 """
-_SPARSITY_EPILOG = """Density is the share of elements that changed since the first logged step, sparsity 100 % minus
-it: 'bits' takes elements whose bits differ, '> T' those that moved by more than T, subtracted in fp32. Published
-figures often take T = 1e-5 for changed. Where fp32 weights were logged, the figures stand beside those of the same
-weights rounded to bf16: much of the sparsity of a bf16 run is rounding (arXiv 2511.08567). 'flips' is the share of
-elements whose sign changed.
+_SPARSITY_EPILOG = """Density is the share of elements that changed since the first logged step; sparsity is 100 % minus
+density. 'bits' counts elements whose bits differ, '> T' those that moved by more than T (subtracted in fp32), and
+'flips' those whose sign changed. Publications often count with T = 1e-5. For logs of fp32 weights, the statistics of
+the same weights rounded to bf16 are shown too: much of the sparsity of a bf16 run is rounding (arXiv 2511.08567).
 
 --output DIR writes sparsity.csv (every tensor and step), sparsity.json, density_by_step.png, sparsity_by_layer.png.
 
@@ -30,8 +29,8 @@ examples:
   sparse-opt analyze sparsity --delta_log_dir delta_logs_M --tolerance 1e-5 --steps 50 100 --by tensor
   sparse-opt analyze sparsity --base_model base/ --model_name tuned/ --include '*mlp*' --output plots/
 """
-_COVERAGE_EPILOG = """An element is active at step t where |W_t - W_0| > tau. Coverage at t: of the elements that are
-active in the end, the share that is active at t. Density at t: of all elements, the share that is active at t.
+_COVERAGE_EPILOG = """An element is active at step t if |W_t - W_0| > tau. Coverage at t is the share of the elements
+active at the last step that are active at t. Density at t is the share of all elements that are active at t.
 
 --output DIR writes coverage.csv, coverage.json, coverage_combined.png, density_combined.png.
 
@@ -39,14 +38,14 @@ examples:
   sparse-opt analyze coverage --delta_log_dir delta_logs_M
   sparse-opt analyze coverage --delta_log_dir delta_logs_M --tau 1e-7 1e-6 1e-5 --output plots/
 """
-_RANKS_EPILOG = """Of the change of each weight matrix: classical rank (as numpy.linalg.matrix_rank counts in fp32),
+_RANKS_EPILOG = """For the change of each weight matrix: classical rank (as numpy.linalg.matrix_rank counts in fp32),
 effective rank exp(-sum p ln p) with p = s / sum(s), stable rank sum(s^2) / s_1^2, norms, and the shares of elements
 that moved by more than tau and by more than mean + 2 standard deviations.
 
-methods, all in fp64; a figure whose method leaves an interval open is printed with it:
+methods, all in fp64; a statistic that a method only bounds is printed as an interval:
   exact    all singular values, by SVD
-  gram     all, from the eigenvalues of A^T A: faster; loses those below about 1e-6 of the norm
-  lowrank  the largest --k alone, by a randomised projection: for updates that are known to be of low rank
+  gram     all singular values, from the eigenvalues of A^T A: faster; loses those below about 1e-6 of the norm
+  lowrank  the --k largest singular values, by a randomized projection: for updates known to be of low rank
 
 --output DIR writes ranks.csv, ranks.json, ranks_by_layer.png.
 
@@ -63,8 +62,8 @@ examples:
   sparse-opt analyze shapes meta-llama/Llama-3.2-3B
   sparse-opt analyze shapes checkpoints/step_100 --json
 """
-_REPORT_EPILOG = """One HTML file that holds its pictures and asks for nothing from the network: the tables and plots of
-sparsity, coverage (of a log), ranks and shapes.
+_REPORT_EPILOG = """One HTML file without external resources: the tables and plots of sparsity, coverage (of a log),
+ranks and shapes.
 
 --output is a file that ends in .html, or a folder, where the file is report.html.
 
@@ -93,7 +92,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="sparse-opt analyze", description="Measure what training changed.", epilog=_EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="{sparsity,coverage,ranks,shapes,report}")
 
-    sparsity = actions.add_parser("sparsity", help="share of changed elements per step", epilog=_SPARSITY_EPILOG)
+    sparsity = actions.add_parser("sparsity", help="share of changed elements by step", epilog=_SPARSITY_EPILOG)
     _add_source(sparsity)
     _add_steps(sparsity)
     _add_tolerance(sparsity)
@@ -101,12 +100,14 @@ def _parser() -> CommandParser:
         "--by",
         choices=("component", "layer", "tensor"),
         default="component",
-        help="how the last of the steps is split up (%(default)s)",
+        help="how the table of the last step is grouped (%(default)s)",
     )
     sparsity.add_argument("--per_tensor", dest="by", action="store_const", const="tensor", help="--by tensor")
     _add_output(sparsity)
 
-    coverage = actions.add_parser("coverage", help="when the final active elements became so", epilog=_COVERAGE_EPILOG)
+    coverage = actions.add_parser(
+        "coverage", help="when the final active elements became active", epilog=_COVERAGE_EPILOG
+    )
     coverage.add_argument("--delta_log_dir", type=Path, required=True, metavar="DIR", help="the delta log")
     _add_choice(coverage)
     _add_steps(coverage)
@@ -116,22 +117,26 @@ def _parser() -> CommandParser:
     ranks = actions.add_parser("ranks", help="ranks and norm of each matrix's update", epilog=_RANKS_EPILOG)
     _add_source(ranks)
     ranks.add_argument("--step", type=int, metavar="N", help="logged step (the last)")
-    ranks.add_argument("--tau", type=float, default=TAU, metavar="T", help="threshold of the share (%(default)s)")
+    ranks.add_argument("--tau", type=float, default=TAU, metavar="T", help="threshold of a moved element (%(default)s)")
     _add_method(ranks)
     _add_output(ranks)
 
-    shapes = actions.add_parser("shapes", help="the weight table of a model", epilog=_SHAPES_EPILOG)
+    shapes = actions.add_parser("shapes", help="names, shapes and sizes of a model's weights", epilog=_SHAPES_EPILOG)
     shapes.add_argument("model_name", metavar="MODEL", help="hub name or local folder")
     _add_output(shapes)
 
-    report = actions.add_parser("report", help="all of it as one HTML page", epilog=_REPORT_EPILOG)
+    report = actions.add_parser("report", help="all analyses as one HTML page", epilog=_REPORT_EPILOG)
     _add_source(report)
     _add_steps(report)
     _add_tolerance(report)
     _add_taus(report)
     _add_method(report)
     report.add_argument(
-        "--skip", nargs="+", choices=("coverage", "ranks"), default=[], help="leave these out, which take the longest"
+        "--skip",
+        nargs="+",
+        choices=("coverage", "ranks"),
+        default=[],
+        help="analyses to leave out",
     )
     report.add_argument("--output", type=Path, required=True, metavar="PATH", help=".html file, or folder")
     add_json_flag(report)
@@ -140,10 +145,12 @@ def _parser() -> CommandParser:
 
 def _add_source(parser: ArgumentParser) -> None:
     parser.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="a delta log")
-    parser.add_argument("--base_model", metavar="M", help="instead: a checkpoint before training, and")
     parser.add_argument(
-        "--model_name", metavar="M", help="one after it; hub name[@revision], folder, .safetensors file"
+        "--base_model",
+        metavar="M",
+        help="instead: hub name[@revision], folder or file before training",
     )
+    parser.add_argument("--model_name", metavar="M", help="with --base_model: the same after training")
     _add_choice(parser)
 
 
@@ -170,14 +177,18 @@ def _add_taus(parser: ArgumentParser) -> None:
 
 def _add_method(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--method", choices=METHODS, default="exact", help="how singular values are found (%(default)s)"
+        "--method", choices=METHODS, default="exact", help="how singular values are computed (%(default)s)"
     )
     parser.add_argument(
-        "--k", type=int, default=LOWRANK_K, metavar="K", help="singular values that lowrank finds (%(default)s)"
+        "--k",
+        type=int,
+        default=LOWRANK_K,
+        metavar="K",
+        help="singular values of --method lowrank (%(default)s)",
     )
 
 
 def _add_output(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
-    parser.add_argument("--no_plots", action="store_true", help="no PNG files, which need matplotlib")
+    parser.add_argument("--no_plots", action="store_true", help="write no PNG files, which need matplotlib")
     add_json_flag(parser)

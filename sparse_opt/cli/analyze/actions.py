@@ -142,7 +142,7 @@ def _page_file(output: Path) -> Path:
     if output.suffix == ".html" and not output.is_dir():
         return output
     if output.is_file() or (output.suffix and not output.is_dir()):
-        raise ConfigError(f"option 'output' is {output}: wanted a file that ends in .html, or a folder")
+        raise ConfigError(f"option 'output' is {output}: expected a file that ends in .html, or a folder")
     return output / "report.html"
 
 
@@ -152,7 +152,7 @@ def _open(args: Namespace) -> StateLog:
         return open_log(args.delta_log_dir)
     if args.delta_log_dir is None and None not in pair:
         return CheckpointPair.open(*pair)
-    raise ConfigError("wanted either --delta_log_dir, or both --base_model and --model_name")
+    raise ConfigError("expected either --delta_log_dir, or both --base_model and --model_name")
 
 
 def _choice(args: Namespace) -> dict[str, Any]:
@@ -178,19 +178,19 @@ def _bar(what: str) -> Progress:
 
 def _require_at_least_0(option: str, values: Sequence[float]) -> None:
     if not all(value >= 0 for value in values):
-        raise ConfigError(f"option '{option}' is {' '.join(f'{value:g}' for value in values)}: wanted at least 0")
+        raise ConfigError(f"option '{option}' is {' '.join(f'{value:g}' for value in values)}: expected at least 0")
 
 
 def _require_k(args: Namespace) -> None:
     if args.k < 1:
-        raise ConfigError(f"option 'k' is {args.k}: wanted at least 1")
+        raise ConfigError(f"option 'k' is {args.k}: expected at least 1")
 
 
 def _require_plots(args: Namespace) -> None:
     """Raise, before a long analysis, if --output is a file or plots cannot be drawn."""
     if args.output is not None:
         if args.output.exists() and not args.output.is_dir():
-            raise ConfigError(f"option 'output' is {args.output}: a file, wanted a folder")
+            raise ConfigError(f"option 'output' is {args.output}: a file, expected a folder")
         if not args.no_plots:
             require_matplotlib("output")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Log = DeltaLog | PtDeltaLog
 
 
-def open_as_told(args: Namespace) -> Log:
+def open_log_of(args: Namespace) -> Log:
     """Open the log of a call, with its arguments for folders of `.pt` files.
 
     Raises:
@@ -40,11 +40,11 @@ def open_as_told(args: Namespace) -> Log:
         return PtDeltaLog(args.delta_log_dir, against=args.against or "base", dtype=dtype)
     for option in ("against", "dtype"):
         if getattr(args, option) is not None:
-            raise ConfigError(f"option '{option}': {args.delta_log_dir} is a delta log, wanted a folder of .pt files")
+            raise ConfigError(f"option '{option}': {args.delta_log_dir} is a delta log, expected a folder of .pt files")
     return log
 
 
-def say_exact_dtype(log: Log, args: Namespace, stream: TextIO) -> None:
+def print_dtype_hint(log: Log, args: Namespace, stream: TextIO) -> None:
     """Print a hint if no dtype was given and all weights of an fp32 base are exact in a 16-bit dtype."""
     from ...delta.pt import PtDeltaLog
 
@@ -59,13 +59,13 @@ def say_exact_dtype(log: Log, args: Namespace, stream: TextIO) -> None:
 
 def run_reconstruct(args: Namespace) -> None:
     """Write a step as a checkpoint."""
-    log = open_as_told(args)
+    log = open_log_of(args)
     digest = _reconstruct(log, args.step, args.model_name, args.output_dir)
     if args.json:
         print_json({"checkpoint": args.output_dir, "step": args.step, "digest": digest})
     else:
         print(f"{args.output_dir}: step {args.step}, state digest {digest}")
-    say_exact_dtype(log, args, sys.stderr)
+    print_dtype_hint(log, args, sys.stderr)
 
 
 def reconstruct(delta_log_dir: Path, step: int, model_name: str, output_dir: Path) -> str:
@@ -126,9 +126,9 @@ def run_export(args: Namespace) -> None:
         check_new_folder(args.output, "output")
     elif args.output.suffix != ".safetensors":
         raise ConfigError(
-            f"option 'output': {args.output} ends in {args.output.suffix or 'no suffix'}, wanted .safetensors"
+            f"option 'output': {args.output} ends in {args.output.suffix or 'no suffix'}, expected .safetensors"
         )
-    log = open_as_told(args)
+    log = open_log_of(args)
     steps = sorted(set(args.step))
     found: dict[str, Any] = {"output": args.output, "format": args.format}
     pt = args.format == "pt"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ...tables import table
 from ..output import format_bytes, format_percent, print_json
-from .rebuild import open_as_told
+from .rebuild import open_log_of
 
 if TYPE_CHECKING:
     from ...delta.log import DeltaLog, StepInfo
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def run_list(args: Namespace) -> None:
     """Print every step and the totals."""
-    log = open_as_told(args)
+    log = open_log_of(args)
     infos = _step_infos(log)
     totals = _totals(infos)
     if args.json:
@@ -40,8 +40,8 @@ def run_list(args: Namespace) -> None:
 def run_info(args: Namespace) -> None:
     """Print information on the whole log, or on one step."""
     if args.largest < 0:
-        raise ConfigError(f"option 'largest' is {args.largest}: wanted 0 or more")
-    log = open_as_told(args)
+        raise ConfigError(f"option 'largest' is {args.largest}: expected 0 or more")
+    log = open_log_of(args)
     if args.step is None:
         _info_of_log(log, args)
     else:

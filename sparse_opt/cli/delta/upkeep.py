@@ -8,14 +8,14 @@ from dataclasses import asdict
 
 from ...errors import ConfigError, DeltaLogError
 from ..output import format_bytes, print_json
-from .rebuild import open_as_told, say_exact_dtype
+from .rebuild import open_log_of, print_dtype_hint
 
 
 def run_verify(args: Namespace) -> None:
     """Check the whole log; after printing the results, raise DeltaLogError if a file is damaged."""
     from tqdm import tqdm
 
-    log = open_as_told(args)
+    log = open_log_of(args)
     steps = log.steps
     with tqdm(total=len(steps), desc="verify", unit="step", disable=None, leave=False) as bar:
         problems = log.verify(on_step=lambda step: bar.update())
@@ -67,9 +67,9 @@ def run_convert(args: Namespace) -> None:
     from ...delta.log import DeltaLog
 
     if args.keyframe_every is not None and args.keyframe_every < 1:
-        raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: wanted 1 or more")
+        raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")
     check_new_folder(args.output_dir, "to")
-    log = open_as_told(args)
+    log = open_log_of(args)
     with tqdm(total=len(log.steps), desc="convert", unit="step", disable=None, leave=False) as bar:
         convert(
             log,
@@ -85,4 +85,4 @@ def run_convert(args: Namespace) -> None:
         print_json({"delta_log_dir": args.output_dir, "steps": [info.step for info in infos], "bytes": size})
     else:
         print(f"{args.output_dir}: {len(infos)} steps, {format_bytes(size)}")
-    say_exact_dtype(log, args, sys.stderr)
+    print_dtype_hint(log, args, sys.stderr)

@@ -74,7 +74,7 @@ def _random(args: Namespace) -> None:
     from .untrained import chosen_shapes
 
     if not 0.0 < args.density <= 1.0:
-        raise ConfigError(f"option 'density' is {args.density}: wanted more than 0, at most 1")
+        raise ConfigError(f"option 'density' is {args.density}: expected more than 0, at most 1")
     sparsity = round(100 * (1 - args.density), 8)
     path = output_file(args.output, f"sparsity_{sparsity}pct_random_seed{args.seed}.safetensors")
     hide_progress_bars()

@@ -52,7 +52,7 @@ def add_parsers(actions: Any) -> None:
         ("intersect", "what is active in all of several", _INTERSECT_EPILOG),
     ):
         several = actions.add_parser(name, help=text, epilog=epilog)
-        several.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two and more mask files")
+        several.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two or more mask files")
         add_output_file(several)
 
 
@@ -83,7 +83,7 @@ def _combine(args: Namespace) -> None:
 
     require_mask_file(args.output)
     if len(args.files) < 2:
-        raise ConfigError(f"found one mask file, {args.files[0]}: wanted two and more")
+        raise ConfigError(f"found one mask file, {args.files[0]}: expected two or more")
     masks = [MaskSet.load(file) for file in args.files]
     combine = mask_algebra.union if args.action == "union" else mask_algebra.intersect
     save_mask(combine(masks), args.output, as_json=args.json)

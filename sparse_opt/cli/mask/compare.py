@@ -33,7 +33,7 @@ examples:
 """
 # Keys in JSON and CSV; first and second are the names of the masks.
 _ACTIVE = {"first": "active_first", "second": "active_second", "both": "active_both"}
-_FIGURES = (
+_STATISTICS = (
     "numel",
     "first",
     "second",
@@ -51,15 +51,17 @@ _FIGURES = (
 
 def add_parser(actions: Any) -> None:
     """Add the action to those of `sparse-opt mask`."""
-    compare = actions.add_parser("compare", help="how far masks agree, beside chance", epilog=_EPILOG)
-    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two and more mask files")
+    compare = actions.add_parser(
+        "compare", help="measure the overlap of masks, and compare it with chance", epilog=_EPILOG
+    )
+    compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two or more mask files")
     compare.add_argument("--common", action="store_true", help="over the tensors that all masks list")
     compare.add_argument("--per_tensor", action="store_true", help="list every tensor")
-    compare.add_argument("--png", type=Path, metavar="FILE", help="heat map of all pairs to write")
+    compare.add_argument("--png", type=Path, metavar="FILE", help="write a heat map of all pairs")
     compare.add_argument(
-        "--layers_png", type=Path, metavar="FILE", help="heat map of two masks' agreement by layer and part to write"
+        "--layers_png", type=Path, metavar="FILE", help="write a heat map of the overlap of two masks by layer and part"
     )
-    compare.add_argument("--csv", type=Path, metavar="FILE", help="table of all figures to write")
+    compare.add_argument("--csv", type=Path, metavar="FILE", help="write a table of all statistics")
     add_json_flag(compare)
 
 
@@ -106,7 +108,7 @@ def run(args: Namespace) -> None:
 def _labels(files: Sequence[Path]) -> list[str]:
     """The file names without suffix, or the full paths if two names are equal."""
     if len(files) < 2:
-        raise ConfigError(f"found one mask file, {files[0]}: wanted two and more")
+        raise ConfigError(f"found one mask file, {files[0]}: expected two or more")
     for i, file in enumerate(files):
         if file in files[:i]:
             raise ConfigError(f"mask file {file} is given twice")
@@ -123,12 +125,12 @@ def _groups(pair: Comparison) -> Iterator[tuple[str, dict[str, Overlap]]]:
     yield "tensor", dict(pair.tensors)
 
 
-def _figures(overlap: Overlap) -> dict[str, Any]:
-    return {_ACTIVE.get(figure, figure): getattr(overlap, figure) for figure in _FIGURES}
+def _statistics(overlap: Overlap) -> dict[str, Any]:
+    return {_ACTIVE.get(figure, figure): getattr(overlap, figure) for figure in _STATISTICS}
 
 
 def _pair_json(pair: Comparison) -> dict[str, Any]:
-    groups = {level: {name: _figures(o) for name, o in group.items()} for level, group in _groups(pair)}
+    groups = {level: {name: _statistics(o) for name, o in group.items()} for level, group in _groups(pair)}
     levels = {"parts": groups["part"], "layers": groups["layer"], "tensors": groups["tensor"]}
     return {"first": pair.first, "second": pair.second, **groups["total"], **levels}
 
@@ -138,7 +140,7 @@ def _records(comparisons: Sequence[Comparison]) -> Table:
     from ...analysis.records import Table
 
     records = [
-        {"first": pair.first, "second": pair.second, "level": level, "name": name, **_figures(overlap)}
+        {"first": pair.first, "second": pair.second, "level": level, "name": name, **_statistics(overlap)}
         for pair in comparisons
         for level, group in _groups(pair)
         for name, overlap in group.items()
@@ -170,7 +172,7 @@ def _table(of: str, overlaps: Mapping[str, Overlap]) -> str:
 
 
 def _cells(overlap: Overlap) -> list[str]:
-    figures = ("jaccard", "jaccard_chance", "of_first", "of_first_chance", "of_second", "of_second_chance")
-    values = [getattr(overlap, figure) for figure in figures]
+    names = ("jaccard", "jaccard_chance", "of_first", "of_first_chance", "of_second", "of_second_chance")
+    values = [getattr(overlap, name) for name in names]
     # NaN, the only value that is unequal to itself: a mask has no active element in this part.
     return ["-" if value != value else f"{value:.4f}" for value in values]

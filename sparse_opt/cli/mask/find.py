@@ -143,7 +143,7 @@ def _sparsity(args: Namespace) -> float:
     percent = 90.0 if args.sparsity_percent is None else args.sparsity_percent
     percent = percent if args.top_percent is None else args.top_percent
     if not 0.0 < percent < 100.0:
-        raise ConfigError(f"option '{name}' is {percent}: wanted more than 0 and less than 100")
+        raise ConfigError(f"option '{name}' is {percent}: expected more than 0 and less than 100")
     # Rounded, because 100 - 2.4 is not exactly 97.6 in floating point.
     return percent if args.top_percent is None else round(100.0 - percent, 10)
 
@@ -159,9 +159,9 @@ def _settle_options(args: Namespace) -> None:
     for name, least in (("n_samples", 1), ("max_length", 2), ("momentum_window", 2)):
         value = getattr(args, name)
         if value is not None and value < least:
-            raise ConfigError(f"option '{name}' is {value}: wanted {least} or more")
+            raise ConfigError(f"option '{name}' is {value}: expected {least} or more")
     if not 0.0 <= args.min_tensor_keep <= 1.0:
-        raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: wanted 0 to 1")
+        raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: expected 0 to 1")
     if method == "random" and args.debug:
         raise ConfigError("option 'debug' has no part in method 'random', which makes no scores")
     if method in LOG_METHODS and args.delta_log_dir is None:
@@ -285,7 +285,7 @@ def _details(args: Namespace, found: FoundMask, overlap: Overlap | None) -> dict
         details["jaccard_oracle"] = overlap.jaccard
         details["jaccard_oracle_by_chance"] = overlap.jaccard_chance
     if args.debug:
-        details["tensors"] = {name: asdict(figures) for name, figures in found.tensors.items()}
+        details["tensors"] = {name: asdict(stats) for name, stats in found.tensors.items()}
     return details
 
 

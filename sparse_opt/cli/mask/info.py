@@ -8,7 +8,7 @@ from typing import Any
 
 from ..output import print_json
 from ..parser import add_json_flag
-from .output import density_table, figures_json, headline, summary
+from .output import density_table, headline, stats_json, summary
 
 _EPILOG = """The density profile by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms,
 lm_head) and by layer; the part 'other' holds parameters of no known part, the layer 'none' those outside of layers.
@@ -23,10 +23,10 @@ examples:
 
 def add_parser(actions: Any) -> None:
     """Add the action to those of `sparse-opt mask`."""
-    info = actions.add_parser("info", help="describe one", epilog=_EPILOG)
+    info = actions.add_parser("info", help="describe a mask", epilog=_EPILOG)
     info.add_argument("file", type=Path, metavar="FILE", help="mask file, .safetensors or .pt")
     info.add_argument("--per_tensor", action="store_true", help="list every tensor, not only every part and layer")
-    info.add_argument("--png", type=Path, metavar="FILE", help="picture of the density by layer and part to write")
+    info.add_argument("--png", type=Path, metavar="FILE", help="write a heat map of the density by layer and part")
     add_json_flag(info)
 
 
@@ -40,22 +40,22 @@ def run(args: Namespace) -> None:
 
         require_matplotlib("png")
     mask = MaskSet.load(args.file)
-    layers = {layer_label(layer): figures for layer, figures in mask.per_layer().items()}
+    layers = {layer_label(layer): stats for layer, stats in mask.per_layer().items()}
     parts = mask.per_part()
     if args.png is not None:
         from ...analysis.mask_plots import draw_density
 
         draw_density(mask, args.png, args.file.name)
     if args.json:
-        figures_of: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
+        stats_by: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
         print_json(
             {"file": args.file, **summary(mask)}
-            | {key: {name: figures_json(f) for name, f in figures.items()} for key, figures in figures_of.items()}
+            | {key: {name: stats_json(stats) for name, stats in group.items()} for key, group in stats_by.items()}
         )
         return
     lines = [str(args.file), headline(mask), f"digest {mask.digest}"]
     lines += [f"{key} {value}" for key, value in sorted(mask.metadata.items())]
-    lines += ["", density_table("part", {PART_LABELS[part]: figures for part, figures in parts.items()})]
+    lines += ["", density_table("part", {PART_LABELS[part]: stats for part, stats in parts.items()})]
     lines += ["", density_table("layer", layers)]
     if args.per_tensor:
         lines += ["", density_table("tensor", mask.per_tensor())]

@@ -42,7 +42,7 @@ def output_file(output: Path, name: str) -> Path:
         raise ConfigError(f"option 'output': {output} is a file that does not end in .safetensors")
     if output.suffix and not output.is_dir():
         raise ConfigError(
-            f"option 'output': {output} ends in {output.suffix}: wanted .safetensors for a file, no suffix for a folder"
+            f"option 'output': {output} ends in {output.suffix}: expected .safetensors (a file) or no suffix (a folder)"
         )
     return output / name
 
@@ -51,7 +51,7 @@ def require_mask_file(output: Path) -> None:
     """Raise ConfigError unless --output is a file that a mask can be written to."""
     if output.suffix not in (".safetensors", *_PT_SUFFIXES) or output.is_dir():
         found = "a folder" if output.is_dir() else output.suffix or "no suffix"
-        raise ConfigError(f"option 'output': {output}: wanted a file that ends in .safetensors or .pt, found {found}")
+        raise ConfigError(f"option 'output': {output}: expected a file that ends in .safetensors or .pt, found {found}")
 
 
 def save_mask(mask: MaskSet, path: Path, *, as_json: bool, plain: bool = False) -> None:
@@ -86,12 +86,12 @@ def headline(mask: MaskSet) -> str:
     )
 
 
-def figures_json(figures: MaskStats) -> dict[str, Any]:
+def stats_json(stats: MaskStats) -> dict[str, Any]:
     """The statistics of a part of a mask for JSON."""
-    return {"nnz": figures.nnz, "numel": figures.numel, "density": figures.density}
+    return {"nnz": stats.nnz, "numel": stats.numel, "density": stats.density}
 
 
-def density_table(of: str, figures: Mapping[str, MaskStats]) -> str:
+def density_table(of: str, stats: Mapping[str, MaskStats]) -> str:
     """A table with one line per part of a mask; `of` is the header of the column of names."""
-    rows = [(name, f"{f.nnz:,}", f"{f.numel:,}", format_percent(f.density)) for name, f in figures.items()]
+    rows = [(name, f"{f.nnz:,}", f"{f.numel:,}", format_percent(f.density)) for name, f in stats.items()]
     return table((of, "active", "elements", "density"), rows)

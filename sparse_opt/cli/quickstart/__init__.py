@@ -51,9 +51,9 @@ def run(argv: Sequence[str]) -> int:
     # Two of twelve questions are held out; there are 4005 pairs of numbers.
     for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
         if not least <= getattr(args, name) <= most:
-            raise ConfigError(f"option '{name}' is {getattr(args, name)}: wanted {least} to {most}")
+            raise ConfigError(f"option '{name}' is {getattr(args, name)}: expected {least} to {most}")
     if args.seed not in SEEDS:
-        raise ConfigError(f"option 'seed' is {args.seed}: wanted {SEEDS.start} to {SEEDS.stop - 1}")
+        raise ConfigError(f"option 'seed' is {args.seed}: expected {SEEDS.start} to {SEEDS.stop - 1}")
     results = experiment(args)
     if args.json:
         print_json(results)

@@ -26,7 +26,7 @@ def first_loss_is_ln2(summary: dict[str, Any]) -> None:
     loss = summary["first"]["loss"]
     if not abs(loss - math.log(2)) <= LN2_TOLERANCE:
         raise SparseOptError(
-            f"{summary['mode']} DPO: the first step's loss is {loss:.8f}, wanted ln 2 = {math.log(2):.8f}"
+            f"{summary['mode']} DPO: the first step's loss is {loss:.8f}, expected ln 2 = {math.log(2):.8f}"
         )
 
 
@@ -47,9 +47,9 @@ def same_bits(rebuilt: Path, saved: Path) -> int:
         raise SparseOptError(f"{odd} is in one of the checkpoints {rebuilt} and {saved} alone")
     for name, tensor in first.items():
         other = second[name]
-        found, wanted = (f"{t.dtype} {list(t.shape)}" for t in (tensor, other))
-        if found != wanted:
-            raise SparseOptError(f"{name} is {found} in {rebuilt}, {wanted} in {saved}")
+        found, expected = (f"{t.dtype} {list(t.shape)}" for t in (tensor, other))
+        if found != expected:
+            raise SparseOptError(f"{name} is {found} in {rebuilt}, {expected} in {saved}")
         if not torch.equal(as_bits(tensor), as_bits(other)):
             n_different = int((as_bits(tensor) != as_bits(other)).sum())
             raise SparseOptError(f"{name} differs in {n_different} elements between {rebuilt} and {saved}")
