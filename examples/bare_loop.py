@@ -5,8 +5,8 @@ python examples/bare_loop.py --model gpt2 --density 0.05 --checkpoint run.pt
 python examples/bare_loop.py --mask mask.safetensors --stop_at 4 --checkpoint run.pt
 python examples/bare_loop.py --mask mask.safetensors --resume run.pt
 
-`param.grad` stays None: a hook takes each gradient as soon as autograd has made it, keeps its active part and frees the
-rest. So torch.nn.utils.clip_grad_norm_ has nothing to clip: `max_grad_norm=`, or `optimizer.clip_grad_norm_`, does it.
+`param.grad` stays None: a hook gathers the active part of each gradient when autograd produces it, and frees the rest.
+torch.nn.utils.clip_grad_norm_ therefore clips nothing: use `max_grad_norm=` or `optimizer.clip_grad_norm_`.
 """
 
 from __future__ import annotations

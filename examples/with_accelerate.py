@@ -4,10 +4,10 @@ python examples/with_accelerate.py --density 0.05
 python examples/with_accelerate.py --stop_at 4 --checkpoint run
 python examples/with_accelerate.py --resume run
 
-`accelerator.clip_grad_norm_` looks at `param.grad`, which is None here, and clips nothing: `max_grad_norm=` does it.
-Move the model to `accelerator.device` before the optimizer is built: `prepare` would move the weights alone.
-One process: under DistributedDataParallel gradients must stay where the reduction finds them, with `grads="dense"`.
-Under mixed_precision="fp16" accelerate scales the loss, and the optimizer wants `amp_scaling=True`.
+`accelerator.clip_grad_norm_` reads `param.grad`, which is None here, and clips nothing: use `max_grad_norm=`.
+Move the model to `accelerator.device` before you build the optimizer: `prepare` would move the weights alone.
+One process: DistributedDataParallel reduces `param.grad`, which needs `grads="dense"`.
+Under mixed_precision="fp16" accelerate scales the loss, and the optimizer needs `amp_scaling=True`.
 """
 
 from __future__ import annotations
