@@ -14,7 +14,7 @@ from torch import nn
 from sparse_opt.errors import ConfigError, DataError
 
 from ..options import ModelOptions, TrainingOptions
-from .pretrained import load_config_from, load_pretrained, load_tokenizer_from
+from .pretrained import load_causal_lm, load_config_from, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # torch's attention, registered under another name so that `_mask` makes its masks.
@@ -59,7 +59,7 @@ def load_policy(config: ModelOptions, device: torch.device) -> nn.Module:
     model is nevertheless in train mode, because transformers checkpoints activations only in this mode.
 
     Raises:
-        DataError: see `load_model`; or the checkpoint belongs to another model than policy_name.
+        DataError: see `load_pretrained`; or the checkpoint belongs to another model than policy_name.
     """
     source = config.policy_name
     if config.checkpoint is not None:
@@ -67,7 +67,7 @@ def load_policy(config: ModelOptions, device: torch.device) -> nn.Module:
             raise DataError(f"checkpoint {config.checkpoint}: expected a folder with config.json and weights")
         source = str(config.checkpoint)
         _require_same_sizes(config.policy_name, source)
-    model = load_model(source, config.dtype)
+    model = load_causal_lm(source, DTYPES[config.dtype])
     disable_dropout(model)
     model.to(device).train()
     make_masks_skippable(model)
@@ -76,17 +76,6 @@ def load_policy(config: ModelOptions, device: torch.device) -> nn.Module:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
-
-
-def load_model(source: str, dtype: str) -> Any:
-    """Load a causal language model by hub name or folder on the CPU, in `dtype` (a key of DTYPES).
-
-    Raises:
-        DataError: see `load_pretrained`.
-    """
-    from transformers import AutoModelForCausalLM
-
-    return load_pretrained(AutoModelForCausalLM, source, "a causal language model", dtype=DTYPES[dtype])
 
 
 def _require_same_sizes(policy_name: str, checkpoint: str) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from sparse_opt.errors import DataError
 from sparse_opt.files import one_line
+from sparse_opt.tensors import canonical_names, named_parameters_of
 
 
 @contextmanager
@@ -88,6 +89,29 @@ def load_pretrained(model_class: Any, source: str | Path, what: str, *, dtype: t
     if info["error_msgs"]:
         raise DataError(f"cannot load {what} from {source}: {' '.join(str(info['error_msgs'][0]).split())}")
     return model
+
+
+def load_causal_lm(source: str | Path, dtype: torch.dtype) -> Any:
+    """A causal language model by hub name or local folder, on the CPU, in `dtype`. Raises as `load_pretrained` does."""
+    from transformers import AutoModelForCausalLM
+
+    return load_pretrained(AutoModelForCausalLM, source, "a causal language model", dtype=dtype)
+
+
+def parameter_shapes(source: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a causal language model's floating-point parameters, tied ones once. Weights are not read.
+
+    Raises:
+        DataError: the model does not exist or is not a causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config_from(source)
+    with torch.device("meta"), reading(f"a causal language model from {source}"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = named_parameters_of(model)
+    firsts = canonical_names(parameters)
+    return {n: tuple(p.shape) for n, p in parameters.items() if firsts[n] == n and p.is_floating_point()}
 
 
 def load_tokenizer_from(source: str | Path) -> Any:

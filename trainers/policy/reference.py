@@ -14,7 +14,8 @@ from sparse_opt.optim import SparseAdamW
 from ..options import ReferenceOptions, TrainingOptions
 from ..rollouts import Rollout
 from .logprobs import token_logprobs
-from .models import compile_layers, disable_dropout, frozen_copy, load_model, make_masks_skippable
+from .models import DTYPES, compile_layers, disable_dropout, frozen_copy, make_masks_skippable
+from .pretrained import load_causal_lm
 
 
 class Reference(NamedTuple):
@@ -56,7 +57,7 @@ def load_frozen(name: str, dtype: str) -> Any:
     Raises:
         DataError: it cannot be loaded.
     """
-    model = load_model(name, dtype).requires_grad_(False)
+    model = load_causal_lm(name, DTYPES[dtype]).requires_grad_(False)
     disable_dropout(model)
     make_masks_skippable(model)
     return model

@@ -25,7 +25,7 @@ from sparse_opt.masks.mask_set import MaskSet
 
 from .. import sft
 from ..options import model_slug
-from ..policy.pretrained import load_config_from, reading
+from ..policy.pretrained import parameter_shapes
 from ..profiles import profile_settings
 from .datagen import DatagenConfig, datagen
 from .evaluate import TestConfig, test
@@ -105,8 +105,8 @@ def train(config: RFTConfig) -> dict[str, Any]:
 
 def _make_mask(config: RFTConfig) -> None:
     assert config.mask is not None and config.mask_density is not None
-    model = _without_weights(config.policy_name)
-    mask = MaskSet.random(model, density=config.mask_density, pattern=config.mask_pattern, seed=config.seed)
+    shapes = parameter_shapes(config.policy_name)
+    mask = MaskSet.random(shapes, density=config.mask_density, pattern=config.mask_pattern, seed=config.seed)
     if not config.mask.is_file():
         config.mask.parent.mkdir(parents=True, exist_ok=True)
         mask.save(config.mask)
@@ -115,15 +115,6 @@ def _make_mask(config: RFTConfig) -> None:
             f"option 'mask_density': {config.mask} holds another mask than the random one of {config.policy_name} at "
             f"density {config.mask_density}; remove it, or name a mask file: --mask FILE"
         )
-
-
-def _without_weights(source: str) -> Any:
-    """The model on the meta device, for its names and shapes."""
-    from transformers import AutoModelForCausalLM
-
-    config = load_config_from(source)
-    with torch.device("meta"), reading(f"a causal language model from {source}"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _text(summary: dict[str, Any]) -> str:

@@ -84,15 +84,14 @@ def reconstruct(delta_log_dir: Path, step: int, model_name: str, output_dir: Pat
 
 
 def _reconstruct(log: Log, step: int, model_name: str, output_dir: Path) -> str:
+    from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from
     from sparse_opt.trainers.run.outputs import check_new_folder, save_checkpoint
     from sparse_opt.trainers.run.progress import hide_progress_bars
-
-    from ..models import load_model
 
     check_new_folder(output_dir, "output_dir")
     digest = log.digest(step)
     hide_progress_bars()
-    model, tokenizer = load_model(model_name, _main_dtype(log.layout))
+    model, tokenizer = load_causal_lm(model_name, _main_dtype(log.layout)), load_tokenizer_from(model_name)
     log.apply_(model, step)
     save_checkpoint(model, tokenizer, output_dir)
     return digest

@@ -181,9 +181,10 @@ _Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
 
 def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.device) -> _Plan:
     """The method and step as used in file names, and the search itself; invalid calls are refused at once."""
+    from sparse_opt.trainers.policy.pretrained import parameter_shapes
+
     from ...mask_finding.find import find_from_log
     from ...mask_finding.log_scores import plan_scores
-    from ..models import parameter_shapes
 
     plan = plan_scores(log, args.method, target_step=args.target_step, momentum_window=args.momentum_window)
     if args.model_name is not None:

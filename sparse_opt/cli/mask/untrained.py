@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from, parameter_shapes
 from sparse_opt.trainers.run.progress import hide_progress_bars
 
 from ... import __version__
@@ -16,7 +17,6 @@ from ...mask_finding.find import choice_metadata, find_from_model
 from ...mask_finding.select import FoundMask
 from ...masks.mask_set import MaskSet
 from ...masks.parameters import select_names
-from ..models import parameter_shapes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -64,7 +64,7 @@ def find(
             **choice_metadata(**choice),
         }
         return FoundMask(mask, threshold=None, capture=None, tensors={})
-    model = _load_model(args.model_name, _DTYPES[args.dtype]).to(device)
+    model = load_causal_lm(args.model_name, _DTYPES[args.dtype]).to(device)
     metadata = {"model": args.model_name, "dtype": args.dtype}
     sequences: list[Any] = []
     if args.method != "weight_magnitude":
@@ -84,7 +84,6 @@ def find(
 
 def _load_sequences(args: Namespace) -> list[Any]:
     from sparse_opt.trainers.data.encoding import load_examples
-    from sparse_opt.trainers.policy.pretrained import load_tokenizer_from
 
     tokenizer = load_tokenizer_from(args.model_name)
     examples, _ = load_examples(
@@ -97,11 +96,3 @@ def _load_sequences(args: Namespace) -> list[Any]:
         seed=args.seed,
     )
     return [sequence for (sequence,) in examples]
-
-
-def _load_model(name: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from sparse_opt.trainers.policy.pretrained import load_pretrained
-
-    return load_pretrained(AutoModelForCausalLM, name, "a causal language model", dtype=dtype)

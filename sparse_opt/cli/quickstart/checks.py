@@ -77,10 +77,9 @@ def preference_accuracy(checkpoint: Path, pairs: Path, device: torch.device) -> 
     """The share of preference pairs whose chosen completion has a higher probability than the rejected one."""
     from sparse_opt.trainers.data.encoding import collate, load_examples
     from sparse_opt.trainers.policy.logprobs import completion_logprobs
+    from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from
 
-    from ..models import load_model
-
-    model, tokenizer = load_model(str(checkpoint), torch.float32)
+    model, tokenizer = load_causal_lm(checkpoint, torch.float32), load_tokenizer_from(checkpoint)
     model.to(device).eval()
     examples, _ = load_examples("preference", str(pairs), "train", tokenizer, max_length=64)
     pad_id = tokenizer.pad_token_id
