@@ -7,7 +7,7 @@ allow are withdrawn; docs/notebook.md lists them with the reasons.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import peers
@@ -187,76 +187,62 @@ def _to_faster(row: Row, rows: Sequence[Row]) -> float | None:
     return row["ms"] / min(others) if others and row["ms"] > min(others) else None
 
 
-TARGETS: tuple[Target, ...] = (
-    *(
-        target
-        for fetches in ("", FINE)
-        for target in (
-            Target(STEP_DENSE + fetches, "x floor", _x_floor, 1.10, density=0.025),
-            Target(STEP_DENSE + fetches, "x floor", _x_floor, 1.05, density=0.1),
-            Target(
-                STEP_DENSE + fetches,
-                "times as fast as fused AdamW",
-                _times_as_fast(peers.FUSED),
-                5.0,
-                at_most=False,
-                density=0.025,
-            ),
-            Target(STEP_COMPACT + fetches, "x floor", _x_floor, 1.10, density=0.1),
-            *(Target(name + SMALL + fetches, "x floor", _x_floor, 1.10) for name in (STEP_DENSE, STEP_COMPACT)),
-            Target(GATHER + fetches, "x floor", _x_floor, 1.10),
-            *(Target(name + fetches, "x floor", _x_floor, 1.15, density=0.1) for name in (BASE_IN, BASE_OUT)),
-        )
-    ),
-    *(Target(name, "ms host", _value("host_ms"), 0.1) for name in (STEP_DENSE, STEP_COMPACT)),
-    *(
-        Target(wide + BF16, "time ratio / byte ratio", _time_over_bytes(wide), BYTES_TOLERANCE)
-        for wide in (STEP_DENSE, STEP_COMPACT)
-    ),
-    *(
-        Target(name, "time ratio / byte ratio", _time_over_bytes(name + WIDE), BYTES_TOLERANCE)
-        for name in (OP_COMPACT, GATHER, SWAP)
-    ),
-    Target(f"{STEP_DENSE}, tile64", "x floor", _x_floor, 1.25),
-    *(
-        Target(
-            f"{STEP_DENSE}, {pattern}",
-            "times as fast as fused AdamW",
-            _times_as_fast(peers.FUSED),
-            20.0,
-            at_most=False,
-            density=0.025,
-        )
-        for pattern in ("run32", "tile64")
-    ),
-    Target(CLIP, "ms", _value("ms"), 0.1),
-    Target(CLIP, "ms host", _value("host_ms"), 0.1),
-    Target(BACKWARD_HOOKS, "x the plain backward, GPU", _times_as_long(BACKWARD_PLAIN, "ms"), 1.03),
-    Target(BACKWARD_HOOKS, "x the plain backward, wall", _times_as_long(BACKWARD_PLAIN, "wall_ms"), 1.03),
-    Target(SWAP, "x floor", _x_floor, 1.15),
-    *(
-        target
-        for density, share in ((0.01, 0.95), (0.025, 0.95), (0.1, 0.85))
-        for target in (
-            Target(ENCODE, "of the copy rate", _value("share_of_floor"), share, at_most=False, density=density),
-            Target(
-                ENCODE,
-                "times as fast as torch",
-                _times_as_fast(TORCH_ENCODE, same_density=True),
-                3.5,
-                at_most=False,
-                density=density,
-            ),
-        )
-    ),
-    *(Target(APPLY, "x floor", _x_floor, 1.15, density=density) for density in (0.025, 0.1)),
-    *(
-        Target(tile_gradient(pattern, tokens), "ms", _value("ms"), ms, density=0.025)
-        for pattern, tokens, ms in (
-            ("tile64", 8192, 8.0),
-            ("tile128", 8192, 5.0),
-            ("tile64", 1024, 1.6),
-            ("tile128", 1024, 1.2),
-        )
-    ),
-)
+def _at_most_floor(work: str, limit: float, density: float | None = None) -> Target:
+    return Target(work, "x floor", _x_floor, limit, density=density)
+
+
+def _at_most_ms(work: str, limit: float, key: str = "ms", unit: str = "ms", density: float | None = None) -> Target:
+    return Target(work, unit, _value(key), limit, density=density)
+
+
+def _faster_than_fused(work: str, times: float) -> Target:
+    measure = _times_as_fast(peers.FUSED)
+    return Target(work, "times as fast as fused AdamW", measure, times, at_most=False, density=0.025)
+
+
+def _in_proportion_to_bytes(work: str, wide: str) -> Target:
+    return Target(work, "time ratio / byte ratio", _time_over_bytes(wide), BYTES_TOLERANCE)
+
+
+def _of_fetches(fetches: str) -> Iterator[Target]:
+    """The targets with the default granularity of fetches, and with 32 bytes."""
+    yield _at_most_floor(STEP_DENSE + fetches, 1.10, density=0.025)
+    yield _at_most_floor(STEP_DENSE + fetches, 1.05, density=0.1)
+    yield _faster_than_fused(STEP_DENSE + fetches, 5.0)
+    yield _at_most_floor(STEP_COMPACT + fetches, 1.10, density=0.1)
+    for step in (STEP_DENSE, STEP_COMPACT):
+        yield _at_most_floor(step + SMALL + fetches, 1.10)
+    yield _at_most_floor(GATHER + fetches, 1.10)
+    for swap in (BASE_IN, BASE_OUT):
+        yield _at_most_floor(swap + fetches, 1.15, density=0.1)
+
+
+def _targets() -> Iterator[Target]:
+    yield from _of_fetches("")
+    yield from _of_fetches(FINE)
+    for step in (STEP_DENSE, STEP_COMPACT):
+        yield _at_most_ms(step, 0.1, "host_ms", "ms host")
+    for wide in (STEP_DENSE, STEP_COMPACT):
+        yield _in_proportion_to_bytes(wide + BF16, wide)
+    for op in (OP_COMPACT, GATHER, SWAP):
+        yield _in_proportion_to_bytes(op, op + WIDE)
+    yield _at_most_floor(f"{STEP_DENSE}, tile64", 1.25)
+    for pattern in ("run32", "tile64"):
+        yield _faster_than_fused(f"{STEP_DENSE}, {pattern}", 20.0)
+    yield _at_most_ms(CLIP, 0.1)
+    yield _at_most_ms(CLIP, 0.1, "host_ms", "ms host")
+    for key, where in (("ms", "GPU"), ("wall_ms", "wall")):
+        yield Target(BACKWARD_HOOKS, f"x the plain backward, {where}", _times_as_long(BACKWARD_PLAIN, key), 1.03)
+    yield _at_most_floor(SWAP, 1.15)
+    as_fast = _times_as_fast(TORCH_ENCODE, same_density=True)
+    for density, share in ((0.01, 0.95), (0.025, 0.95), (0.1, 0.85)):
+        yield Target(ENCODE, "of the copy rate", _value("share_of_floor"), share, at_most=False, density=density)
+        yield Target(ENCODE, "times as fast as torch", as_fast, 3.5, at_most=False, density=density)
+    for density in (0.025, 0.1):
+        yield _at_most_floor(APPLY, 1.15, density=density)
+    for tokens, tile64_ms, tile128_ms in ((8192, 8.0, 5.0), (1024, 1.6, 1.2)):
+        yield _at_most_ms(tile_gradient("tile64", tokens), tile64_ms, density=0.025)
+        yield _at_most_ms(tile_gradient("tile128", tokens), tile128_ms, density=0.025)
+
+
+TARGETS = tuple(_targets())

@@ -218,25 +218,31 @@ class TileGradients:
 
     @functools.cached_property
     def reference(self) -> Tensor:
-        """The gradient of the first layer's slots, fp32, computed by the reference."""
-        return reference_layer(self.operands, self.mask)
+        """The gradient of the first layer's slots, which are the first ones, computed by the reference."""
+        first = self.calls["layer"][0]
+        out = torch.empty(self.mask.slots[len(first)], device=self.out.device)
+        self._call(first, out, "reference")
+        return out
 
     def compute(self, backend: str, calls: Calls) -> None:
         """Compute all gradients, sums of squares and the flag, with a call for each of ``calls``."""
-        for matrices in self.calls[calls]:  # the matrices of a call are adjacent
+        for matrices in self.calls[calls]:
             where = slice(matrices[0], matrices[-1] + 1)
-            ops.tile_weight_grad_(
-                self.out,
-                self.operands.grad_outputs[where],
-                self.operands.inputs[where],
-                self.mask.tiles,
-                self.mask.starts[where],
-                self.mask.ends[where],
-                tile_size=self.mask.tile_size,
-                sum_sq=self.sum_sq[where],
-                found_inf=self.found_inf,
-                backend=backend,
-            )
+            self._call(matrices, self.out, backend, sum_sq=self.sum_sq[where], found_inf=self.found_inf)
+
+    def _call(self, matrices: list[int], out: Tensor, backend: str, **sums: Tensor) -> None:
+        where = slice(matrices[0], matrices[-1] + 1)  # the matrices of a call are adjacent
+        ops.tile_weight_grad_(
+            out,
+            self.operands.grad_outputs[where],
+            self.operands.inputs[where],
+            self.mask.tiles,
+            self.mask.starts[where],
+            self.mask.ends[where],
+            tile_size=self.mask.tile_size,
+            backend=backend,
+            **sums,
+        )
 
 
 def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
@@ -262,24 +268,6 @@ def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
             raise WrongResult(f"{what}: sum of squares {squares!r}, expected {expected!r} to a relative {SUM_RTOL:.1e}")
     if gradients.found_inf.item() != 0:
         raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
-
-
-def reference_layer(operands: Operands, mask: TileMask) -> Tensor:
-    """The compact gradient of the first layer's matrices, which have the first slots, computed by the reference."""
-    layers = [_layer(name) for name in operands.shapes]
-    n = layers.count(layers[0])
-    out = torch.empty(mask.slots[n], device=mask.tiles.device)
-    ops.tile_weight_grad_(
-        out,
-        operands.grad_outputs[:n],
-        operands.inputs[:n],
-        mask.tiles,
-        mask.starts[:n],
-        mask.ends[:n],
-        tile_size=mask.tile_size,
-        backend="reference",
-    )
-    return out
 
 
 def check_close(what: str, found: Tensor, expected: Tensor, atol: float, peer: str) -> None:
@@ -339,19 +327,20 @@ class GatheredGradients:
 
 def operand_bytes(operands: Operands) -> float:
     """Bytes of X and dY read once: ``2 * tokens * (columns of each input + rows of each matrix)``."""
-    widths = sum(group.columns for group in operands.groups) + sum(rows for rows, _ in operands.shapes.values())
-    return 2.0 * operands.tokens * widths
+    return 2.0 * operands.tokens * _widths(operands.shapes)
+
+
+def _widths(shapes: Shapes) -> int:
+    return sum(group.columns for group in input_groups(shapes)) + sum(rows for rows, _ in shapes.values())
 
 
 def why_absent(shapes: Shapes, tokens: int, device: torch.device) -> str:
     """Empty if everything fits into the GPU's memory, else the reason why not; CPU sizes always fit."""
     if device.type != "cuda":
         return ""
-    groups, numel = input_groups(shapes), total_numel(shapes)
-    widths = sum(group.columns for group in groups) + sum(rows for rows, _ in shapes.values())
     # Operands, dense bf16 gradients, and the actual and expected fp32 gradients of all tiles. The positions of a
     # matrix, its product and the comparison need more memory.
-    needed = 1.1 * (2 * tokens * widths + (2 + 4 + 4) * numel)
+    needed = 1.1 * (2 * tokens * _widths(shapes) + (2 + 4 + 4) * total_numel(shapes))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return "" if needed < free else f"needs {needed / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free"
