@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 Shapes = dict[str, tuple[int, int]]
 
 
@@ -48,6 +51,16 @@ def llama_config(sizes: Mapping[str, int], max_length: int, **options: Any) -> A
         tie_word_embeddings=True,
         **options,
     )
+
+
+def random_model(config: Any, device: torch.device, seed: int) -> nn.Module:
+    """The causal language model of a configuration with random bf16 weights, created on the device."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 # 197 matrices, 3.21 B elements. https://huggingface.co/meta-llama/Llama-3.2-3B/blob/main/config.json

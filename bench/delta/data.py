@@ -87,7 +87,7 @@ def make_step(kind: Kind, shapes: Mapping[str, Sequence[int]], device: torch.dev
 def find_lr(share: float) -> float:
     """The learning rate at which a step of `make_step` changes this share of the bf16 weights, by bisection."""
     if not 0.0 < share < 0.9:
-        raise ValueError(f"share is {share}, wanted more than 0 and less than 0.9")
+        raise ValueError(f"share is {share}, expected more than 0 and less than 0.9")
     generator = torch.Generator().manual_seed(0)
     master, normal = (torch.randn(_SAMPLE, generator=generator) for _ in range(2))
     master *= WEIGHT_STD

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 
-from ..common.shapes import llama_config
+from ..common.shapes import llama_config, random_model
 from ..common.timing import Prepared
 from .cases import WrongResult, check_bits
 from .inputs import random_active
@@ -34,12 +34,7 @@ def why_absent() -> str:
 
 def llama(sizes: Mapping[str, int], device: torch.device, seed: int) -> nn.Module:
     """A bf16 Llama with tied embeddings and random weights, created on the device; norm weights are frozen."""
-    from transformers import AutoModelForCausalLM
-
-    config = llama_config(sizes, N_TOKENS, use_cache=False)
-    torch.manual_seed(seed)
-    with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = random_model(llama_config(sizes, N_TOKENS, use_cache=False), device, seed)
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
     return model.train()

@@ -181,7 +181,7 @@ def check_base_weights(swap: BaseWeightsSwap, params: Named) -> None:
     swap.optimizer.step()
     trained = {name: param.detach().clone() for name, param in params.items()}
     if all(torch.equal(base[name], trained[name]) for name in base):
-        raise WrongResult("base_weights: a step changed no weight, so that nothing can be told apart")
+        raise WrongResult("base_weights: a step changed no weight, so the two states cannot be distinguished")
     swap.enter()
     try:
         for name, param in params.items():

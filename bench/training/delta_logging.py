@@ -40,7 +40,7 @@ from sparse_opt.trainers.policy.models import disable_dropout, make_masks_skippa
 
 from ..common.harness import Benchmark, Report, WrongResult, comma_separated, one_of_each, out_of_range
 from ..common.report import Columns, machine_line, render
-from ..common.shapes import LLAMA_3_2_3B_SIZES
+from ..common.shapes import LLAMA_3_2_3B_SIZES, random_model
 from ..common.timing import Prepared, measure
 from ..kernels.targets import Verdict
 from .baseline.inputs import SMALL, word_tokenizer, words_config
@@ -278,12 +278,8 @@ def _parts(
 
 def _model(args: Namespace, device: torch.device) -> nn.Module:
     """A Llama with random bf16 weights, prepared like by `trainers.policy.models.load_policy`."""
-    from transformers import AutoModelForCausalLM
-
     config = words_config(SMALL if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
-    torch.manual_seed(args.seed)
-    with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = random_model(config, device, args.seed)
     disable_dropout(model)
     make_masks_skippable(model)
     return model.train()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...common.shapes import llama_config
+from ...common.shapes import llama_config, random_model
 
 N_WORDS = 1000
 
@@ -34,11 +34,7 @@ def words_config(sizes: Mapping[str, int], max_length: int) -> Any:
 
 def make_checkpoint(folder: Path, config: Any, *, seed: int, device: torch.device) -> None:
     """A model with random bf16 weights, and a tokenizer of one token a word, in Hugging Face format."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model: Any = random_model(config, device, seed)
     model.save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     del model

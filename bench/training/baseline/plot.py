@@ -21,9 +21,9 @@ _COLOURS = {
 
 
 def why_unplottable() -> str:
-    """Empty if a picture can be made here, else the cause."""
+    """Empty if a plot can be drawn here, else the reason why not."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "--plot wants the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
+        return "--plot needs the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
     return ""
 
 
@@ -47,7 +47,7 @@ def plot(report: dict[str, Any], path: Path, title: str) -> None:
         label = {"step": "optimizer step", "outside": "outside the sections"}.get(name, name)
         axes.bar(positions, values, width=0.6, bottom=bottoms, color=_COLOURS[name], label=label, edgecolor="white")
         for x, (bottom, value) in enumerate(zip(bottoms, values, strict=True)):
-            if value > 0.04 * tallest:  # a thinner one has no room for a figure
+            if value > 0.04 * tallest:  # a thinner section is too small for a number
                 axes.text(x, bottom + value / 2, f"{value:.1f}", ha="center", va="center", fontsize=9)
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
     for x, (row, top) in enumerate(zip(rows, bottoms, strict=True)):

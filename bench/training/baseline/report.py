@@ -10,8 +10,8 @@ from ...common.report import table
 from ...common.timing import percentiles
 
 # The first step's policy is its reference: DPO's loss is ln 2 whatever the weights, and GRPO's policy is the one that
-# sampled, so ratios are 1 and the divergence is 0. Room for kernels that differ between a forward pass with and without
-# gradients: beta = 0.1 times the rounding of sums of some hundred log-probabilities.
+# sampled, so ratios are 1 and the divergence is 0. The tolerance covers kernels that differ between a forward pass
+# with and without gradients: beta = 0.1 times the rounding of sums of some hundred log-probabilities.
 FIRST_LOSS_ATOL = 1e-3
 FIRST_RATIO_ATOL = 1e-3
 # Compiled, the two passes are fused differently and round their bf16 values at different places: 0.012 on an H200.
@@ -65,29 +65,29 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _compared(row: dict[str, Any]) -> dict[str, float]:
-    figures = {"step": row["step_s"], "peak_memory": row["peak_memory_bytes"], "kernels": row["kernel_s"]}
-    return {key: value for key, value in figures.items() if value is not None}
+    found = {"step": row["step_s"], "peak_memory": row["peak_memory_bytes"], "kernels": row["kernel_s"]}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def wrong_results(algorithm: str, rows: list[dict[str, Any]], *, compiled: bool = False) -> list[str]:
-    """What is wrong, a line each: nothing, or the times are of something else than the training they claim."""
+    """The errors in the results, a line each. The first step has a known loss, which shows that the modes train."""
     wrong = []
     loss_atol = COMPILED_LOSS_ATOL if compiled else FIRST_LOSS_ATOL
     for row in rows:
         mode, first = row["mode"], row["first"]
         if algorithm == "dpo" and not abs(first["loss"] - math.log(2)) <= loss_atol:
-            wrong.append(f"mode {mode} begins at a DPO loss of {first['loss']}, wanted ln 2 = {math.log(2):.6f}")
+            wrong.append(f"mode {mode} begins at a DPO loss of {first['loss']}, expected ln 2 = {math.log(2):.6f}")
         if algorithm == "grpo" and not first["ratio_error"] <= FIRST_RATIO_ATOL:
-            wrong.append(f"mode {mode} begins with ratios off by {first['ratio_error']}, wanted 1: policy = sampler")
+            wrong.append(f"mode {mode} begins with ratios off by {first['ratio_error']}, expected 1: policy = sampler")
         if algorithm == "grpo" and not first["k3"] <= FIRST_RATIO_ATOL:
-            wrong.append(f"mode {mode} begins at a divergence of {first['k3']}, wanted 0: policy = reference")
+            wrong.append(f"mode {mode} begins at a divergence of {first['k3']}, expected 0: policy = reference")
         if mode == "tiles" and not row["n_tiled"]:
             wrong.append("mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty")
         still = [i + 1 for i, step in enumerate(row["steps"]) if not step["grad_norm"] > 0]
         if algorithm == "dpo" and still:
-            wrong.append(f"mode {mode} has a gradient norm of 0 in step {still[0]}, wanted one that trains")
+            wrong.append(f"mode {mode} has a gradient norm of 0 in step {still[0]}, expected more than 0")
         if algorithm == "grpo" and len(still) == len(row["steps"]):  # a group may have equal rewards
-            wrong.append(f"mode {mode} has a gradient norm of 0 in every step, wanted some that train")
+            wrong.append(f"mode {mode} has a gradient norm of 0 in every step, expected more than 0 in one")
     digests = {row["mode"]: row["data_digest"] for row in rows}
     if len(set(digests.values())) > 1:
         wrong.append(f"the modes trained on different data, with digests {digests}")

@@ -2,20 +2,20 @@
 
     python -m sparse_opt.bench.training.baseline.run JOB RESULT
 
-The step is written out here and not taken from the trainers, so that what is timed can be read in one place:
+The losses, log-probabilities and rollouts are the trainers'. The step has these sections:
 
 | section | |
 |---|---|
 | rollout | GRPO: completions by `model.generate`, and their log-probabilities by a forward pass |
-| reference | log-probabilities under the weights the run started from, without gradient |
+| reference | log-probabilities under the initial weights, without gradient |
 | forward | log-probabilities under the policy, and the loss |
-| backward | gradients; in mode sparse each is gathered and freed as it appears, in tiles only active ones are made |
-| clip | the gradients' global norm, and the clipping by it |
-| step | the optimizer's update, and the gradients dropped |
+| backward | gradients; in mode sparse each is gathered and freed at once; in mode tiles only active tiles |
+| clip | the global norm of the gradients, and clipping |
+| step | the optimizer's update, and freeing the gradients |
 
-On a GPU a section's time is that between two events on its stream, which includes what the GPU waits for the host.
-Nothing here is synchronised between a step's begin and its end (a rollout waits for its tokens), and DPO's batches are
-on the device before the first step.
+On a GPU a section's time is that between two events on its stream, including waiting for the host. A step
+does not synchronize with the GPU between its start and its end, except that a rollout waits for its tokens. DPO's
+batches are on the device before the first step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Job:
 
 @dataclass
 class Trained:
-    """The policy and what its mode makes of reference, clipping and update."""
+    """The policy with the reference, clipping and optimizer of its mode."""
 
     policy: nn.Module
     reference: nn.Module
@@ -118,7 +118,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
     - tiles: the same under a mask of whole tiles, of which the optimizer computes the active ones alone.
     - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
-    - shira: the same with peft's SHiRA, whose bf16 values stand at random positions of the weights.
+    - shira: the same with peft's SHiRA, whose bf16 values are at random positions of the weights.
 
     No mode has fp32 master weights.
     """
@@ -168,7 +168,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
 
 
 def _shira_indices(model: nn.Module) -> list[Tensor]:
-    """The row and column of each of SHiRA's values, which peft keeps beside the parameters; none without SHiRA."""
+    """The row and column of each of SHiRA's values, which peft keeps next to the parameters; none without SHiRA."""
     return [indices for module in model.modules() for indices in getattr(module, "shira_indices", {}).values()]
 
 
@@ -274,7 +274,7 @@ def run(job: Job) -> dict[str, Any]:
     tokenizer = load_tokenizer(options)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if job.algorithm == "grpo" and tokenizer.eos_token_id is None:
-        raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout wants")
+        raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
     examples, _ = load_examples(
         "preference" if job.algorithm == "dpo" else "demonstration",
         job.dataset,
@@ -307,14 +307,14 @@ def run(job: Job) -> dict[str, Any]:
     for i in range(job.n_steps):
         synchronize()
         began = time.perf_counter()
-        figures = step(i)
+        metrics = step(i)
         launched = time.perf_counter()
         synchronize()
         ended = time.perf_counter()
         on_device, on_host = section.read()
         steps.append(
             {
-                **{name: _finite(value.item(), name, i) for name, value in figures.items()},
+                **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
                 "step_s": ended - began,
                 "host_s": launched - began,
                 "section_s": on_device,

@@ -1,22 +1,23 @@
-"""Do the loops learn, and how do sparse runs learn beside dense and LoRA ones? On generated arithmetic, over seeds.
+"""Do the loops learn, and how well do sparse runs learn compared with dense and LoRA runs? On generated arithmetic.
 
-A small Llama is trained from scratch by SFT on demonstrations that are right in part (`trainers.arithmetic`), which
-leaves the rest to reinforcement. From there GRPO, PPO, RFT and RLT train with the reward of a verifier or a student:
+A small Llama is trained from scratch by SFT on demonstrations, some of which are right (`trainers.arithmetic`), which
+leaves room for reinforcement. From there GRPO, PPO, RFT and RLT train with the reward of a verifier or a student:
 
 | trained | |
 |---|---|
 | dense | all weights |
 | lora | adapters of rank 16 on all linear layers |
-| random:2.5 | a random mask of 2.5 % of the weights, drawn anew for every seed |
-| found:2.5 | the 2.5 % that moved most in a dense run of the same algorithm, with a seed of its own |
-| found:2.5:tile64 | the same in tiles of 64 x 64; or another pattern of masks: run16, run32, tile128 |
+| random:2.5 | a random mask of 2.5 % of the weights, another one for every seed |
+| found:2.5 | the 2.5 % that changed most in a dense run of the same algorithm with another seed |
+| found:2.5:tile64 | the same in tiles of 64 x 64; other patterns: run16, run32, tile128 |
 
-The learning rate of each is the best of a few by a seed of its own (`--tune`), as the ones that suit a tenth or a
-fortieth of the weights are higher than those that suit all. Figures are of held-out questions: for GRPO, PPO and RFT
-the share of sampled answers that are right, for RLT the teacher's reward. `--size tiles` is for patterns: GRPO alone,
-on a model whose matrices are many tiles wide, with tables of what a pattern costs and which learning rate it wants.
+The learning rate of each is the best of a few with a separate seed (`--tune`), because sparse runs need higher learning
+rates than dense ones. Results are of held-out questions: for GRPO, PPO and RFT the share of right sampled answers, for
+RLT the teacher's reward. `--size tiles` compares patterns: GRPO alone, on a model whose matrices are many tiles wide,
+with tables of the accuracy and the best learning rate of each pattern.
 
-Runs go on side by side, a process each; what is done is kept in the results file, and a second call goes on from there.
+Runs are parallel, each in a process of its own. The results file is written after every run, and a second call
+continues from it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ import yaml
 from tqdm import tqdm
 
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.errors import ConfigError
 
 from ...common.environment import environment
+from ...common.harness import exit_code, out_of_range
 from ...common.report import why_unwritable
 from .report import Results, pattern_text, text
 from .runs import ALGORITHMS, TRAINED, TUNING_SEED, Run, Trained, World, before, do, find, make_mask, make_world
@@ -52,7 +53,7 @@ _EPILOG = """examples:
 
 
 class _Work:
-    """Processes that do runs, and the time until which they begin new ones."""
+    """A pool of processes, and the deadline for starting new runs."""
 
     def __init__(self, pool: ProcessPoolExecutor, n_processes: int, deadline: float):
         self.pool = pool
@@ -60,11 +61,11 @@ class _Work:
         self.deadline = deadline
 
     def do_all(self, function: Callable[..., Any], world: World, runs: Sequence[Run], keep: Callable[..., None]) -> int:
-        """`keep(run, function(world, run))` for each run, so many at once; how many the deadline has left undone."""
+        """Call `keep(run, function(world, run))` for each run; return the number of runs not started in time."""
         waiting, going = list(reversed(runs)), dict[Future[Any], Run]()
         with tqdm(total=len(runs), unit="run", disable=None) as bar:
             while waiting or going:
-                # Handed over one by one: a pool begins what it holds, however late it is.
+                # Submit one by one: a pool starts everything that was submitted, whatever the deadline.
                 while waiting and len(going) < self.n_processes and time.monotonic() < self.deadline:
                     run = waiting.pop()
                     going[self.pool.submit(function, world, run)] = run
@@ -77,7 +78,7 @@ class _Work:
 
 
 def do_runs(work: _Work, world: World, runs: Sequence[Run], results: Results) -> int:
-    """Do the runs that the results lack, their masks first; how many are left undone."""
+    """Make the missing masks, then do the missing runs; return the number of runs not started in time."""
     left = [run for run in runs if run.name not in results.data["runs"]]
     masked = {world.mask_file(run): run for run in left if Trained.parse(run.trained).percent is not None}
     missing = [run for file, run in masked.items() if not file.is_file()]
@@ -94,7 +95,10 @@ def tune(
     widen: int,
     results: Results,
 ) -> int:
-    """Try multiples of each learning rate, and `widen` times one more beyond the end where the best lies; runs left."""
+    """Try multiples of each learning rate, then up to `widen` times one more if the best is the lowest or highest.
+
+    Returns the number of runs not started in time.
+    """
     trials = {key: [_rounded(rate * factor) for factor in factors] for key, rate in rates.items()}
     for turn in range(widen + 1):
         runs = [Run(*key, rate, TUNING_SEED) for key, tried in trials.items() for rate in tried]
@@ -108,15 +112,15 @@ def tune(
 
 
 def best_rate(results: Results, algorithm: str, trained: str) -> float:
-    """The learning rate of the best run of the tuning seed; of equals the lowest."""
+    """The learning rate of the best run of the tuning seed; the lowest of equal ones."""
     runs = results.of(algorithm, trained, [TUNING_SEED])
     return float(min(runs, key=lambda run: (-run["after"], run["learning_rate"]))["learning_rate"])
 
 
 def beyond(tried: Sequence[float], best: float) -> list[float]:
-    """The next learning rate past the end at which the best lies; empty where it lies inside.
+    """The next learning rate if the best one is the lowest or highest; empty if it is inside.
 
-    Steps go on as they were a decade before: after 0.1, 0.3, 1, 3 come 10 and 30. A single rate has no steps.
+    The steps repeat those of the decade before: after 0.1, 0.3, 1, 3 come 10 and 30. A single rate has no steps.
     """
     if len(tried) < 2 or min(tried) < best < max(tried):
         return []
@@ -126,15 +130,15 @@ def beyond(tried: Sequence[float], best: float) -> list[float]:
 
 
 def _rounded(rate: float) -> float:
-    """To a figure that reads as it was meant: 3e-5 * 0.3 has seventeen digits."""
+    """Rounded to six digits, because 3e-5 * 0.3 has seventeen."""
     return float(f"{rate:.6g}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, keep the figures, print the table, draw the curves; 1 where the time was not enough.
+    """Train, write the results, print the tables, draw the curves; return 1 if the time was too short.
 
     Raises:
-        ConfigError: the call is wrong, or the results file holds something else.
+        ConfigError: the call is wrong, or the results file is of another size or other settings.
     """
     parser = _parser()
     args = parser.parse_words(sys.argv[1:] if argv is None else argv)
@@ -164,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(args.n_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         work = _Work(pool, args.n_processes, deadline)
         if args.tune and (left := tune(work, world, rates, sorted(args.tune), args.widen, results)):
-            print(f"time is up with {left} runs or more to tune with; the same call goes on", file=sys.stderr)
+            print(f"the time is up with at least {left} tuning runs left; the same call continues", file=sys.stderr)
             return 1
         for key, rate in rates.items():
             results.choose(*key, best_rate(results, *key) if args.tune else rate)
@@ -182,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         plot(results.data, args.seeds, args.plot)
     if left:
-        print(f"time is up with {left} runs to do; the same call goes on", file=sys.stderr)
+        print(f"the time is up with {left} runs left; the same call continues", file=sys.stderr)
     return 1 if left else 0
 
 
@@ -190,10 +194,10 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="sparse-opt bench learning", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--size", choices=("small", "large", "tiles"), default="small", help="settings (%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("learning"), help="models, data and runs (%(default)s)")
-    parser.add_argument("--results", type=Path, help="JSON file of the figures (OUTPUT_DIR/results.json)")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="which loops (all that the size has)")
-    parser.add_argument("--trained", nargs="+", metavar="WHAT", help="see above (all that the size has)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="a run of each (0 1 2)")
+    parser.add_argument("--results", type=Path, help="results as JSON (OUTPUT_DIR/results.json)")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="the loops (all of the size)")
+    parser.add_argument("--trained", nargs="+", metavar="WHAT", help="see above (all of the size)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each (0 1 2)")
     parser.add_argument(
         "--tune",
         nargs="+",
@@ -202,7 +206,7 @@ def _parser() -> CommandParser:
         help="try these multiples of each learning rate of learning.yaml first, by one run each",
     )
     parser.add_argument(
-        "--widen", type=int, default=0, help="then try so often one more, where the best lies at an end (%(default)s)"
+        "--widen", type=int, default=0, help="then try up to this many more beyond the lowest or highest (%(default)s)"
     )
     parser.add_argument("--n_processes", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="runs at once")
     parser.add_argument(
@@ -214,21 +218,15 @@ def _parser() -> CommandParser:
 
 
 def _problem(args: argparse.Namespace) -> str:
-    """What is wrong with the call; empty if nothing is."""
+    """The error in the options; empty if they are valid."""
     if TUNING_SEED in args.seeds:
-        return f"--seeds {TUNING_SEED}: that one is for tuning"
+        return f"--seeds {TUNING_SEED}: this seed is used for tuning"
     if any(not factor > 0 for factor in args.tune or ()):
-        return f"--tune {' '.join(f'{factor:g}' for factor in args.tune)}: wanted factors above 0"
-    if args.n_processes < 1:
-        return f"--n_processes is {args.n_processes}, wanted at least 1"
+        return f"--tune {' '.join(f'{factor:g}' for factor in args.tune)}: expected factors above 0"
     if args.widen < 0 or (args.widen and len(args.tune or ()) < 2):
-        return f"--widen is {args.widen}: wanted at least 0, and above 0 only with two factors of --tune or more"
-    return ""
+        return f"--widen is {args.widen}: expected at least 0, and above 0 only with two factors of --tune or more"
+    return out_of_range(args, "n_processes")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        print(f"sparse-opt: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code(main))

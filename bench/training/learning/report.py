@@ -1,4 +1,4 @@
-"""Tables of `bench learning`, and its results as JSON."""
+"""The results file of `bench learning`, and its tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ HEADERS = ("algorithm", "trained", "learning rate", "before", "after", "of the s
 PATTERN_HEADERS = (
     "mask", "asked %", "pattern", "active %", "learning rate", "after", "lowest", "highest", "gained", "of dense",
 )  # fmt: skip
-# A figure's last bits are noise between two machines, and a curve is drawn.
+# The last digits of a curve differ between machines and are not visible in a plot.
 _CURVE_DIGITS = 5
 
 
 class Results:
-    """The runs that are done, by name, in a JSON file that grows with each.
+    """The finished runs by name, in a JSON file that is written after each.
 
     Raises:
-        ConfigError: the file holds runs of another size, or of other settings.
+        ConfigError: the file has runs of another size or other settings.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]):
@@ -37,25 +37,27 @@ class Results:
         if path.is_file():
             self.data = json.loads(path.read_text(encoding="utf-8"))
             if self.data["size"] != header["size"]:
-                raise ConfigError(f"{path} holds runs of size {self.data['size']}, not {header['size']}: name another")
+                raise ConfigError(
+                    f"{path} has runs of size {self.data['size']}, expected {header['size']}: name another file"
+                )
             if self.data["settings"] != header["settings"]:
                 changed = sorted(
                     key
                     for key in self.data["settings"].keys() | header["settings"].keys()
                     if self.data["settings"].get(key) != header["settings"].get(key)
                 )
-                raise ConfigError(f"{path} holds runs of other settings ({', '.join(changed)}): name another")
+                raise ConfigError(f"{path} has runs of other settings ({', '.join(changed)}): name another file")
 
-    def add(self, run: Run, figures: dict[str, Any]) -> None:
-        """Keep a run's figures; of those that look for a learning rate, all but the curve."""
-        kept = {**figures, "curve": [float(f"{value:.{_CURVE_DIGITS}g}") for value in figures["curve"]]}
+    def add(self, run: Run, measurements: dict[str, Any]) -> None:
+        """Write the measurements of a run; tuning runs without the curve."""
+        kept = {**measurements, "curve": [float(f"{value:.{_CURVE_DIGITS}g}") for value in measurements["curve"]]}
         if run.seed == TUNING_SEED:
             del kept["curve"]
         self.data["runs"][run.name] = kept
         self.write()
 
     def write(self) -> None:
-        """Write the file whole or not at all."""
+        """Write the file atomically."""
         with written_aside(self.path) as aside:
             aside.write_text(json_text(self.data), encoding="utf-8")
 
@@ -68,25 +70,25 @@ class Results:
         ]
 
     def choose(self, algorithm: str, trained: str, learning_rate: float) -> None:
-        """Say which learning rate counts."""
+        """Choose the learning rate that the tables show."""
         self.data.setdefault("learning_rates", {}).setdefault(algorithm, {})[trained] = learning_rate
 
     def chosen(self, algorithm: str, trained: str, seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """The runs of these seeds at the chosen learning rate, by seed; at any where none was chosen."""
+        """The runs of these seeds at the chosen learning rate, or at any if none was chosen, by seed."""
         rate = self.data.get("learning_rates", {}).get(algorithm, {}).get(trained)
         runs = [run for run in self.of(algorithm, trained, seeds) if rate in (None, run["learning_rate"])]
         return sorted(runs, key=lambda run: run["seed"])
 
 
 def json_text(data: dict[str, Any]) -> str:
-    """JSON with a line for each entry, and one for each list of numbers. NaN is an error: no result holds one."""
+    """JSON with one line per entry and per list of numbers. NaN is an error: no valid result contains one."""
     text = json.dumps(data, indent=1, allow_nan=False)
-    # No string of JSON holds a line break as it is, so that what matches is a list.
+    # A string in JSON contains no line break, so that every match is a list.
     return re.sub(r"\[\n[-+.0-9eE,\s]+\]", lambda found: json.dumps(json.loads(found[0])), text) + "\n"
 
 
 def text(results: Results, algorithms: Sequence[str], trained: Sequence[str], seeds: Sequence[int]) -> str:
-    """What was trained, a row each: means over the seeds, and each seed's figure."""
+    """A row for each set of trained weights: the mean over the seeds, and the result of each seed."""
     rows = []
     for algorithm in algorithms:
         for what in trained:
@@ -110,7 +112,7 @@ def text(results: Results, algorithms: Sequence[str], trained: Sequence[str], se
 
 
 def pattern_text(results: Results, algorithm: str, trained: Sequence[str], seeds: Sequence[int]) -> str:
-    """What each mask's pattern costs and which learning rate it wants: three tables of one algorithm."""
+    """Results and best learning rate of each pattern: three tables of one algorithm."""
     parts = [
         f"{algorithm}, {results.data['before'][algorithm]:.3f} before, seeds {' '.join(map(str, seeds))}",
         _scores(results, algorithm, trained, seeds),
@@ -118,10 +120,10 @@ def pattern_text(results: Results, algorithm: str, trained: Sequence[str], seeds
     if rates := _rates(results, algorithm, trained, seeds):
         parts += ["best learning rate, in multiples of dense's (< or >: the lowest or highest of those tried)", rates]
     if tried := _tried(results, algorithm, trained):
-        parts += ["figure after by learning rate, one run each", tried]
+        parts += ["result by learning rate, one run each", tried]
     starts = {run["start"] for run in results.data["runs"].values() if "start" in run and run["algorithm"] == algorithm}
     if len(starts) > 1:
-        parts += [f"The runs began from {len(starts)} different models: {', '.join(sorted(starts))}"]
+        parts += [f"The runs started from {len(starts)} different models: {', '.join(sorted(starts))}"]
     return "\n\n".join(parts)
 
 
@@ -141,7 +143,7 @@ def _scores(results: Results, algorithm: str, trained: Sequence[str], seeds: Seq
                 parts.pattern or "",
                 f"{100 * mean(run['active'] for run in runs):.2f}" if parts.percent is not None else "",
                 f"{runs[0]['learning_rate']:g}",
-                *(f"{figure:.3f}" for figure in (mean(ends), min(ends), max(ends))),
+                *(f"{value:.3f}" for value in (mean(ends), min(ends), max(ends))),
                 f"{mean(ends) - start:+.3f}",
                 f"{mean(ends) - mean(dense):+.3f}" if dense and what != "dense" else "",
             )
@@ -172,7 +174,7 @@ def _rates(results: Results, algorithm: str, trained: Sequence[str], seeds: Sequ
 
 
 def _end(results: Results, algorithm: str, what: str, rate: float) -> str:
-    """`<` or `>` where this rate is the lowest or highest that was tried; the best may lie beyond."""
+    """`<` or `>` if this rate is the lowest or highest that was tried; the best may be beyond."""
     tried = [run["learning_rate"] for run in results.of(algorithm, what, [TUNING_SEED])]
     if len(tried) < 2:
         return ""
@@ -180,15 +182,15 @@ def _end(results: Results, algorithm: str, what: str, rate: float) -> str:
 
 
 def _tried(results: Results, algorithm: str, trained: Sequence[str]) -> str:
-    """Empty where no learning rate was tried."""
+    """Empty if no learning rate was tried."""
     found = {
         what: {f"{run['learning_rate']:g}": run["after"] for run in results.of(algorithm, what, [TUNING_SEED])}
         for what in trained
     }
-    rates = sorted({rate for figures in found.values() for rate in figures}, key=float)
+    rates = sorted({rate for by_rate in found.values() for rate in by_rate}, key=float)
     rows = [
-        (what, *(f"{figures[rate]:.3f}" if rate in figures else "" for rate in rates))
-        for what, figures in found.items()
-        if figures
+        (what, *(f"{by_rate[rate]:.3f}" if rate in by_rate else "" for rate in rates))
+        for what, by_rate in found.items()
+        if by_rate
     ]
     return table(("trained", *rates), rows) if rows else ""

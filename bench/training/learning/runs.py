@@ -34,28 +34,28 @@ class Trained:
 
     @classmethod
     def parse(cls, word: str) -> Trained:
-        """Of a word of the command line; the pattern element may be left out.
+        """Read a word of the command line; the pattern element may be left out.
 
         Raises:
-            ConfigError: not such a word.
+            ConfigError: the word is not valid.
         """
         source, *rest = word.split(":")
         if source in _WHOLE and not rest:
             return cls(source)
         if source not in _SPARSE or len(rest) not in (1, 2):
             raise ConfigError(
-                f"--trained {word}: wanted {', '.join(_WHOLE)}, or random or found with a percentage, as random:10, "
-                "and perhaps a pattern, as found:2.5:tile64"
+                f"--trained {word}: expected {', '.join(_WHOLE)}, or random or found with a percentage (random:10) and "
+                "optionally a pattern (found:2.5:tile64)"
             )
         try:
             percent = float(rest[0])
         except ValueError:
             percent = math.nan
         if not 0 < percent < 100:
-            raise ConfigError(f"--trained {word}: {rest[0]} percent, wanted a number above 0 and below 100")
+            raise ConfigError(f"--trained {word}: {rest[0]} percent, expected a number above 0 and below 100")
         pattern = rest[1] if len(rest) == 2 else "element"
         if pattern not in PATTERNS:
-            raise ConfigError(f"--trained {word}: pattern {pattern}, wanted one of {', '.join(PATTERNS)}")
+            raise ConfigError(f"--trained {word}: pattern {pattern}, expected one of {', '.join(PATTERNS)}")
         return cls(source, percent, pattern)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, named by what it is."""
+    """One training run."""
 
     algorithm: str
     trained: str  # a `Trained` as a word
@@ -75,13 +75,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder and its entry in the results."""
+        """Name of its folder and of its entry in the results."""
         return f"{self.algorithm}_{self.trained.replace(':', '_')}_lr{self.learning_rate:g}_seed{self.seed}"
 
 
 @dataclass(frozen=True)
 class World:
-    """What all runs of a size share: the folder, its settings, and where they run."""
+    """The folder, settings and device that all runs of a size share."""
 
     folder: Path
     settings: dict[str, Any]
@@ -92,7 +92,7 @@ class World:
         return self.folder / _questions(algorithm) / "data" / f"{name}.jsonl"
 
     def start(self, algorithm: str) -> Path:
-        """The weights that an algorithm's runs begin with."""
+        """The folder of the initial weights of an algorithm's runs."""
         return self.folder / ("teacher" if algorithm == "rlt" else "sft") / "final"
 
     def start_digest(self, algorithm: str) -> str:
@@ -104,14 +104,14 @@ class World:
         return self.folder / f"delta_logs_{algorithm}"
 
     def mask_file(self, run: Run) -> Path:
-        """The mask of a run; random ones are drawn anew for every seed."""
+        """The mask file of a run; random masks differ between seeds."""
         name = f"{run.algorithm}_{run.trained.replace(':', '_')}"
         if run.trained.startswith("random"):
             name += f"_seed{run.seed}"
         return self.folder / "masks" / f"{name}.safetensors"
 
     def options(self, algorithm: str) -> dict[str, Any]:
-        """Of the algorithm's config, but for mode, learning rate, seed and folders."""
+        """Options of the algorithm's config except mode, learning rate, seed and folders."""
         options = {**self.settings["shared"], **self.settings[algorithm]["options"], "device": self.device}
         if algorithm == "rlt":
             options |= {**self.settings["templates"], "student_model": self.folder / "student" / "final"}
@@ -123,7 +123,7 @@ def _questions(algorithm: str) -> str:
 
 
 def make_world(world: World, algorithms: Iterable[str]) -> None:
-    """The questions, and the models that reinforcement begins with; what is there stays as it is."""
+    """Make the questions and the initial models of reinforcement that do not exist yet."""
     from sparse_opt.trainers import sft
     from sparse_opt.trainers.arithmetic import make_arithmetic
     from sparse_opt.trainers.data import teacher_data
@@ -149,14 +149,14 @@ def make_world(world: World, algorithms: Iterable[str]) -> None:
 
 
 def _finish(module: Any, config: str, options: dict[str, Any], dataset: Path, folder: Path) -> dict[str, Any]:
-    """The summary of a run in this folder: of the one that is there, or of one that is done now."""
+    """The summary of the run in this folder, which is done now if it does not exist."""
     if (folder / "summary.json").is_file():
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return module.train(_config(module, config, {**options, "dataset": dataset, "output_dir": folder, "resume": True}))
 
 
 def _config(module: Any, name: str, options: dict[str, Any]) -> Any:
-    """A config with these options, checked as the command line's are."""
+    """A config with these options, checked like those of the command line."""
     from sparse_opt.config import parse_config
 
     words = [f"{key}={','.join(value) if isinstance(value, list) else value}" for key, value in options.items()]
@@ -164,7 +164,7 @@ def _config(module: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def find(world: World, algorithm: str, learning_rate: float) -> None:
-    """The dense run that masks are found from, with a delta log of its start and its end; one that is there stays."""
+    """Do the dense run that masks are found from, with a delta log of its start and end, unless it exists."""
     options = {**world.options(algorithm), "seed": FINDING_SEED, "learning_rate": learning_rate}
     options |= {"delta_log_dir": world.finding_log(algorithm), "delta_log_steps": "last"}
     folder = world.folder / "runs" / f"{algorithm}_finding"
@@ -178,7 +178,7 @@ def find(world: World, algorithm: str, learning_rate: float) -> None:
 
 
 def make_mask(world: World, run: Run) -> None:
-    """Write the mask of a run; random, or from the finding run by what moved furthest. One that is there stays."""
+    """Write the mask of a run unless it exists: random, or the weights that changed most in the run of `find`."""
     import torch
 
     from sparse_opt.delta.log import DeltaLog
@@ -204,11 +204,11 @@ def make_mask(world: World, run: Run) -> None:
 
 
 def do(world: World, run: Run) -> dict[str, Any]:
-    """Train and measure; the weights of the run are removed once they are.
+    """Train and measure, then remove the weights of the run.
 
     Returns:
-        The run's fields; `after`, the held-out figure; `curve`, the reward (of RFT the loss, negative) of each step;
-        `seconds`; `start`, the digest of the weights it began with; under a mask `active`, its share of the weights.
+        The run's fields; `after`, the held-out result; `curve`, the reward of each step (for RFT the negative loss);
+        `seconds`; `start`, the digest of the initial weights; under a mask `active`, its share of the weights.
     """
     import torch
 
@@ -217,13 +217,13 @@ def do(world: World, run: Run) -> dict[str, Any]:
     torch.set_num_threads(1)
     folder = world.folder / "runs" / run.name
     options = {**world.options(run.algorithm), "seed": run.seed, "learning_rate": run.learning_rate}
-    figures: dict[str, Any] = {"start": world.start_digest(run.algorithm)}
+    measured: dict[str, Any] = {"start": world.start_digest(run.algorithm)}
     if run.trained in _WHOLE:
         options["mode"] = run.trained
     else:
         options |= {"mode": "sparse", "mask": world.mask_file(run)}
         # Found and random masks list every weight.
-        figures["active"] = MaskSet.load(world.mask_file(run)).density
+        measured["active"] = MaskSet.load(world.mask_file(run)).density
     began = time.perf_counter()
     if run.algorithm == "rft":
         curve, after = _rft(world, run, options, folder)
@@ -239,15 +239,15 @@ def do(world: World, run: Run) -> dict[str, Any]:
             after = summary["last_evaluation"]["eval_reward"]
         else:
             after = accuracy(world, folder / "final", folder / "test", run.seed)
-    figures |= {"after": after, "curve": curve, "seconds": time.perf_counter() - began}
+    measured |= {"after": after, "curve": curve, "seconds": time.perf_counter() - began}
     final = (folder / "train" if run.algorithm == "rft" else folder) / "final"
     if final.is_dir():
         shutil.rmtree(final)
-    return {**asdict(run), **figures}
+    return {**asdict(run), **measured}
 
 
 def _rft(world: World, run: Run, options: dict[str, Any], folder: Path) -> tuple[list[float], float]:
-    """One round of sampling, verifying and SFT; the held-out accuracy every so many steps would be another stage."""
+    """One round of sampling, verifying and SFT."""
     from sparse_opt.trainers.rft import train as rft
 
     start = world.start("rft")
@@ -262,7 +262,7 @@ def _rft(world: World, run: Run, options: dict[str, Any], folder: Path) -> tuple
 
 
 def accuracy(world: World, model: Path, folder: Path, seed: int) -> float:
-    """The share of a model's sampled answers to held-out questions that are right."""
+    """The share of right sampled answers of a model to held-out questions."""
     from sparse_opt.trainers.rft import train as rft
 
     if not (folder / "summary.json").is_file():
@@ -274,15 +274,15 @@ def accuracy(world: World, model: Path, folder: Path, seed: int) -> float:
 
 
 def before(world: World, algorithms: Iterable[str]) -> dict[str, float]:
-    """The held-out figure of each algorithm's start."""
-    figures = {}
+    """The held-out result of each algorithm's initial weights."""
+    found = {}
     for algorithm in algorithms:
         if algorithm == "rlt":
             run = next((world.folder / "runs").glob("rlt_*/evaluations.jsonl"))
-            figures[algorithm] = json.loads(run.read_text(encoding="utf-8").splitlines()[0])["eval_reward"]
+            found[algorithm] = json.loads(run.read_text(encoding="utf-8").splitlines()[0])["eval_reward"]
         else:
-            figures[algorithm] = accuracy(world, world.start(algorithm), world.folder / "test_start", 0)
-    return figures
+            found[algorithm] = accuracy(world, world.start(algorithm), world.folder / "test_start", 0)
+    return found
 
 
 ALGORITHMS = ("grpo", "ppo", "rft", "rlt")

@@ -332,8 +332,8 @@ def test_mode_tiles_has_to_compute_tiles():
     [
         ("dpo", {"loss": float("nan")}, "begins at a DPO loss of nan"),
         ("dpo", {"grad_norm": 0.0}, "has a gradient norm of 0 in step 1"),
-        ("grpo", {"ratio_error": 0.1, "k3": 0.0}, "begins with ratios off by 0.1, wanted 1"),
-        ("grpo", {"ratio_error": 0.0, "k3": 0.1}, "begins at a divergence of 0.1, wanted 0"),
+        ("grpo", {"ratio_error": 0.1, "k3": 0.0}, "begins with ratios off by 0.1, expected 1"),
+        ("grpo", {"ratio_error": 0.0, "k3": 0.1}, "begins at a divergence of 0.1, expected 0"),
     ],
 )
 def test_wrong_first_steps(algorithm, first, message):

@@ -54,14 +54,14 @@ def test_what_is_trained_has_one_name(word, name):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("dens", "--trained dens: wanted dense, lora, or random"),
-        ("dense:10", "--trained dense:10: wanted dense"),
-        ("random", "--trained random: wanted dense"),
-        ("random:10:run32:3", "wanted dense"),
-        ("random:ten", "--trained random:ten: ten percent, wanted a number above 0 and below 100"),
+        ("dens", "--trained dens: expected dense, lora, or random"),
+        ("dense:10", "--trained dense:10: expected dense"),
+        ("random", "--trained random: expected dense"),
+        ("random:10:run32:3", "expected dense"),
+        ("random:ten", "--trained random:ten: ten percent, expected a number above 0 and below 100"),
         ("found:nan", "nan percent"),
-        ("found:100", "100 percent, wanted a number above 0 and below 100"),
-        ("found:10:tile32", "pattern tile32, wanted one of element, run16, run32, tile64, tile128"),
+        ("found:100", "100 percent, expected a number above 0 and below 100"),
+        ("found:10:tile32", "pattern tile32, expected one of element, run16, run32, tile64, tile128"),
     ],
 )
 def test_what_cannot_be_trained_is_said(word, message):
@@ -189,9 +189,9 @@ def test_the_file_holds_a_curve_a_line_and_goes_on(results):
     assert '"curve": [0.12346, -1.5e-07, 3.0],\n' in results.path.read_text(encoding="utf-8")
     assert read["runs"][run.name]["after"] == 0.123456789
     assert "curve" not in read["runs"][trial.name] and read["runs"][trial.name]["after"] == 0.5
-    with pytest.raises(ConfigError, match="holds runs of size small, not large"):
+    with pytest.raises(ConfigError, match="has runs of size small, expected large"):
         Results(results.path, {**HEADER, "size": "large"})
-    with pytest.raises(ConfigError, match=r"holds runs of other settings \(a, b\)"):
+    with pytest.raises(ConfigError, match=r"has runs of other settings \(a, b\)"):
         Results(results.path, {**HEADER, "settings": {"a": 2, "b": 3}})
 
 
@@ -233,7 +233,7 @@ def test_tables(results):
     ]
     other = Run("grpo", "dense", 1e-4, 1)
     results.add(other, {**figures(other, 0.94), "start": "s1"})
-    assert "The runs began from 2 different models: s0, s1" in pattern_text(results, "grpo", list(afters), SEEDS)
+    assert "The runs started from 2 different models: s0, s1" in pattern_text(results, "grpo", list(afters), SEEDS)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,10 @@ def test_tables(results):
     [
         (["--size", "tiles", "--algorithms", "rlt"], "--algorithms rlt: size tiles has no settings for that"),
         (["--trained", "random:0"], "--trained random:0: 0 percent"),
-        (["--seeds", "0", str(TUNING_SEED)], f"--seeds {TUNING_SEED}: that one is for tuning"),
-        (["--tune", "0", "1"], "--tune 0 1: wanted factors above 0"),
-        (["--widen", "1"], "--widen is 1: wanted at least 0, and above 0 only with two factors of --tune or more"),
-        (["--n_processes", "0"], "--n_processes is 0, wanted at least 1"),
+        (["--seeds", "0", str(TUNING_SEED)], f"--seeds {TUNING_SEED}: this seed is used for tuning"),
+        (["--tune", "0", "1"], "--tune 0 1: expected factors above 0"),
+        (["--widen", "1"], "--widen is 1: expected at least 0, and above 0 only with two factors of --tune or more"),
+        (["--n_processes", "0"], "--n_processes is 0, expected at least 1"),
         (["--stop", "3"], "unknown option 'stop' (from --stop); the nearest is 'stop_after'"),
     ],
 )
