@@ -47,27 +47,41 @@ inline float* optional_float_data(const char* name, const std::optional<at::Tens
   return tensor.has_value() ? float_data(name, *tensor, length, device) : nullptr;
 }
 
+// Lists of tensors are at::TensorList, or lists in a boxed call's arguments, which are used without copying them.
+using BoxedList = at::ArrayRef<c10::IValue>;
+
+inline const at::Tensor& tensor_of(const at::Tensor& tensor) {
+  return tensor;
+}
+inline const at::Tensor& tensor_of(const c10::IValue& value) {
+  return value.toTensor();
+}
+
 // The data pointers of a list whose tensors share `device` and a dtype.
-inline std::vector<void*> list_data(const char* name, at::TensorList tensors, at::Device device) {
+template <typename List>
+std::vector<void*> list_data(const char* name, const List& tensors, at::Device device) {
   std::vector<void*> pointers;
   pointers.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& t = tensors[i];
+    const at::Tensor& t = tensor_of(tensors[i]);
     SPARSE_OPT_CHECK(t.device() == device, name, "[", i, "] is on ", t.device(), ", expected ", device);
-    SPARSE_OPT_CHECK(t.scalar_type() == tensors[0].scalar_type(), name, "[", i, "] is ", t.scalar_type(), ", but ",
-                     name, "[0] is ", tensors[0].scalar_type());
+    const at::ScalarType dtype = tensor_of(tensors[0]).scalar_type();
+    SPARSE_OPT_CHECK(t.scalar_type() == dtype, name, "[", i, "] is ", t.scalar_type(), ", but ", name, "[0] is ",
+                     dtype);
     SPARSE_OPT_CHECK(t.is_contiguous(), name, "[", i, "] has strides ", t.strides(), ", expected contiguous");
     pointers.push_back(t.data_ptr());
   }
   return pointers;
 }
 
-inline void check_same_sizes(const char* name, at::TensorList tensors, const char* like_name, at::TensorList like) {
+template <typename List>
+void check_same_sizes(const char* name, const List& tensors, const char* like_name, const List& like) {
   SPARSE_OPT_CHECK(tensors.size() == like.size(), name, " holds ", tensors.size(), " tensors, ", like_name, " holds ",
                    like.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    SPARSE_OPT_CHECK(tensors[i].numel() == like[i].numel(), name, "[", i, "] has ", tensors[i].numel(), " elements, ",
-                     like_name, "[", i, "] has ", like[i].numel());
+    const int64_t numel = tensor_of(tensors[i]).numel(), expected = tensor_of(like[i]).numel();
+    SPARSE_OPT_CHECK(numel == expected, name, "[", i, "] has ", numel, " elements, ", like_name, "[", i, "] has ",
+                     expected);
   }
 }
 
@@ -101,10 +115,11 @@ inline IndexType checked_index_type(const at::Tensor& indices, const std::option
 
 // `pointers` are those of the dense tensors, and must outlive the result. index_bases cover `of` segments; if it is not
 // given, one for each dense tensor.
-inline Segments checked_segments(const char* name, at::TensorList dense, const std::vector<void*>& pointers,
-                                 const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                                 int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt,
-                                 std::optional<int64_t> of = std::nullopt) {
+template <typename List>
+Segments checked_segments(const char* name, const List& dense, const std::vector<void*>& pointers,
+                          const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
+                          int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt,
+                          std::optional<int64_t> of = std::nullopt) {
   const int64_t nnz = checked_slots(indices, run_length);
   const auto count = static_cast<int64_t>(dense.size());
   Segments segments;
@@ -122,9 +137,10 @@ inline Segments checked_segments(const char* name, at::TensorList dense, const s
                      ends[i], "), expected within [0, ", nnz, ")");
     SPARSE_OPT_CHECK((starts[i] | ends[i]) % run_length == 0, "segment ", i, " is [", starts[i], ", ", ends[i],
                      "), expected multiples of run_length ", run_length);
-    SPARSE_OPT_CHECK(ends[i] - starts[i] <= dense[i].numel(), "segment ", i, " has ", ends[i] - starts[i],
-                     " slots, but ", name, "[", i, "] has ", dense[i].numel(), " elements");
-    segments.numel += dense[i].numel();
+    const int64_t numel = tensor_of(dense[i]).numel();
+    SPARSE_OPT_CHECK(ends[i] - starts[i] <= numel, "segment ", i, " has ", ends[i] - starts[i], " slots, but ", name,
+                     "[", i, "] has ", numel, " elements");
+    segments.numel += numel;
   }
   segments.count = count;
   segments.dense = pointers.data();

@@ -1,5 +1,5 @@
-// Error messages without streams. An extension may be linked with a libstdc++ of its own, as some toolchains do; its
-// streams then meet the facets of torch's copy and crash, in place of the message.
+// Error messages without streams: some toolchains link an extension with its own copy of libstdc++, whose streams crash
+// when they use the locale facets of torch's copy.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// The native ops as the dispatcher has them, called with what they are declared with in native.h.
+// Typed calls of the native ops through the dispatcher.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,7 +9,7 @@ namespace sparse_opt {
 
 struct AnyDevice;
 
-// The registered op. The dispatcher wants the type of its kernels to the letter, which is the same for every device.
+// The registered op. Signature must be exactly the type of its kernels, which is the same for every device.
 template <typename Signature>
 auto native_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();

@@ -185,8 +185,8 @@ struct Cuda {
   };
 };
 
-// masked_grad_gather_ of some tensors of a list of `of`, which is gathered piece by piece: of those with these
-// `numbers`. Their partial sums go where they stand in those of the whole list, from first_partials on.
+// masked_grad_gather_ for a list of `of` tensors that several calls gather: this one gathers those with the given
+// `numbers`. Tensor i's partial sums are written to `partial_sums`, of the whole list, from first_partials[i] on.
 void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
                     at::IntArrayRef ends, at::IntArrayRef numbers, int64_t of, bool accumulate,
                     const at::Tensor& partial_sums, at::IntArrayRef first_partials, const OptionalTensor& found_inf,
@@ -216,8 +216,8 @@ void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tenso
   cuda::masked_grad_gather(args, Cuda::at_each(partial_sums, first_partials).data(), numbers.data(), Cuda::stream());
 }
 
-// tile_weight_grad_ of some weights of a list that is done piece by piece, as gather_partly_: the partial sums of
-// weight i go to those of the whole list from first_partials[i] on.
+// tile_weight_grad_ for some weights of a list, as gather_partly_: the partial sums of weight i are written to those of
+// the whole list from first_partials[i] on.
 void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
                               const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends, int64_t tile_size,
                               bool accumulate, const at::Tensor& partial_sums, at::IntArrayRef first_partials,
@@ -235,7 +235,7 @@ void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs
   cuda::tile_weight_grad(call.args, partial_sums.mutable_data_ptr<float>(), first_partials.data(), Cuda::stream());
 }
 
-// What the sanitizer's program asks, to know that its calls take clusters.
+// For bench/kernels/sanitize_ops.py, which makes sure that its calls use clusters.
 int64_t tile_weight_grad_parts(const at::Tensor& out, at::TensorList grad_outputs, at::TensorList inputs,
                                const at::Tensor& tiles, at::IntArrayRef starts, at::IntArrayRef ends,
                                int64_t tile_size) {

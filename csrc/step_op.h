@@ -42,7 +42,7 @@ class NamedArguments {
 // The checked arguments of a step. Holds the lists that `args` points to.
 template <typename Rule>
 struct StepCall {
-  std::vector<at::Tensor> param_list, dense_grad_list;
+  const BoxedList param_list;
   const at::Tensor& indices;
   std::vector<int64_t> starts, ends;
   std::vector<void*> params, dense_grads;
@@ -50,7 +50,7 @@ struct StepCall {
   typename Rule::Options options;
 
   explicit StepCall(NamedArguments& named)
-      : param_list(named["params"].toTensorVector()),
+      : param_list(named["params"].toListRef()),
         indices(named["indices"].toTensor()),
         starts(named["starts"].toIntVector()),
         ends(named["ends"].toIntVector()) {
@@ -60,7 +60,7 @@ struct StepCall {
     params = list_data("params", param_list, device);
     args.segments = checked_segments("params", param_list, params, indices, starts, ends, run_length,
                                      named.optional_tensor("index_bases"));
-    if (count > 0) args.param_dtype = dtype_of("params[0]", param_list[0]);
+    if (count > 0) args.param_dtype = dtype_of("params[0]", tensor_of(param_list[0]));
     options.for_each([&](const char* name, auto& option) { named.read(name, option); });
     read_states(named, nnz);
     args.lr = float_data("lr", named["lr"].toTensor(), 1, device);
@@ -104,11 +104,11 @@ struct StepCall {
       args.grad_dtype = dtype_of("grad", *grad);
       return;
     }
-    dense_grad_list = dense.toTensorVector();
+    const BoxedList dense_grad_list = dense.toListRef();
     check_same_sizes("dense_grads", dense_grad_list, "params", param_list);
     dense_grads = list_data("dense_grads", dense_grad_list, indices.device());
     args.dense_grads = dense_grads.data();
-    if (!dense_grad_list.empty()) args.grad_dtype = dtype_of("dense_grads[0]", dense_grad_list[0]);
+    if (!dense_grad_list.empty()) args.grad_dtype = dtype_of("dense_grads[0]", tensor_of(dense_grad_list[0]));
   }
 };
 

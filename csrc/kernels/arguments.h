@@ -1,4 +1,4 @@
-// What the launchers of both devices take: raw pointers and sizes, already checked.
+// The arguments of the launchers of both devices: raw pointers and sizes, already checked.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ enum class IndexType : int { kInt32, kInt64, kOffset16 };
 
 constexpr int64_t kIndexFrame = 256;  // slots that share a base
 
-// Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i; `indices` are positions in it: slot s
-// lies at indices[s / run_length] + s % run_length, and starts and ends are multiples of run_length, a power of two;
-// or, with index_bases and a run_length of 1, at index_bases[s / kIndexFrame + i] + indices[s]. Nothing is known of the
-// alignment of positions. The pointers to lists are to host memory.
+// Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i. The position of slot s in it is
+// indices[s / run_length] + s % run_length, where starts and ends are multiples of run_length, a power of two; or, with
+// index_bases and a run_length of 1, index_bases[s / kIndexFrame + i] + indices[s]. Positions may have any alignment.
+// The lists are in host memory.
 struct Segments {
   int64_t count = 0;
   int64_t numel = 0;                // of all dense tensors
@@ -54,7 +54,7 @@ struct StepArguments {
   uint64_t seed = 0;
 };
 
-// Slots of which a GPU's gather leaves one partial sum of squares. Blocks begin at multiples of 32 slots.
+// The slots of one partial sum of squares in a GPU's gather. Blocks begin at multiples of 32 slots.
 constexpr int64_t kGatherBlock = 1024;
 
 inline int64_t gather_blocks(int64_t start, int64_t end) {

@@ -30,8 +30,8 @@ SPARSE_OPT_HOST_DEVICE RandomWords random_words(uint64_t seed, uint64_t slot, ui
 }
 
 // x rounded to T, away from zero with probability (|x| - below) / (above - below), where below and above are its
-// neighbours by magnitude. A finite value stays finite: past T's largest finite value it becomes that. Infinities and
-// NaNs stay what they are.
+// neighbours by magnitude. A finite value stays finite: beyond T's largest finite value it becomes that value.
+// Infinities and NaNs do not change.
 template <typename T>
 SPARSE_OPT_HOST_DEVICE T stochastic_round(float x, uint32_t random);
 

@@ -1,5 +1,4 @@
-// The CPU kernels. Work is cut into pieces whose size does not depend on the number of threads, so results do not
-// either.
+// The CPU kernels. Work is cut into pieces whose size does not depend on the number of threads, so neither do results.
 #pragma once
 
 #include <cstdint>

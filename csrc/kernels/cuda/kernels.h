@@ -1,5 +1,5 @@
-// The CUDA launchers. They run on `stream` and the current device, allocate nothing, wait for nothing, and can be
-// captured in a graph. A launch that fails throws std::runtime_error naming the op.
+// The CUDA launchers. They launch on `stream` of the current device, do not allocate or synchronize, and can be
+// captured in a graph. If a launch fails they throw std::runtime_error, which names the op.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,21 +14,21 @@ template <typename Rule>
 void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
           cudaStream_t stream);
 
-// Lists in host memory, [args.segments.count]: `partial_sums`, or null, where on the device the sums of squares of each
-// segment's blocks go, fp32 [its gather_blocks]; `numbers`, or null for 0, 1, 2..., of each segment among those that
-// index_bases are of. sum_partials adds up what stands in one array for all segments, which may have been gathered
-// together or not: sum_sq fp32 [segments.count]. args.sum_sq is not written.
+// Two lists in host memory, [args.segments.count], each of which may be null. partial_sums[i]: fp32 [gather_blocks] on
+// the device, the sums of squares of the blocks of segment i. numbers[i]: the number of segment i in index_bases; null
+// is 0, 1, 2... args.sum_sq is not written: sum_partials adds up the partial sums of all segments, in one array, to
+// sum_sq, fp32 [segments.count]. The segments may have been gathered in several calls.
 void masked_grad_gather(const GatherArguments& args, const void* const* partial_sums, const int64_t* numbers,
                         cudaStream_t stream);
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
 
-// `partial_sums` is fp32 or null: one sum for each tile, those of matrix i from first_partials[i] on, or, where that
-// list (in host memory) is null, one matrix after the other; args.sum_sq, if wanted, needs them so.
+// `partial_sums` is fp32 or null: one sum for each tile, those of matrix i from first_partials[i] on. If that list (in
+// host memory) is null they are one matrix after the other, which args.sum_sq requires.
 void tile_weight_grad(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
                       cudaStream_t stream);
 
-// Into how many parts tile_weight_grad cuts the tokens of each tile on the current device. More than 1: the blocks of a
-// cluster.
+// The number of parts into which tile_weight_grad cuts the tokens of each tile on the current device: the blocks of a
+// cluster, if more than 1.
 int tile_weight_grad_parts(const TileArguments& args);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);

@@ -1,7 +1,6 @@
-// The stages that the CPU kernels are made of. A chunk of a segment goes to one thread, which works through it in
-// blocks that stay in its caches: gather the bits, convert to fp32, compute, convert back, scatter. Only gather and
-// scatter touch dense memory, which was asked for some blocks ahead; the other stages are plain loops over arrays,
-// which vectorise.
+// The stages of the CPU kernels. One thread processes a chunk of a segment in blocks that stay in its caches: gather
+// the bits, convert to fp32, compute, convert back, scatter. Only gather and scatter access dense memory, which was
+// prefetched some blocks ahead; the other stages are plain loops over arrays, which vectorise.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +14,14 @@
 
 namespace sparse_opt::cpu {
 
-// Few at a time, so that memory has work while a block is computed: AdamW of 1.6 of 64 M fp32 elements, call after
-// call, took 4.7 ms on two Zen 4 cores with these, 5.4 with blocks of 128, 6.3 with blocks of 512 (before it had a form
-// of its own, step_lanes.h).
+// Small blocks, so that memory is busy while a block is computed: AdamW of 1.6 of 64 M fp32 elements, call after call,
+// took 4.7 ms on two Zen 4 cores with these, 5.4 with blocks of 128, 6.3 with blocks of 512 (docs/notebook.md; before
+// step_lanes.h).
 constexpr int64_t kBlock = 64;
-constexpr int64_t kBlocksAhead = 6;  // that memory is asked for
-// Where a block is of two dense tensors, a few lines of it are asked for before that, so that translations of its
-// pages' addresses are there when the others are: 5.8 ms where it took 6.3 without. With one tensor it costs more than
-// it gains.
+constexpr int64_t kBlocksAhead = 6;  // that are prefetched
+// If a block is of two dense tensors, a few of its lines are prefetched earlier, so that the translations of its pages'
+// addresses are cached when the others are prefetched: 5.8 ms instead of 6.3. With one tensor it costs more than it
+// gains.
 constexpr int64_t kBlocksAnnounced = 10, kAnnounceEvery = 8;
 constexpr int64_t kChunk = 8192;
 
@@ -30,8 +29,8 @@ struct Chunk {
   int64_t segment, begin, end;
 };
 
-// Segments cut into chunks, and runs of chunks, about kChunk slots each, that a thread takes as one piece. Neither
-// depends on the number of threads, and a small call is one piece, which runs on the calling thread.
+// Segments cut into chunks, and pieces of consecutive chunks, about kChunk slots each, that one thread processes.
+// Neither depends on the number of threads. A small call is one piece, which runs on the calling thread.
 struct Work {
   std::vector<Chunk> chunks;
   std::vector<int64_t> pieces;  // piece i is chunks [pieces[i], pieces[i + 1])
@@ -52,8 +51,8 @@ struct Work {
     pieces.push_back(static_cast<int64_t>(chunks.size()));
   }
 
-  // call(chunk) for chunks [first, last), those that follow each other in a segment as one: each begins with waiting
-  // for memory.
+  // Calls call(chunk) for chunks [first, last), with consecutive chunks of a segment as one, because each call begins
+  // by waiting for memory.
   template <typename Call>
   void for_each_stretch(int64_t first, int64_t last, Call call) const {
     while (first < last) {
@@ -71,9 +70,9 @@ struct Work {
   }
 };
 
-// One line of prefetches for each element: duplicates are cheaper than the branch that avoids them. Into L2, which has
-// room for more misses in flight than L1: on one Zen 4 core a gather of 2.5 % of 64 M fp32 took 6 ms so, 12 ms with
-// prefetches into L1 beside the loads, and 13 ms without.
+// One prefetch for each element: duplicates are cheaper than a branch that avoids them. Into L2, which allows more
+// misses in flight than L1: on one Zen 4 core a gather of 2.5 % of 64 M fp32 took 6 ms this way, 12 ms with prefetches
+// into L1 next to the loads, and 13 ms without.
 template <typename Word, typename Index>
 void prefetch_words(const Word* dense, const Index* indices, int64_t n, int64_t every) {
   for (int64_t k = 0; k < n; k += every) __builtin_prefetch(dense + indices[k], 0, 2);
@@ -90,7 +89,7 @@ void scatter_words(Word* dense, const Index* indices, int64_t n, const Word* val
   for (int64_t k = 0; k < n; ++k) dense[indices[k]] = values[k];
 }
 
-// By the processor's own gather and scatter, where it has AVX-512: 4.7 ms for the same, where loops took 7.3.
+// With the processor's gather and scatter if it has AVX-512: 4.7 ms for the same gather, loops took 7.3.
 void gather_words(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out);
 void scatter_words(uint32_t* dense, const int32_t* indices, int64_t n, const uint32_t* values);
 
@@ -101,7 +100,7 @@ struct BlockIndices {
   bool wide;
   int run_length;
   int64_t begin, size;
-  int64_t every = 1;  // that is prefetched; of runs, none is unless all are
+  int64_t every = 1;  // prefetch every so many; runs are prefetched only if it is 1
 
   // call(pointer to the block's first index)
   template <typename Call>
@@ -132,8 +131,8 @@ struct BlockIndices {
         [&](auto* at) { scatter_words(static_cast<Word*>(dense), at, size, static_cast<const Word*>(values)); });
   }
 
-  // call(position in the dense tensor, place in the block, length) for each run, cut where the block is. What works by
-  // runs is not inlined: where masks take single elements, the code around it is as if there were none.
+  // Calls call(position in the dense tensor, place in the block, length) for each run, cut at the block's ends. The
+  // functions for runs are not inlined, so that they do not change the code for masks of single elements.
   template <typename Call>
   void for_each_run(Call call) const {
     const int shift = __builtin_ctz(static_cast<unsigned>(run_length));
@@ -171,16 +170,16 @@ struct BlockIndices {
   }
 };
 
-// positions[k] of compact slot begin + k, where indices take two bytes.
+// positions[k] = the position of compact slot begin + k, for indices of two bytes.
 void widen(const Segments& segments, int64_t segment, int64_t begin, int64_t size, int32_t* positions);
 
-// body(block) for the blocks of a chunk, and prefetch(block), which is of `tensors` dense tensors, for those that come
-// later. The next chunk is likely this thread's too, so the prefetch goes on into it.
+// Calls body(block) for the blocks of a chunk, and before it prefetch(block), of `tensors` dense tensors, for later
+// blocks. Prefetching continues into the next chunk, which is likely this thread's, too.
 template <typename Prefetch, typename Body>
 void for_each_block(const Segments& segments, const Chunk& chunk, int tensors, Prefetch prefetch, Body body) {
   constexpr int64_t kHeld = 16;
   static_assert(kBlocksAhead < kBlocksAnnounced && kBlocksAnnounced < kHeld);
-  alignas(64) int32_t positions[kHeld][kBlock];  // of the blocks from one to the last that was announced
+  alignas(64) int32_t positions[kHeld][kBlock];  // of the blocks from the current to the last announced one
   const int64_t segment_end = segments.ends[chunk.segment];
   const bool narrow = segments.index_type == IndexType::kOffset16, wide = segments.index_type == IndexType::kInt64;
   const auto block_of = [&](int64_t i, int64_t end) {
@@ -189,9 +188,9 @@ void for_each_block(const Segments& segments, const Chunk& chunk, int tensors, P
     const void* first = narrow ? positions[i % kHeld] : stored;
     return BlockIndices{segments.indices, first, wide, segments.run_length, begin, std::min(kBlock, end - begin)};
   };
-  const auto is_there = [&](int64_t i) { return chunk.begin + i * kBlock < segment_end; };
+  const auto exists = [&](int64_t i) { return chunk.begin + i * kBlock < segment_end; };
   const auto announce = [&](int64_t i) {
-    if (!is_there(i)) return;
+    if (!exists(i)) return;
     BlockIndices block = block_of(i, segment_end);
     if (narrow) widen(segments, chunk.segment, block.begin, block.size, positions[i % kHeld]);
     if (tensors == 1) return;
@@ -199,14 +198,14 @@ void for_each_block(const Segments& segments, const Chunk& chunk, int tensors, P
     prefetch(block);
   };
   const int64_t announced = tensors == 1 ? kBlocksAhead : kBlocksAnnounced;
-  const auto ask_for = [&](int64_t i) {
-    if (is_there(i)) prefetch(block_of(i, segment_end));
+  const auto prefetch_block = [&](int64_t i) {
+    if (exists(i)) prefetch(block_of(i, segment_end));
   };
   for (int64_t i = 0; i < announced; ++i) announce(i);
-  for (int64_t i = 0; i < kBlocksAhead; ++i) ask_for(i);
+  for (int64_t i = 0; i < kBlocksAhead; ++i) prefetch_block(i);
   for (int64_t i = 0; chunk.begin + i * kBlock < chunk.end; ++i) {
     announce(i + announced);
-    ask_for(i + kBlocksAhead);
+    prefetch_block(i + kBlocksAhead);
     body(block_of(i, chunk.end));
   }
 }
@@ -219,7 +218,7 @@ inline void* at(void* data, int64_t position, int64_t element_size) {
   return static_cast<char*>(data) + position * element_size;
 }
 
-// n elements of `dtype` to fp32 and back, arrays of kBlock elements at most.
+// Convert n <= kBlock elements of `dtype` to fp32 and back.
 void convert_to_float(DType dtype, const void* values, int64_t n, float* out);
 void convert_from_float(DType dtype, const float* values, int64_t n, void* out);
 void round_stochastically(DType dtype, const float* values, const uint32_t* random, int64_t n, void* out);
@@ -232,7 +231,7 @@ inline void prefetch(DType dtype, const void* dense, const BlockIndices& block) 
   }
 }
 
-// out[k] = fp32 of dense[indices[k]], and its reverse; `random` [n] may be null, for rounding to nearest.
+// out[k] = fp32 of dense[indices[k]], and the reverse. `random` [n] may be null, for rounding to nearest.
 void gather_halves(DType dtype, const void* dense, const BlockIndices& block, float* out);
 void scatter_halves(DType dtype, const float* values, const uint32_t* random, const BlockIndices& block, void* dense);
 

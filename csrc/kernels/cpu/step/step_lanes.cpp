@@ -7,7 +7,7 @@
 #include "../../rules/rules.h"
 #include "../common/multiversion.h"
 
-// Clang has no such pragma as is used below.
+// Clang lacks the target pragma below.
 #if defined(SPARSE_OPT_AVX512) && !defined(__clang__)
 #define SPARSE_OPT_LANES
 #include <immintrin.h>
@@ -23,9 +23,9 @@ bool runs_in_lanes(const StepArguments& args) {
   return has_avx512() && in_fp32 && args.segments.run_length == 1 && args.segments.index_type != IndexType::kInt64;
 }
 
-// What is compiled for AVX-512 is local to this file: of a function that other files have too, the linker could take
-// this one for machines without it. By features and not as an architecture, which an -march of the build would
-// contradict: GCC inlines no intrinsic of one architecture into a function of another.
+// Code for AVX-512 is local to this file: if other files had the same function, the linker could keep this version for
+// machines without AVX-512, too. The pragma names features, not an architecture, which could contradict an -march of
+// the build: GCC inlines no intrinsic of one architecture into a function of another.
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi2,prefer-vector-width=512")
 namespace {
@@ -85,27 +85,24 @@ void step_lanes(const StepArguments& args, const Chunk& chunk, const typename Ru
 
   Positions positions(args.segments, chunk);
   // Always inline: GCC drops the call of a function that only prefetches (blocks.h).
-  const auto prefetch_lanes = [&]<int Every>(int64_t k, std::integral_constant<int, Every>)
-                                  __attribute__((always_inline)) {
-                                    if (k + kLanes > size) return;
-                                    const int32_t* at = positions.at(k);
+  const auto prefetch = [&]<int Every>(int64_t k, std::integral_constant<int, Every>) __attribute__((always_inline)) {
+    if (k + kLanes > size) return;
+    const int32_t* at = positions.at(k);
 #pragma GCC unroll 16
-                                    for (int lane = 0; lane < kLanes; lane += Every)
-                                      __builtin_prefetch(dense + at[lane], 0, 2);
-                                    if (!gathers) return;
+    for (int lane = 0; lane < kLanes; lane += Every) __builtin_prefetch(dense + at[lane], 0, 2);
+    if (!gathers) return;
 #pragma GCC unroll 16
-                                    for (int lane = 0; lane < kLanes; lane += Every)
-                                      __builtin_prefetch(grad + at[lane], 0, 2);
-                                  };
+    for (int lane = 0; lane < kLanes; lane += Every) __builtin_prefetch(grad + at[lane], 0, 2);
+  };
   if (gathers) {
-    for (int64_t k = 0; k < kAnnounced; k += kLanes) prefetch_lanes(k, kSome);
+    for (int64_t k = 0; k < kAnnounced; k += kLanes) prefetch(k, kSome);
   }
-  for (int64_t k = 0; k < kAhead; k += kLanes) prefetch_lanes(k, kAll);
+  for (int64_t k = 0; k < kAhead; k += kLanes) prefetch(k, kAll);
 
   for (int64_t k = 0; k < size; k += kLanes) {
     if (k % Positions::kUnit == 0) positions.begin_unit(k);
-    if (gathers) prefetch_lanes(k + kAnnounced, kSome);
-    prefetch_lanes(k + kAhead, kAll);
+    if (gathers) prefetch(k + kAnnounced, kSome);
+    prefetch(k + kAhead, kAll);
     const auto lanes = static_cast<__mmask16>(size - k >= kLanes ? 0xffff : (1 << (size - k)) - 1);
     const __m512i at = _mm512_maskz_loadu_epi32(lanes, positions.at(k));
     const __m512 zero = _mm512_setzero_ps();

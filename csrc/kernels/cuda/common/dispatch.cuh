@@ -58,7 +58,7 @@ void dispatch_word(int element_size, Call call) {
   }
 }
 
-// Compact data is read and written once: it should not push dense lines, which neighbours share, out of the caches.
+// Compact data is read and written once: it should not evict dense lines, which neighbours share, from the caches.
 __device__ __forceinline__ float load_once(const float* p) {
   return __ldcs(p);
 }

@@ -1,5 +1,5 @@
-// How a kernel learns of a whole list of tensors: by value, in its parameters. No table is kept on the device, nothing
-// is copied beside the launch, and a captured graph holds its own copy.
+// The table of a list of tensors, passed to a kernel by value, in its parameters. No table is kept on the device,
+// nothing is copied apart from the launch, and a captured graph holds its own copy.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,14 +16,14 @@ namespace sparse_opt::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
-// Slots of one block of a gather, and of a step on runs. A warp takes 32 consecutive slots at a time: streams of
+// Slots of one block of a gather, and of a step on runs. A warp handles 32 consecutive slots at a time: accesses to
 // compact data are coalesced whatever the segment's first slot, and neighbours in a dense tensor are fetched and stored
-// by one instruction. Each thread has kUnroll independent elements in flight and takes no second turn.
+// by one instruction. Each thread has kUnroll independent elements in flight, once.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
-// Every launch copies its parameters, so a table is not much larger than lists are: some gradients, of hooks, or the
-// tensors of a model of 8 B parameters (Llama's has 291). More take several launches. Parameters may take 32764 bytes
-// from CUDA 12.1 on (sm_70 and later), 4096 before.
+// Every launch copies its parameters, so there are two sizes: for the few gradients of a hook, and for the tensors of a
+// model of 8 B parameters (Llama's has 291). Longer lists take several launches. Parameters may take 32764 bytes from
+// CUDA 12.1 on (sm_70 and later), 4096 before.
 constexpr int kSmallTable = 8;
 #if CUDART_VERSION >= 12010
 constexpr int kLargeTable = 320;
@@ -31,9 +31,9 @@ constexpr int kLargeTable = 320;
 constexpr int kLargeTable = 64;
 #endif
 
-// A block finds its segment in two steps, since it waits for them: the block lies in a segment from search_hints[block
-// >> clue_shift] to the search_hint after that. Halving a list of 197 until one was left, steps of 2.5 % took 0.51 ms
-// from tiles of 64 on an H200, and 0.495 so; from single weights of which few change 2.16 and 2.02 (in blocks of 512).
+// A block finds its segment by bisection from search_hints[block >> hint_shift] to the next hint, because every block
+// waits for it: bisection of the whole list, of 197 tensors, took a step of 2.5 % in tiles of 64 from 0.495 to 0.51 ms
+// on an H200, and one of single weights of which few change from 2.02 to 2.16 (in blocks of 512).
 template <int Capacity>
 struct SegmentTable {
   static constexpr int kSearchHints = Capacity > kSmallTable ? 256 : 1;
@@ -44,7 +44,7 @@ struct SegmentTable {
   int64_t ends[Capacity];
   int32_t first_block[Capacity + 1];  // of each segment, in this launch
   int32_t count;
-  int32_t clue_shift;
+  int32_t hint_shift;
   uint16_t search_hints[kSearchHints + 1];
   int64_t segment_offset;  // this launch's first segment and block within the call
   int64_t block_offset;
@@ -55,8 +55,8 @@ __host__ __device__ inline int64_t aligned_start(int64_t start) {
   return start & ~int64_t{31};
 }
 
-// Where a block works: slots [begin, end) of segment `segment` of the table, which is number `number` of the call,
-// handed to threads from `origin` on.
+// The slots of a block: [begin, end) of segment `segment` of the table, which is segment `number` of the call. Slots
+// are assigned to threads from `origin` on.
 struct BlockRange {
   int segment;
   int64_t number;
@@ -68,7 +68,7 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
                                                   int block) {
   int low = 0, high = table.count;  // first_block[low] <= block < first_block[high]
   if constexpr (SegmentTable<Capacity>::kSearchHints > 1) {
-    const int search_hint = block >> table.clue_shift;
+    const int search_hint = block >> table.hint_shift;
     low = table.search_hints[search_hint];
     high = table.search_hints[search_hint + 1] + 1;
   }
@@ -102,8 +102,8 @@ inline void check_launch(const char* op) {
   }
 }
 
-// How much of a multiprocessor's memory should be shared memory, not L1 cache, while kKernel runs: so many bytes, or
-// all. It is set once for each device, since that takes as long as a launch.
+// Asks the driver to use `bytes` of a multiprocessor's memory, or all, as shared memory instead of L1 cache while
+// kKernel runs. Only once for each device, because the call takes as long as a launch.
 template <auto kKernel>
 void prefer_shared_memory(int bytes = 1 << 30) {
   static std::atomic<uint64_t> devices{0};
@@ -115,19 +115,19 @@ void prefer_shared_memory(int bytes = 1 << 30) {
   if (most == 0) return;
   const auto percent = static_cast<int>(std::min<int64_t>(100, int64_t{100} * bytes / most));
   if (cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent) != cudaSuccess) {
-    cudaGetLastError();  // a preference: the launch that follows is none the worse for it
+    cudaGetLastError();  // only a preference: the kernel runs without it
   }
   devices.fetch_or(bit, std::memory_order_relaxed);
 }
 
 template <int Capacity>
-void set_clues(SegmentTable<Capacity>& table) {
+void set_search_hints(SegmentTable<Capacity>& table) {
   const int blocks = table.first_block[table.count];
-  table.clue_shift = 0;
-  while ((blocks - 1) >> table.clue_shift >= table.kSearchHints) ++table.clue_shift;
+  table.hint_shift = 0;
+  while ((blocks - 1) >> table.hint_shift >= table.kSearchHints) ++table.hint_shift;
   int search_hint = 0;
-  for (int segment = 0; int64_t{search_hint} << table.clue_shift < blocks; ++search_hint) {
-    while (table.first_block[segment + 1] <= search_hint << table.clue_shift) ++segment;
+  for (int segment = 0; int64_t{search_hint} << table.hint_shift < blocks; ++search_hint) {
+    while (table.first_block[segment + 1] <= search_hint << table.hint_shift) ++segment;
     table.search_hints[search_hint] = static_cast<uint16_t>(segment);
   }
   table.search_hints[search_hint] = static_cast<uint16_t>(table.count - 1);
@@ -149,13 +149,13 @@ void launch_tables(const Segments& segments, const void* const* companions, int6
       const int64_t blocks = blocks_of(table.starts[i], table.ends[i], slots_per_block);
       table.first_block[i + 1] = table.first_block[i] + static_cast<int32_t>(blocks);
     }
-    if constexpr (SegmentTable<Capacity>::kSearchHints > 1) set_clues(table);
+    if constexpr (SegmentTable<Capacity>::kSearchHints > 1) set_search_hints(table);
     launch(table, static_cast<unsigned>(table.first_block[table.count]));
     table.block_offset += table.first_block[table.count];
   }
 }
 
-// launch(table, blocks) for as many tables as the list needs.
+// Calls launch(table, blocks) for as many tables as the list needs.
 template <typename Launch>
 void for_each_table(const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch launch) {
   if (segments.count <= kSmallTable) {

@@ -1,6 +1,6 @@
-// Which slots a thread has, where they lie in the dense tensor, and how both are loaded and stored: kUnroll slots,
-// every kThreads-th of a block, for masks that take elements one by one; kUnroll slots beside each other, moved as one
-// vector, for masks that take runs.
+// The slots of a thread, their positions in the dense tensor, and loads and stores of both. ElementSlots, for masks of
+// single elements: kUnroll slots, every kThreads-th of a block. RunSlots, for masks of runs: kUnroll consecutive slots,
+// moved as one vector.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,12 @@
 
 namespace sparse_opt::cuda {
 
-// What a position is held in, where indices are stored as Index.
+// The type of a position if indices are stored as Index.
 template <typename Index>
 using PositionOf = std::conditional_t<std::is_same_v<Index, int64_t>, int64_t, int32_t>;
 
-// Where `slot` of the call's segment `number` lies. A warp's slots are in one frame, so that its bases are one load.
+// The position of `slot`, in segment `number` of the call. The slots of a warp are in one frame, so that one load
+// fetches its base.
 template <typename Index>
 __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segments, int64_t number, int64_t slot) {
   const Index* indices = static_cast<const Index*>(segments.indices);
@@ -28,11 +29,11 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
   }
 }
 
-// Unroll slots of each of Threads threads; MostBlocks, if not 0, of such blocks on a multiprocessor at a time.
+// Unroll slots for each of Threads threads, and, if MostBlocks is not 0, at most so many blocks per multiprocessor.
 template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
 struct ElementSlots {
   static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks;
-  // That a multiprocessor should hold: with about 4096 slots.
+  // Blocks that a multiprocessor should hold: about 4096 slots.
   static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4096 / (Threads * Unroll);
 
   int64_t first;  // slot j is first + j * kThreads
@@ -51,7 +52,7 @@ struct ElementSlots {
     }
   }
 
-  // What was loaded for each slot, a word each; 0 outside of the range.
+  // The loaded elements, one word for each slot; 0 outside of the range.
   template <typename T>
   struct Held {
     uint32_t words[kUnroll] = {};
@@ -128,8 +129,9 @@ inline bool fits_vectors(const void* buffer, int size) {
   return (reinterpret_cast<uintptr_t>(buffer) & (kUnroll * size - 1)) == 0;
 }
 
-// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: a thread's slots lie
-// in one run, or outside of the segment. For compact buffers that fits_vectors() holds for; dense ones lie as they do.
+// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: the slots of a thread
+// are all in one run, or all outside of the segment. Compact buffers must satisfy fits_vectors(); dense tensors may
+// have any alignment.
 struct RunSlots {
   static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0;
   static constexpr int kBlocks = 6;
@@ -151,7 +153,8 @@ struct RunSlots {
     position = start + (first & (segments.run_length - 1));
   }
 
-  // What was loaded, packed as in memory, so that nothing is done with it before it is needed; 0 outside of the range.
+  // The loaded elements, packed as in memory, so that no instruction waits for them before they are used; 0 outside of
+  // the range.
   template <typename T>
   struct Held {
     uint32_t words[kUnroll * sizeof(T) / 4] = {};
@@ -227,17 +230,16 @@ struct RunSlots {
   }
 };
 
-// Whether active elements are single ones, and no more than there are granules of 64 bytes. What a kernel reads and
-// writes of them at a time is then spread over so much memory that less of it at a time is faster: what neighbours
-// write leaves the caches together (docs/performance.md).
+// Whether active elements are single elements, and no more than there are granules of 64 bytes. Kernels are then faster
+// with fewer elements in flight, because the writes to neighbouring elements leave the caches together
+// (docs/notebook.md).
 inline bool is_scattered(const Segments& segments, int size) {
   int64_t active = 0;
   for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];
   return segments.run_length == 1 && segments.numel * size >= 64 * active;
 }
 
-// call.template operator()<Layout>(): vectors where runs are of vectors and compact buffers fit them, else elements, so
-// many of each of so many threads.
+// call.template operator()<Layout>(): RunSlots if `vectors`, otherwise ElementSlots, Unroll of each of Threads threads.
 template <int Threads = kThreads, int Unroll = kUnroll, typename Call>
 void dispatch_layout(const Segments& segments, bool vectors, Call call) {
   if (vectors) {

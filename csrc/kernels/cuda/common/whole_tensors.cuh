@@ -1,4 +1,4 @@
-// Lists of tensors that a kernel goes through from the first element to the last.
+// Lists of tensors of which a kernel reads every element.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,8 @@
 
 namespace sparse_opt::cuda {
 
-// A table for each part of a list of tensors, of which each is one segment from its first element to its last.
-// launch(table, its number of blocks); tables without elements are left out.
+// Calls launch(table, blocks) for the tables of a list of tensors, each of which is one segment with all of its
+// elements. Tables without elements are left out.
 template <typename Launch>
 void for_each_whole_table(int64_t count, void* const* tensors, const void* const* companions, const int64_t* numels,
                           int64_t block, Launch launch) {

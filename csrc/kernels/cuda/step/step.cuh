@@ -193,7 +193,7 @@ inline bool moves_vectors(const StepArguments& args) {
                      [&](const void* state) { return fits_vectors(state, state_size); });
 }
 
-// call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/performance.md has the
+// call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
 // times. Scattered elements with dense gradients, each of which has a line of the parameter and one of the gradient,
 // run with few at a time.
 template <typename Call>
