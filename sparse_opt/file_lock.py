@@ -77,7 +77,7 @@ class FileLock:
         Args:
             remove_file: remove the file even if it existed before.
         """
-        with contextlib.suppress(OSError):  # it cannot be looked at, and so not be removed
+        with contextlib.suppress(OSError):  # a file that cannot be examined is not removed
             if self.held and self.loss() is None and os.getpid() == self._process:
                 if remove_file:
                     self.path.unlink()

@@ -28,7 +28,7 @@ def l2_fetch_granularity(device: torch.device | str | int = "cuda") -> int:
         BackendUnavailable: the extension or its CUDA part was not built, or there is no such GPU.
         RuntimeError: the device has no such setting.
     """
-    module, index = _reached(device)
+    module, index = _module_and_index(device)
     return int(module.l2_fetch_granularity(index))
 
 
@@ -51,14 +51,14 @@ def set_l2_fetch_granularity(n_bytes: int, device: torch.device | str | int = "c
     """
     if n_bytes not in GRANULARITIES:
         raise ValueError(f"n_bytes is {n_bytes}, expected {', '.join(map(str, GRANULARITIES))}")
-    module, index = _reached(device)
+    module, index = _module_and_index(device)
     before = int(module.l2_fetch_granularity(index))
     module.set_l2_fetch_granularity(index, int(n_bytes))
     found = int(module.l2_fetch_granularity(index))
     if found != n_bytes:
         module.set_l2_fetch_granularity(index, before)
         name = torch.cuda.get_device_name(index)
-        raise RuntimeError(f"{name} fetches {found} bytes at a time where it is told {n_bytes}")
+        raise RuntimeError(f"{name} fetches {found} bytes at a time after it was set to {n_bytes}")
     return before
 
 
@@ -68,7 +68,7 @@ def why_unreachable() -> str:
     return cause or ("" if torch.cuda.is_available() else "torch finds no CUDA device")
 
 
-def _reached(device: torch.device | str | int) -> tuple[Any, int]:
+def _module_and_index(device: torch.device | str | int) -> tuple[Any, int]:
     """Return the extension and the index of the GPU."""
     if isinstance(device, int):
         device = f"cuda:{device}"
@@ -77,7 +77,7 @@ def _reached(device: torch.device | str | int) -> tuple[Any, int]:
         raise ValueError(f"device is {device}, expected a CUDA device")
     cause = why_unreachable()
     if not cause and device.index is not None and device.index >= torch.cuda.device_count():
-        cause = f"device is {device}, and torch finds {torch.cuda.device_count()}"
+        cause = f"device is {device}, expected one of the {torch.cuda.device_count()} that torch finds"
     if cause:
-        raise BackendUnavailable(f"the L2 fetch granularity cannot be reached: {cause}")
+        raise BackendUnavailable(f"the L2 fetch granularity cannot be accessed: {cause}")
     return native_module()[0], torch.cuda.current_device() if device.index is None else device.index

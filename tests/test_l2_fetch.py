@@ -59,7 +59,7 @@ def test_refuses_a_device_without_it(call) -> None:  # type: ignore[no-untyped-d
 @pytest.mark.parametrize("call", [l2_fetch_granularity, lambda: set_l2_fetch_granularity(32)])
 def test_says_why_it_cannot_be_reached(call, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(backends, "native_module", lambda: (None, "it was not built"))
-    with pytest.raises(BackendUnavailable, match=r"the L2 fetch granularity cannot be reached: .*not built"):
+    with pytest.raises(BackendUnavailable, match=r"the L2 fetch granularity cannot be accessed: .*not built"):
         call()
 
 
@@ -67,12 +67,12 @@ def test_says_why_it_cannot_be_reached(call, monkeypatch: pytest.MonkeyPatch) ->
 def test_says_that_there_is_no_such_gpu(device: str | int) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(BackendUnavailable, match="cannot be reached: "):
+    with pytest.raises(BackendUnavailable, match="cannot be accessed: "):
         l2_fetch_granularity(device)
 
 
 class _Stubborn:
-    """A device that fetches 64 bytes where it is told 32, behind the extension's two functions."""
+    """A device that fetches 64 bytes after it is set to 32, behind the extension's two functions."""
 
     bytes = 128
 
@@ -89,6 +89,6 @@ def test_a_device_that_keeps_to_another_is_left_as_it_was(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Stubborn")
     assert l2_fetch.set_l2_fetch_granularity(64) == 128
     device.bytes = 128
-    with pytest.raises(RuntimeError, match="Stubborn fetches 64 bytes at a time where it is told 32"):
+    with pytest.raises(RuntimeError, match="Stubborn fetches 64 bytes at a time after it was set to 32"):
         l2_fetch.set_l2_fetch_granularity(32)
     assert device.bytes == 128

@@ -130,7 +130,7 @@ class LogFiles:
                 require_tensor(patches[-1], name, state[name], digest)
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (step, the named tensor at that step) for ascending steps; one tensor is updated from step to step."""
+        """Yield (step, the named tensor at that step) for ascending steps, updating one tensor in place."""
         number, patches = self.layout.names.index(name), TensorPatches(self.layout, name, self.backend)
         at: StepHeader | None = None
         tensor: Tensor | None = None
@@ -158,7 +158,7 @@ class LogFiles:
                 patches.apply_(header, self.mask(header), tensor)
             require_tensor(last, name, tensor, last.tensor_digests[number])
         except DeltaLogError:
-            # The tensor does not show which file of the chain is damaged; the digests of the whole payloads do.
+            # The payload digests tell which file of the chain is damaged.
             for header in chain:
                 read_payload(header)
             raise
@@ -176,11 +176,11 @@ def read_base(files: LogFiles, listed: Mapping[int, StepFile]) -> StepHeader:
         raise DeltaLogError(
             f"{first.where}: is the first file, but follows step {header.previous_step}, which is missing"
         )
-    _require_company(files, header, [listed[step] for step in sorted(listed)[1:3]])
+    _require_same_run(files, header, [listed[step] for step in sorted(listed)[1:3]])
     return header
 
 
-def _require_company(files: LogFiles, base: StepHeader, others: Sequence[StepFile]) -> None:
+def _require_same_run(files: LogFiles, base: StepHeader, others: Sequence[StepFile]) -> None:
     """Raise DeltaLogError if the first file is of another log than all others."""
     runs = []
     for file in others:
@@ -196,7 +196,7 @@ def _require_company(files: LogFiles, base: StepHeader, others: Sequence[StepFil
 def parent_of(header: StepHeader) -> int:
     """Return the step that a patch is coded against. Raises DeltaLogError if it is not an earlier step."""
     if header.parent_step is None or header.parent_step >= header.file.step:
-        raise DeltaLogError(f"{header.file.where}: is a patch and names no earlier step that it follows")
+        raise DeltaLogError(f"{header.file.where}: parent step is {header.parent_step}, expected an earlier step")
     return header.parent_step
 
 
@@ -204,20 +204,20 @@ def require_member(base: StepHeader, header: StepHeader) -> None:
     """Raise DeltaLogError unless the file belongs to the log of the base."""
     where = header.file.where
     if header.run_id != base.run_id:
-        raise DeltaLogError(f"{where}: belongs to run {header.run_id}, this log is of run {base.run_id}")
+        raise DeltaLogError(f"{where}: belongs to run {header.run_id}, expected run {base.run_id} of this log")
     if header.layout is not None and header.layout != base.layout:
-        raise DeltaLogError(f"{where}: its layout is not that of {base.file.path.name}")
+        raise DeltaLogError(f"{where}: its layout differs from that of {base.file.path.name}")
     if header.mask_digest != base.mask_digest:
         raise DeltaLogError(
-            f"{where}: is of a log with the mask {header.mask_digest or 'none'}, "
-            f"this one has the mask {base.mask_digest or 'none'}"
+            f"{where}: belongs to a log with the mask {header.mask_digest or 'none'}, "
+            f"expected {base.mask_digest or 'none'}, the mask of this log"
         )
 
 
 def require_parent(child: StepHeader, parent: StepHeader) -> None:
-    """Raise DeltaLogError unless the child was coded against the state that the parent leads to."""
+    """Raise DeltaLogError unless the child was coded against the state of the parent's step."""
     if child.parent_digest != parent.result_digest:
         raise DeltaLogError(
-            f"{child.file.where}: follows the state {child.parent_digest}, "
-            f"but step {parent.file.step} is the state {parent.result_digest}"
+            f"{child.file.where}: was coded against the state {child.parent_digest}, "
+            f"but the state of step {parent.file.step} is {parent.result_digest}"
         )

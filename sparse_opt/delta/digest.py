@@ -91,13 +91,13 @@ def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor
     else:
         digests = torch.ops.sparse_opt_native.chunk_digests([materialized(tensor) for tensor in tensors])
         if device.type == "cuda":
-            digests, arrived = _on_the_way_to_host(digests)
+            digests, arrived = _copy_to_host(digests)
     return _Part(tuple(places), chunks, digests, arrived)
 
 
-def _on_the_way_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+def _copy_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     with torch.cuda.device(digests.device):
-        arrived = torch.cuda.Event(blocking=True)  # a thread that waits for it does not spin
+        arrived = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         copy = torch.empty(digests.shape, dtype=digests.dtype, device="cpu", pin_memory=True)
         copy.copy_(digests, non_blocking=True)
         arrived.record()
@@ -115,7 +115,7 @@ def _why_not_native(device: torch.device | str) -> str:
     """Return "" if the extension can hash tensors on `device`, otherwise the cause in one line."""
     cause = backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
     if not cause and not hasattr(torch.ops.sparse_opt_native, "chunk_digests"):
-        cause = "the extension is older than its sources, and has no chunk_digests: build it again"
+        cause = "the extension is older than its sources and has no chunk_digests: build it again"
     return cause
 
 

@@ -30,8 +30,8 @@ class StepCoder:
     Attributes:
         shadow: the state that the next patch is coded against, on the model's devices.
         since_keyframe: number of patches after the last keyframe.
-        fresh: the shadow is not the state of a submitted step, so that the next step has to be a keyframe.
-        masked: the mask's elements of the shadow, from the first step on that needs them.
+        fresh: the shadow is not the state of a submitted step, so that the next step must be a keyframe.
+        masked: the mask's elements of the shadow; None until a step needs them.
     """
 
     base: StepHeader
@@ -54,11 +54,11 @@ class StepCoder:
 
     @torch.no_grad()
     def job(self, step: int, tensors: Mapping[str, Tensor], *, fresh: bool) -> StepJob:
-        """Encode a step for the writer, and update the shadow. Call `handed_over` after it has been submitted.
+        """Encode a step for the writer, and update the shadow. Call `submitted` after it has been submitted.
 
         Args:
             tensors: the tensors of the layout.
-            fresh: make it a keyframe in any case.
+            fresh: write a keyframe in any case.
         """
         layout, settings, names = self.layout, self.settings, self.layout.names
         new = _gathered(layout, tensors)
@@ -108,11 +108,6 @@ class StepCoder:
         header = StepHeader(
             file=step_file(self.base.file.path.parent, step, KEYFRAME if patch is None else PATCH),
             run_id=self.base.run_id,
-            previous_step=None,
-            parent_step=None,
-            parent_digest="",
-            result_digest="",
-            tensor_digests=(),
             changed=changed,
             numel=layout.numel,
             mask_digest=self.base.mask_digest,
@@ -124,7 +119,7 @@ class StepCoder:
         )
         # A keyframe is copied, since training goes on. The format refuses tensors that share a storage, as slices do.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
-        job = StepJob(
+        return StepJob(
             header=header,
             layout=layout,
             payload=HostCopy(payload),
@@ -133,7 +128,6 @@ class StepCoder:
             against_base=settings.against == "base",
             fresh=fresh,
         )
-        return job
 
     def _masked(self) -> MaskedState | None:
         """Return the mask's elements of the shadow, or None if the log has no mask."""
@@ -141,7 +135,7 @@ class StepCoder:
             self.masked = MaskedState(self.mask, self.layout, self.shadow)
         return self.masked
 
-    def handed_over(self, job: StepJob) -> None:
+    def submitted(self, job: StepJob) -> None:
         """Record that the writer has accepted the last job."""
         self.fresh = False
         self.since_keyframe = 0 if job.header.file.kind == KEYFRAME else self.since_keyframe + 1
@@ -168,9 +162,6 @@ def begin(
     header = StepHeader(
         file=step_file(directory, 0, KEYFRAME),
         run_id=secrets.token_hex(16),
-        previous_step=None,
-        parent_step=None,
-        parent_digest="",
         result_digest=layout.state_digest(digests),
         tensor_digests=digests,
         changed=0,
@@ -181,7 +172,7 @@ def begin(
         settings=settings,
     )
     if log_mask is not None:
-        # A killed creation may have left a mask; a mask of another log must not be replaced.
+        # Replaces the mask of a creation that was killed, but not the mask of another log.
         lock.require_held(header.file.where)
         require_no_log(directory)
         try:

@@ -34,7 +34,7 @@ MASK_NAME = "mask.safetensors"
 AGAINST = ("previous", "base")
 _NAME = re.compile(r"step_(\d{8,})\.(keyframe|patch)\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-# Elements that a patch is coded over: all of the state, or those of the log's mask.
+# Elements that a patch is coded over: all elements of the state, or those in the log's mask.
 _SPACES = ("dense", "mask")
 
 
@@ -73,21 +73,24 @@ class LogSettings:
 class StepHeader:
     """The header of a step's file.
 
-    previous_step: the step logged before; None in the first file. parent_step, parent_digest: the state that a patch is
-    coded against; None and empty in a keyframe. changed: number of elements whose bits differ from that state (for a
-    keyframe, the state that a patch would be coded against); None if a keyframe's writer did not have it. level, masked
-    and payload_digest are set in patches, the last three fields in keyframes.
+    Attributes:
+        changed: number of elements whose bits differ from the state that a patch is, or for a keyframe would be, coded
+            against; None if a keyframe's writer did not have that state.
+        previous_step: the step logged before; None in the first file.
+        parent_step, parent_digest: the state that a patch is coded against; None and empty in a keyframe.
+        level, masked, payload_digest: set in patches.
+        layout, log_metadata, settings: set in keyframes.
     """
 
     file: StepFile
     run_id: str
-    previous_step: int | None
-    parent_step: int | None
-    parent_digest: str
-    result_digest: str
-    tensor_digests: tuple[str, ...]
     changed: int | None
     numel: int
+    previous_step: int | None = None
+    parent_step: int | None = None
+    parent_digest: str = ""
+    result_digest: str = ""
+    tensor_digests: tuple[str, ...] = ()
     mask_digest: str = ""
     level: str = ""
     masked: bool = False
@@ -172,7 +175,7 @@ def write_step(
         if not replace:
             _require_single(header.file)
     except (OSError, SafetensorError) as error:
-        check()  # the process that holds the lock removes this writer's temporary files
+        check()  # after a lost lock, another writer may have removed this writer's temporary file
         if isinstance(error, FileExistsError):
             raise DeltaLogError(_taken(header.file, header.file.path.name)) from error
         raise DeltaLogError(f"{where}: cannot be written: {one_line(error)}") from error
@@ -210,8 +213,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, expected {FORMAT!r}")
     if fields.get("format_version") != FORMAT_VERSION:
         raise DeltaLogError(
-            f"{file.where}: the file is of format version {fields.get('format_version')!r}, "
-            f"this sparse-opt reads version {FORMAT_VERSION!r} alone"
+            f"{file.where}: format version is {fields.get('format_version')!r}, expected {FORMAT_VERSION!r}"
         )
     written = fields.pop("header_digest", "")
     if metadata_digest(fields) != written:
@@ -263,7 +265,7 @@ def require_digests(header: StepHeader, layout: StateLayout) -> None:
         raise DeltaLogError(f"{where}: {len(header.tensor_digests)} tensor digests, expected {len(layout.tensors)}")
     found = layout.state_digest(header.tensor_digests)
     if found != header.result_digest:
-        raise DeltaLogError(f"{where}: its tensor digests make {found}, its result digest is {header.result_digest}")
+        raise DeltaLogError(f"{where}: its tensor digests give the digest {found}, expected {header.result_digest}")
 
 
 def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -273,7 +275,7 @@ def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> I
         DeltaLogError: a tensor is missing or does not have the digest that the header states; names the tensor.
     """
     layout, where = header.layout, header.file.where
-    assert layout is not None  # read_header gives every keyframe one
+    assert layout is not None  # header is a keyframe's
     require_digests(header, layout)
     with opened(header.file) as content:
         if set(content.names) != set(layout.names):

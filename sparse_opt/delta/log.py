@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DeltaLogError
 from ..masks.mask_set import MaskSet
-from . import maintenance as delta_squash
+from . import maintenance
 from .codec import Backend
 from .encoder import StepCoder, begin, resume, since_keyframe
 from .files import LogSettings, StepHeader
@@ -138,7 +138,7 @@ class DeltaLog(DeltaReader):
                 require_no_log(log.directory)
                 lock = undo.enter_context(claim(log.directory))
             elif lock.directory != log.directory or not lock.held:
-                raise DeltaLogError(f"{log.directory}: the lock is of {lock.directory}, or was let go of")
+                raise DeltaLogError(f"{log.directory}: the lock is for {lock.directory}, or was released")
             coder = begin(log.directory, layout, tensors, settings, mask, metadata or {}, backend, lock)
         log._writing = log._begun(lock, coder, coder.base)
         return log
@@ -194,7 +194,7 @@ class DeltaLog(DeltaReader):
         state = self._model if model_or_state is None else model_or_state
         if state is None:
             raise DeltaLogError(
-                f"{self.directory}: step {step}: no model given, neither here nor when the log was opened"
+                f"{self.directory}: step {step}: no model given, expected one here or when the log is opened"
             )
         if self._writing is None:
             self._writing = self._resumed()
@@ -204,7 +204,7 @@ class DeltaLog(DeltaReader):
         if fresh:
             writing.last_step = writing.writer.last_step
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
-            raise DeltaLogError(f"{self.directory}: step {step!r} cannot follow step {writing.last_step}: steps ascend")
+            raise DeltaLogError(f"{self.directory}: step is {step!r}, expected a step after {writing.last_step}")
         layout = self.layout
         if self._reader is None:
             self._reader = StateReader(layout)
@@ -214,17 +214,17 @@ class DeltaLog(DeltaReader):
             free = shutil.disk_usage(self.directory).free
             if free < layout.nbytes:
                 where = f"{self.directory}: step {step}"
-                return writing.writer.refused(step, f"{where}: a keyframe takes {layout.nbytes} bytes, {free} are free")
+                return writing.writer.refused(step, f"{where}: a keyframe takes {layout.nbytes} bytes, found {free}")
         writing.writer.reserve()
         try:
             job = writing.coder.job(step, tensors, fresh=fresh)
             writing.last_step = step
-            handed = writing.writer.submit(job)
+            append = writing.writer.submit(job)
         except BaseException:
             writing.writer.cancel()
             raise
-        writing.coder.handed_over(job)
-        return handed
+        writing.coder.submitted(job)
+        return append
 
     def flush(self) -> None:
         """Wait until all appended steps are on disk.
@@ -251,7 +251,7 @@ class DeltaLog(DeltaReader):
         self.flush()
         lock = WriterLock.take(self.directory) if self._writing is None else self._writing.lock
         try:
-            info = StepInfo.of(delta_squash.squash(self._log_files, a, b, on_step, lock))
+            info = StepInfo.of(maintenance.squash(self._log_files, a, b, on_step, lock))
             if self._writing is not None:
                 self._writing.coder.since_keyframe = since_keyframe(self._log_files.steps())
             return info
@@ -270,7 +270,7 @@ class DeltaLog(DeltaReader):
         self.close()
         lock = WriterLock.take(self.directory)
         try:
-            delta_squash.truncate(self._log_files, after, lock)
+            maintenance.truncate(self._log_files, after, lock)
         finally:
             lock.release()
 
@@ -332,7 +332,7 @@ class DeltaLog(DeltaReader):
             if self._on_error == "raise" or not isinstance(status.error, DeltaLogError):
                 raise status.error
             if not writing.warned:
-                warnings.warn(f"{status.error}; training goes on, and steps are missing in the log", stacklevel=3)
+                warnings.warn(f"{status.error}; training continues, and steps are missing in the log", stacklevel=3)
                 writing.warned = True
         return status.needs_keyframe
 

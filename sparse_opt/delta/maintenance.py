@@ -19,7 +19,7 @@ from .patches import LogMask, MaskedState, count_changes, encode
 
 @dataclass(frozen=True)
 class Problem:
-    """The file at fault (its name), what is wrong, and the steps that cannot be rebuilt because of it."""
+    """Name of the damaged file, description of the damage, and the steps that cannot be rebuilt because of it."""
 
     file: str
     message: str
@@ -43,7 +43,7 @@ def verify(
     """Return every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
     listed, strays = list_steps(directory)
     findings = [
-        _Finding(path.name, f"{path}: is no file of this log's naming, or a second one of its step") for path in strays
+        _Finding(path.name, f"{path}: is not a step file by its name, or a second file of its step") for path in strays
     ]
     files = LogFiles(directory, backend)
     try:
@@ -73,9 +73,7 @@ class _Walk:
                 missing = self._missing(header)
                 if missing is not None:
                     found.append(missing)
-                if header.file.kind == KEYFRAME:
-                    self._rebuild(header)
-                elif parent_of(header) in self.cause:
+                if header.file.kind != KEYFRAME and parent_of(header) in self.cause:
                     self._lose(step, self.cause[parent_of(header)])
                 else:
                     self._rebuild(header)
@@ -125,7 +123,9 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
     for step in (step for step in listed if step > b):
         header = files.header(listed[step])
         if header.parent_step in between:
-            raise DeltaLogError(f"{header.file.where}: is coded against step {header.parent_step}, which would go")
+            raise DeltaLogError(
+                f"{header.file.where}: is coded against step {header.parent_step}, which is to be removed"
+            )
     header = files.header(listed[b])
     if not between:
         return header

@@ -17,7 +17,7 @@ from ..errors import DeltaLogError, MaskError
 from ..files import one_line
 from ..masks.mask_set import MaskSet
 from ..tensors import as_bits
-from . import codec as patch_codec
+from . import codec
 from .codec import Backend, Patch, PatchError
 from .files import MASK_NAME, StepHeader, opened
 from .state import StateLayout, TensorSpec
@@ -50,7 +50,7 @@ class LogMask:
         shapes = {spec.name: spec.shape for spec in layout.tensors}
         for name in mask.names:
             if shapes.get(name) != mask.shapes[name]:
-                raise DeltaLogError(f"{where}: the mask {path} has a tensor {name} that is not the log's")
+                raise DeltaLogError(f"{where}: the mask {path} has {name}, which the log does not have in this shape")
         return cls(mask)
 
     @property
@@ -110,7 +110,7 @@ class MaskedState:
     def encode(self, new: Mapping[str, Tensor], level: str, backend: Backend | None, *, advance: bool) -> StatePatch:
         """Encode the patch to the mask's elements of `new`; see `delta.patches.encode`."""
         groups = {
-            dtype: patch_codec.encode(self._elements[dtype], after, level, advance=advance, backend=backend)
+            dtype: codec.encode(self._elements[dtype], after, level, advance=advance, backend=backend)
             for dtype, after in self._taken(new).items()
         }
         return StatePatch(self._layout, groups, self.mask)
@@ -174,7 +174,7 @@ def encode(
     groups = {}
     for dtype, specs in by_dtype(layout).items():
         before, after = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
-        groups[dtype] = patch_codec.encode(before, after, level, advance=advance, meanwhile=meanwhile, backend=backend)
+        groups[dtype] = codec.encode(before, after, level, advance=advance, meanwhile=meanwhile, backend=backend)
     whole = StatePatch(layout, groups)
     if masked is None:
         return whole
@@ -195,7 +195,7 @@ def count_changes(
     counts = {}
     for specs in by_dtype(layout).values():
         pairs = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
-        found = patch_codec.count_changes(*pairs, backend=backend).tolist()
+        found = codec.count_changes(*pairs, backend=backend).tolist()
         counts.update({spec.name: int(count) for spec, count in zip(specs, found, strict=True)})
     return counts
 
@@ -211,7 +211,7 @@ def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payloa
     for key, tensor in payload.items():
         dtype, _, part = key.partition(".")
         if dtype not in kinds:
-            raise DeltaLogError(f"{header.file.where}: damaged: it holds {key}, and no tensor of the log is {dtype}")
+            raise DeltaLogError(f"{header.file.where}: damaged: it holds {key}, but no tensor of the log is {dtype}")
         parts[dtype][part] = tensor
     groups = {}
     for dtype, specs in kinds.items():
@@ -236,7 +236,7 @@ class TensorPatches:
             names = {key.removeprefix(prefix): key for key in content.names if key.startswith(prefix)}
             records = names.pop("records", None)
             if records is None:
-                raise PatchError(f"it holds {sorted(names)}, and no records")
+                raise PatchError(f"it holds {sorted(names)}, expected records")
             patch = Patch.of_tensor_in(
                 {part: content.read(key) for part, key in names.items()},
                 content.numel(records),
@@ -276,7 +276,7 @@ def _apply_(
     names, dense = [name for name, _ in tensors], [tensor for _, tensor in tensors]
     elements = dense if mask is None else mask.take(names, dense)
     try:
-        patch_codec.apply_(elements, patch, backend=backend)
+        codec.apply_(elements, patch, backend=backend)
     except PatchError as error:
         raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error
     if mask is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DeltaLogError
-from . import maintenance as delta_verify
+from . import maintenance
 from .chain import LogFiles
 from .codec import Backend
 from .digest import StateDigest
@@ -145,4 +145,4 @@ class DeltaReader:
         Holds one state in memory, and a second one after a problem. `on_step` is called after each step.
         """
         self._drain()
-        return delta_verify.verify(self.directory, self._log_files.backend, on_step)
+        return maintenance.verify(self.directory, self._log_files.backend, on_step)

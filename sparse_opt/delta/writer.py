@@ -26,10 +26,14 @@ IN_FLIGHT = 2
 class StepInfo:
     """One logged step.
 
-    changed: the number of `numel` elements whose bits differ from the state that patches of this log are coded against,
-    the previous step or the base; None for a keyframe after a failed step. bytes: size of the file. level: empty for a
-    keyframe. masked: the patch is coded over the elements of the log's mask. parent_step: the step that a patch is
-    coded against, None for a keyframe.
+    Attributes:
+        kind: `keyframe` or `patch`; in a log of `.pt` files `base` or `difference`.
+        changed: the number of `numel` elements whose bits differ from the state that patches of this log are coded
+            against, the previous step or the base; None for a keyframe after a failed step.
+        bytes: size of the file.
+        level: empty for a keyframe.
+        masked: the patch is coded over the elements of the log's mask.
+        parent_step: the step that a patch is coded against; None for a keyframe.
     """
 
     step: int
@@ -109,8 +113,9 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 class StepJob:
     """A step to be written. The writer adds previous step, parent step and digests to `header`.
 
-    digests: digests of the tensors whose layout positions are in `digested`; all others have those of the parent.
-    fresh: a keyframe that restarts the log after a failed step.
+    Attributes:
+        digests: digests of the tensors at the layout positions `digested`; all others have the parent's digests.
+        fresh: a keyframe that restarts the log after a failed step.
     """
 
     header: StepHeader
@@ -179,7 +184,7 @@ class StepWriter:
         self._lock = threading.Lock()
         self._failed: int | None = None
         self._unreported: BaseException | None = None
-        # Number of failed steps, without those dropped after them, and of those that a fresh keyframe has followed.
+        # Failed steps, without those dropped after them, and how many of them a fresh keyframe has followed.
         self._failures = self._restarted = 0
         self._futures: list[Future[StepInfo]] = []
 

@@ -70,9 +70,9 @@ class SparseArguments:
         for option in fields(self):
             if self.delta_log_dir is None and option.name.startswith("delta_log_"):
                 if getattr(self, option.name) != option.default:
-                    raise ConfigError(f"{option.name} does nothing without delta_log_dir")
+                    raise ConfigError(f"{option.name} has no effect without delta_log_dir")
         if self.delta_log_dir is not None and not self.keep_base_weights:
-            raise ConfigError("a delta log begins with the base weights: delta_log_dir needs keep_base_weights=True")
+            raise ConfigError("delta_log_dir needs keep_base_weights=True: a delta log starts with the base weights")
 
 
 def as_mask(mask: Mask) -> MaskSet:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback
@@ -16,9 +16,6 @@ from ..delta.log import DeltaLog
 from ..delta.schedule import Schedule
 from ..errors import DeltaLogError
 from ..masks.mask_set import MaskSet
-
-if TYPE_CHECKING:
-    pass
 
 
 class DeltaLogCallback(TrainerCallback):
@@ -91,7 +88,7 @@ class DeltaLogCallback(TrainerCallback):
         if step > log.last_step:
             log.append(step, model)
         elif step in self._logged:
-            self._require_same(step, model, "the weights that the resumed run has there")
+            self._require_same(step, model, "the weights of the resumed run at that step")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """If another callback has stopped the run, log its last weights before the Trainer loads the best ones."""
@@ -116,8 +113,8 @@ class DeltaLogCallback(TrainerCallback):
     def _require_base(self, step: int) -> None:
         if step > 0:
             raise DeltaLogError(
-                f"{self._directory}: holds no delta log, and the run goes on after step {step}: "
-                "name the folder of its log, or begin a new run"
+                f"{self._directory}: holds no delta log, but the run resumes after step {step}: "
+                "choose the folder of its log, or start a new run"
             )
 
     def _check_base(self, model: nn.Module) -> None:
@@ -129,5 +126,6 @@ class DeltaLogCallback(TrainerCallback):
         found = log.step_of(model)
         if found is None or log.digest(found) != log.digest(step):
             raise DeltaLogError(
-                f"{log.directory}: step {step} is not {what}: choose another delta_log_dir, which begins with W0 too"
+                f"{log.directory}: step {step} differs from {what}: choose another delta_log_dir; its log starts with "
+                "W0, too"
             )

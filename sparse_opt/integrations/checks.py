@@ -25,14 +25,17 @@ def of_call(bound: inspect.BoundArguments) -> None:
     optimizer, scheduler = given.get("optimizers") or (None, None)
     if optimizer is not None or given.get("optimizer_cls_and_kwargs") is not None:
         raise ConfigError(
-            "sparse_trainer makes the optimizer itself: pass neither optimizers nor optimizer_cls_and_kwargs"
+            "found an optimizer; sparse_trainer creates it: pass neither optimizers nor optimizer_cls_and_kwargs"
         )
     if scheduler is not None:
         raise ConfigError(
-            "the scheduler in optimizers is another optimizer's: set lr_scheduler_type, or override create_scheduler"
+            "the scheduler in optimizers is bound to another optimizer: set lr_scheduler_type, or override "
+            "create_scheduler"
         )
     if given.get("peft_config") is not None:
-        raise ConfigError("peft_config trains an adapter, a mask the model's own weights: drop one of the two")
+        raise ConfigError(
+            "peft_config trains an adapter, but a mask selects the model's own weights: use only one of the two"
+        )
     of_model(given.get("model"))
 
 
@@ -44,11 +47,11 @@ def of_model(model: Any) -> None:
     """
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
-            f"the model is a {type(model).__name__} with a PEFT adapter, a mask is over the model's own weights: "
+            f"the model is a {type(model).__name__} with a PEFT adapter, but a mask selects the model's own weights: "
             "pass model.merge_and_unload().requires_grad_(True)"
         )
     if getattr(model, "is_distributed_loading_by_transformers", False):
-        raise ConfigError("the model is sharded over devices (distributed_config): load it whole, one copy a device")
+        raise ConfigError("the model is sharded over devices (distributed_config): load a whole copy on each device")
 
 
 def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> None:
@@ -61,23 +64,25 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
         raise ConfigError(
-            f"{kind} keeps weights and gradients in buffers of its own, where no mask applies: run on one device, or "
-            "with DistributedDataParallel and SparseArguments(grads='dense')"
+            f"{kind} keeps weights and gradients in its own buffers, to which a mask cannot be applied: use one "
+            "device, or "
+            "DistributedDataParallel and SparseArguments(grads='dense')"
         )
     if kind != "NO" and options.grads == "compact":
         raise ConfigError(
-            f"{kind}: DistributedDataParallel averages dense gradients between processes, and sees no compact ones: "
+            f"{kind}: DistributedDataParallel averages dense gradients only, not compact ones: "
             "use SparseArguments(grads='dense')"
         )
     if args.n_gpu > 1:
         raise ConfigError(
-            f"{args.n_gpu} GPUs in one process run under DataParallel: start it with `accelerate launch`, or make one "
-            "visible with CUDA_VISIBLE_DEVICES"
+            f"{args.n_gpu} GPUs in one process use DataParallel: start with `accelerate launch`, or make one GPU "
+            "visible with "
+            "CUDA_VISIBLE_DEVICES"
         )
     if accelerator.mixed_precision == "fp16" and options.grads == "compact" and not options.amp_scaling:
         raise ConfigError(
-            "fp16 mixed precision scales gradients, and sees no compact ones: use SparseArguments(amp_scaling=True), "
-            "grads='dense', or bf16"
+            "the GradScaler of fp16 mixed precision does not handle compact gradients: use "
+            "SparseArguments(amp_scaling=True), grads='dense', or bf16"
         )
 
 
@@ -89,9 +94,13 @@ def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
             run, which a delta log does not support.
     """
     if args.optim not in _ADAMW:
-        raise ConfigError(f"optim is {_value(args.optim)!r}: SparseAdamW stands in for {' and '.join(_ADAMW)}")
+        raise ConfigError(
+            f"optim is {_value(args.optim)!r}, expected {' or '.join(_ADAMW)}, which SparseAdamW replaces"
+        )
     if args.auto_find_batch_size and options.delta_log_dir is not None:
-        raise ConfigError("auto_find_batch_size begins a run anew, which a delta log can't follow: set one of the two")
+        raise ConfigError(
+            "auto_find_batch_size restarts the run, which a delta log does not support: set only one of the two"
+        )
     for option, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
         if getattr(args, option):
             _refuse_cast(model, dtype, f"{option}=True", f"load the model in {dtype}, or leave it out")

@@ -8,7 +8,7 @@ from typing import Any
 
 # Methods of the trainer class that SparseTrainer overrides.
 _HIDDEN = ("create_optimizer", "_clip_grad_norm", "_get_grad_norm")
-# TRL trainers whose use of a reference model is known.
+# The supported TRL trainers.
 _TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
 
 
@@ -40,17 +40,17 @@ def sparse_trainer(trainer_class: type) -> Any:
     from transformers import Trainer
 
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise TypeError(f"sparse_trainer takes a subclass of transformers.Trainer, not {_shown(trainer_class)}")
+        raise TypeError(f"trainer_class is {_shown(trainer_class)}, expected a subclass of transformers.Trainer")
     from . import trainer
 
     if issubclass(trainer_class, trainer.SparseTrainer):
-        raise TypeError(f"{_shown(trainer_class)} is a sparse trainer already")
+        raise TypeError(f"{_shown(trainer_class)} is already a sparse trainer")
     for owner in trainer_class.__mro__[: trainer_class.__mro__.index(Trainer)]:
         hidden = [name for name in _HIDDEN if name in vars(owner)]
         if hidden:
             raise TypeError(
-                f"{_shown(owner)} overrides {hidden[0]}, which sparse_trainer does itself: leave it out; weight decay "
-                "goes by get_decay_parameter_names, the schedule by create_scheduler"
+                f"{_shown(owner)} overrides {hidden[0]}, which sparse_trainer overrides, too: remove it; "
+                "get_decay_parameter_names selects weight decay, create_scheduler makes the schedule"
             )
     base = trainer.SparseTrainer
     theirs = next((c for c in trainer_class.__mro__ if c.__module__.startswith("trl.")), None)
@@ -58,7 +58,8 @@ def sparse_trainer(trainer_class: type) -> Any:
         require("trl")
         if not (theirs.__module__.startswith("trl.trainer.") and theirs.__name__ in _TRL_TRAINERS):
             raise TypeError(
-                f"{_shown(theirs)} has a loss and a reference that are not covered here; {', '.join(_TRL_TRAINERS)} are"
+                f"{_shown(theirs)} is not supported, expected a subclass of {', '.join(_TRL_TRAINERS)} or of "
+                "transformers.Trainer"
             )
         from . import references
 

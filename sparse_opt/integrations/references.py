@@ -115,9 +115,9 @@ class SparseGRPOTrainer(SparseTrainer):
         per_generation = self.num_iterations * args.steps_per_generation
         if step * args.gradient_accumulation_steps % per_generation:
             raise ConfigError(
-                f"the checkpoint of step {state.global_step} lies between two generations, whose completions TRL does "
-                f"not save: set save_steps so that an epoch's steps are saved at multiples of {per_generation} batches "
-                f"({args.gradient_accumulation_steps} a step), or resume from such a one"
+                f"the checkpoint of step {state.global_step} is between two generations, and TRL does not save their "
+                f"completions: set save_steps to save after a multiple of {per_generation} batches of an epoch "
+                f"({args.gradient_accumulation_steps} per step), or resume from such a checkpoint"
             )
         if args.shuffle_dataset and not streamed:
             generator = self._train_sampler.generator
@@ -127,9 +127,12 @@ class SparseGRPOTrainer(SparseTrainer):
 
 def _refuse_other_references(args: Any, options: SparseArguments) -> None:
     if not options.keep_base_weights:
-        raise ConfigError("keep_base_weights=False leaves no reference: keep them, or pass DPO a ref_model of your own")
+        raise ConfigError(
+            "keep_base_weights is False, expected True: the base weights are the reference; or pass a ref_model to DPO"
+        )
     if getattr(args, "sync_ref_model", False):
         raise ConfigError(
-            "sync_ref_model=True moves the reference, and base weights stay as they are: set sync_ref_model=False, or "
-            "pass DPO a ref_model of your own"
+            "sync_ref_model=True updates the reference, but base weights are constant: set sync_ref_model=False, or "
+            "pass a "
+            "ref_model to DPO"
         )

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from ..errors import ConfigError
 from ..optim import SparseAdamW
-from . import checks as refusals
+from . import checks
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback
 
@@ -40,11 +40,11 @@ class SparseTrainer(_Trainer):
         if not self.sparse_mask.nnz:
             raise ConfigError("the mask has no active element")
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
-        refusals.of_call(bound)
+        checks.of_call(bound)
         with self._without_reference(bound):
             super().__init__(*bound.args, **bound.kwargs)
-        refusals.of_model(self.model)
-        refusals.of_arguments(self.args, self.sparse_arguments, self.model)
+        checks.of_model(self.model)
+        checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
         self._sparse_callback = SparseCallback(self)
@@ -58,7 +58,7 @@ class SparseTrainer(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, then refuse accelerators that take over the model or its gradients."""
         super().create_accelerator_and_postprocess()
-        refusals.of_accelerator(self.accelerator, self.args, self.sparse_arguments)
+        checks.of_accelerator(self.accelerator, self.args, self.sparse_arguments)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters."""
@@ -147,8 +147,8 @@ class SparseTrainer(_Trainer):
         for name in ("optimizer.pt", "scheduler.pt"):
             if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, name)):
                 raise FileNotFoundError(
-                    f"{checkpoint} has no {name}, without which the run can't go on as it was: save checkpoints with "
-                    "save_only_model=False, or begin a new run from its weights"
+                    f"{checkpoint} has no {name}, which is needed to resume the run: save checkpoints with "
+                    "save_only_model=False, or start a new run from its weights"
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -168,7 +168,7 @@ class SparseDeltaLogCallback(DeltaLogCallback):
     def __init__(self, trainer: SparseTrainer) -> None:
         options = trainer.sparse_arguments
         if options.delta_log_dir is None:
-            raise ConfigError("no delta_log_dir to log to")
+            raise ConfigError("delta_log_dir is None, expected a folder for the log")
         super().__init__(
             options.delta_log_dir,
             options.delta_log_steps,

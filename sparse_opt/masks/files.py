@@ -96,7 +96,7 @@ def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, s
     if path.suffix not in _PT_SUFFIXES:
         raise MaskError(f"{path}: files of bool tensors end in {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
     if not masks:
-        raise MaskError(f"{path}: the mask lists no parameters, and a file of bool tensors cannot say so")
+        raise MaskError(f"{path}: the mask lists no parameters, expected at least one for a file of bool tensors")
     content: dict[str, Any] = dict(masks) if plain else {"masks": dict(masks), "metadata": dict(metadata)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def read(path: Path) -> IndexMasks | BoolMasks:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a file with such a name cannot be written
-            raise MaskError(f"{path}: {text[:80]!r} is no text: {error.reason}") from error
+            raise MaskError(f"{path}: {text[:80]!r} is not valid text: {error.reason}") from error
     return found
 
 
@@ -135,14 +135,14 @@ def _read_safetensors(path: Path) -> IndexMasks:
             written = header.pop("metadata_digest", None)
             if metadata_digest(header) != written:
                 raise MaskError(
-                    f"{path}: damaged: the metadata has digest {metadata_digest(header)}, it says {written}"
+                    f"{path}: damaged: the metadata have digest {metadata_digest(header)}, expected {written}"
                 )
             missing = [key for key in _RESERVED[:-1] if key not in header]
             if missing:
                 raise MaskError(f"{path}: metadata key {missing[0]} is missing")
             shapes = _parsed_shapes(path, header["shapes"])
             if set(file.names) != set(shapes):
-                raise MaskError(f"{path}: damaged: its tensors are not those of its shapes")
+                raise MaskError(f"{path}: damaged: tensors and shapes have different names")
             indices = {name: file.read(name) for name in shapes}
     except (OSError, DamagedFile) as error:
         raise MaskError(f"{path}: not a readable safetensors file: {one_line(error)}") from error
@@ -200,5 +200,5 @@ def _require_stored(path: Path, name: str, tensor: Tensor) -> None:
     if needed > stored:
         raise MaskError(
             f"{path}: {name} is {list(tensor.shape)} with strides {list(tensor.stride())} over {stored} stored bytes, "
-            f"expected {needed}: a tensor that repeats its elements"
+            f"expected {needed}: its elements share memory"
         )

@@ -57,8 +57,8 @@ class MaskStats:
 class MaskSet:
     """Mapping from parameter name to the sorted unique positions of its active elements, and their pattern.
 
-    Everything is checked once, on construction. Ops and kernels do not check the positions again, so do not write to
-    the tensors. Equality compares names, shapes and positions, but not pattern and metadata.
+    Positions are checked once, on construction, and not again by ops and kernels: do not write to the tensors. Equality
+    compares names, shapes and positions, but not pattern and metadata.
 
     Args:
         indices: name -> [nnz] integer tensor of positions in the flattened parameter, strictly ascending. Stored on the
@@ -207,7 +207,9 @@ class MaskSet:
             else:
                 mask = cls(content.indices, content.shapes, pattern=content.pattern, metadata=content.metadata)
                 if mask.digest != content.digest:
-                    raise MaskError(f"the positions have digest {mask.digest}, the file says {content.digest}")
+                    raise MaskError(
+                        f"the positions have digest {mask.digest}, expected {content.digest}, as the file states"
+                    )
             return mask if model is None else mask.resolve(model)
         except MaskError as error:
             raise MaskError(f"{path}: {error}") from error

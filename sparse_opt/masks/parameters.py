@@ -29,7 +29,7 @@ Part = Literal[
     "lm_head",
     "other",
 ]
-# In the order in which data flows through a model, and in which tables and figures list them.
+# In the order in which data flows through a model; tables and plots list them in this order.
 PARTS: tuple[Part, ...] = get_args(Part)
 PART_LABELS: dict[Part, str] = {
     "embeddings": "embeddings",
@@ -75,7 +75,7 @@ _MODULES: dict[str, Part] = {
     "lm_head": "lm_head",
     "embed_out": "lm_head",
 }
-# Names that mean one thing in an attention block and another, or nothing, in a feed-forward block.
+# Names whose meaning depends on the block.
 _IN_ATTENTION: dict[str, Part] = {"c_proj": "attention_o", "out_proj": "attention_o", "dense": "attention_o"}
 _IN_MLP: dict[str, Part] = {"c_proj": "mlp_down", "w1": "mlp_gate", "w2": "mlp_down", "w3": "mlp_up"}
 _ATTENTION_BLOCKS = frozenset({"attn", "self_attn", "attention", "self_attention"})
@@ -94,8 +94,8 @@ class Component:
         layer: number of the layer; None outside of all layers.
         part: one of `PARTS`; a bias has the part of its weight.
         conv1d: True for a weight of GPT-2's c_attn, c_proj and c_fc, which transformers' Conv1D stores transposed,
-            [in, out] instead of the [out, in] of a Linear. GPTBigCode and GPT-Neo use some of these names for a Linear,
-            which the name does not show.
+            [in, out] instead of the [out, in] of a Linear. Wrong for GPTBigCode and GPT-Neo, which use some of these
+            names for a Linear.
     """
 
     layer: int | None
@@ -135,7 +135,7 @@ def component_of(name: str) -> Component:
     # GPT-OSS's experts have parameters of their own, gate_up_proj and gate_up_proj_bias, in place of modules.
     words = [word.removesuffix("_bias") for word in name.partition("[")[0].split(".")]
     layer = layer_of(name)
-    # From the end: `q_proj.lora_A.weight` belongs to q_proj, and a norm inside an attention block is a norm.
+    # Last word first: a norm inside an attention block is a norm, and `q_proj.lora_A.weight` belongs to q_proj.
     for i in range(len(words) - 1, -1, -1):
         part = _part_of(words[i], words[:i])
         if part is not None:

@@ -40,7 +40,7 @@ def unit_grid(shape: Sequence[int], pattern: str) -> tuple[int, int]:
 
 
 def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | None:
-    """Return a unit, numbered row by row, of which `indices` has only a part; None if there is none.
+    """Return the number of a unit, counted row by row, that `indices` contains in part only; None if there is none.
 
     Args:
         indices: [nnz] sorted unique positions in the flattened tensor, all in range.
@@ -52,7 +52,7 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
     runs = _aligned_runs(indices, width) if columns % width == 0 else None
     if runs is not None and height == 1:
         return None
-    # Bands of whole unit rows bound the scratch memory, and no unit crosses from one into the next.
+    # Processed in bands of whole rows of units, which bounds the scratch memory.
     positions, across = (indices, columns) if runs is None else (runs, columns // width)
     band = height * max(1, _BAND_ELEMENTS // (height * across))
     inner = torch.tensor(range(band * across, rows * across, band * across), dtype=positions.dtype, device="cpu")
@@ -93,7 +93,7 @@ def most_specific_pattern(masks: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
     found = len(PATTERNS) - 1
     names = list(PATTERNS)
     for indices, shape in masks:
-        # A pattern's units consist of units of the one before, so the first that does not fit ends the search.
+        # Units consist of units of the pattern before, so that the first pattern that does not fit ends the search.
         for i in range(1, found + 1):
             if broken_unit(indices, shape, names[i]) is not None:
                 found = i - 1

@@ -10,7 +10,7 @@ _CHUNK = 2**24
 
 
 def intersection_size(first: Tensor, second: Tensor) -> int:
-    """Count the positions in both. All arguments here are [nnz] sorted unique CPU tensors of one integer dtype."""
+    """Count the positions in both. All functions take [nnz] sorted unique CPU tensors of one integer dtype."""
     merged = _merged(first, second)
     return int(np.count_nonzero(merged[1:] == merged[:-1]))
 

@@ -32,7 +32,7 @@ def _sample(n: int, k: int, source: np.random.PCG64) -> Tensor:
     positions = torch.from_numpy(marked)
     missing = count
     while missing:
-        # Never more draws than are missing, so that none has to be undone.
+        # At most as many draws as are missing, so that no position is marked too many.
         draws = source.random_raw(min(missing, _DRAWS_PER_ROUND)) % np.uint64(n)
         # torch scatters several times faster than numpy; numpy counts several times faster than torch.
         positions.index_fill_(0, torch.from_numpy(draws.astype(np.int64)), True)

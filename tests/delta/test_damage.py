@@ -156,7 +156,7 @@ def test_a_file_of_another_run(logged: Any, same_bits: Compare, tmp_path: Path, 
             log.append(n)
     path = logged.file(step)
     shutil.copy(tmp_path / "other" / path.name, path)
-    with pytest.raises(DeltaLogError, match=f"{path}: step {step}: belongs to run [0-9a-f]{{32}}, this log is of run"):
+    with pytest.raises(DeltaLogError, match=f"{path}: step {step}: belongs to run [0-9a-f]{{32}}, expected run"):
         logged.load(step)
     lost = {p.file: list(p.lost_steps) for p in DeltaLog.open(logged.directory).verify()}
     assert lost == {path.name: COSTS[step]}
@@ -208,9 +208,9 @@ def flip(name: str, index: int) -> Callable[[dict[str, Tensor]], None]:
         (lambda p: p.update({"float32.more": torch.zeros(1)}), "the patch of float32: it holds .*more"),
         (
             lambda p: p.update({"float64.counts": torch.zeros(1)}),
-            "it holds float64.counts, and no tensor of the log is",
+            "it holds float64.counts, but no tensor of the log is",
         ),
-        (lambda p: p.update(more=torch.zeros(1)), "it holds more, and no tensor of the log is more"),
+        (lambda p: p.update(more=torch.zeros(1)), "it holds more, but no tensor of the log is more"),
     ],
 )
 def test_forged_patches_write_nowhere(
@@ -233,13 +233,13 @@ def test_forged_patches_write_nowhere(
 def test_forged_headers(logged: Any) -> None:
     where = f"{logged.file(2)}: step 2: "
     for fields, message in [
-        ({"parent_digest": "0" * 32}, "follows the state 0{32}, but step 1 is the state [0-9a-f]{32}"),
-        ({"parent_step": 2}, "is a patch and names no earlier step"),
-        ({"parent_step": None}, "is a patch and names no earlier step"),
-        ({"parent_step": 0}, "follows the state [0-9a-f]{32}, but step 0 is the state"),
-        ({"result_digest": "0" * 32}, "its tensor digests make [0-9a-f]{32}, its result digest is 0{32}"),
+        ({"parent_digest": "0" * 32}, "was coded against the state 0{32}, but the state of step 1 is [0-9a-f]{32}"),
+        ({"parent_step": 2}, "parent step is 2, expected an earlier step"),
+        ({"parent_step": None}, "parent step is None, expected an earlier step"),
+        ({"parent_step": 0}, "was coded against the state [0-9a-f]{32}, but the state of step 0 is"),
+        ({"result_digest": "0" * 32}, "its tensor digests give the digest [0-9a-f]{32}, expected 0{32}"),
         ({"tensor_digests": ()}, "0 tensor digests, expected 3"),
-        ({"mask_digest": "0" * 32}, "is of a log with the mask 0{32}, this one has the mask none"),
+        ({"mask_digest": "0" * 32}, "belongs to a log with the mask 0{32}, expected none"),
         ({"masked": True}, "needs the mask of the log: .*mask.safetensors: no such mask file"),
         ({"level": "fast"}, "damaged: the patch of bfloat16: it holds"),
         ({"level": "other"}, "damaged: its patch is 'other' over 'dense'"),
@@ -291,7 +291,7 @@ def test_a_log_of_the_first_format(logged: Any) -> None:
     for step in logged.states:
         rewrite_metadata(logged.file(step), format_version="1")
     log = DeltaLog.open(logged.directory, logged.states[0])
-    message = f"{logged.file(0)}: step 0: the file is of format version '1', this sparse-opt reads version '2' alone"
+    message = f"{logged.file(0)}: step 0: format version is '1', expected '2'"
     for call in (lambda: log.load(8), lambda: log.append(9), log.info, lambda: log.layout):
         with pytest.raises(DeltaLogError) as error:
             call()

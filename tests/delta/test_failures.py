@@ -171,14 +171,14 @@ def test_training_can_go_on_without_the_log(
             log._drain()
         log.flush()
     assert len(warned) == 1
-    assert FULL.format(2) + "; training goes on" in str(warned[0].message)
+    assert FULL.format(2) + "; training continues" in str(warned[0].message)
     with pytest.raises(DeltaLogError, match=FULL.format(7)):
         handed.wait()
     # While there is not even room for a keyframe, none is made.
     with monkeypatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("error")
         patched.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=15_999))
-        with pytest.raises(DeltaLogError, match="step 8: a keyframe takes 16000 bytes, 15999 are free"):
+        with pytest.raises(DeltaLogError, match="step 8: a keyframe takes 16000 bytes, found 15999"):
             log.append(8).wait()
     disk.full = False
     with warnings.catch_warnings():
@@ -205,7 +205,7 @@ def test_the_end_of_a_with_block_adds_the_failure_to_an_exception_under_way(
         fail_at_both()
     disk.full = False
     assert "step 1: cannot be written" in error.value.__notes__[0]
-    DeltaLog.open(tmp_path / "log", state).append(2).done()  # the directory was let go of
+    DeltaLog.open(tmp_path / "log", state).append(2).done()  # the directory is no longer locked
 
 
 def test_what_is_logged_is_the_state_at_the_call(

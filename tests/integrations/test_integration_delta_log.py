@@ -67,7 +67,7 @@ def test_a_resumed_run_appends(lab, watch, tmp_path):
 
     other = lab("Trainer", max_steps=6, max_grad_norm=1e-3)
     other.add_callback(DeltaLogCallback(tmp_path / "log"))
-    with pytest.raises(DeltaLogError, match="log: step 3 is not the weights that the resumed run has there"):
+    with pytest.raises(DeltaLogError, match="log: step 3 differs from the weights of the resumed run at that step"):
         other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
     other.pop_callback(DeltaLogCallback).close()
     anew = lab("Trainer", max_steps=6)
@@ -76,7 +76,7 @@ def test_a_resumed_run_appends(lab, watch, tmp_path):
         anew.train()
     late = lab("Trainer", max_steps=6)
     late.add_callback(DeltaLogCallback(tmp_path / "late"))
-    with pytest.raises(DeltaLogError, match="late: holds no delta log, and the run goes on after step 2"):
+    with pytest.raises(DeltaLogError, match="late: holds no delta log, but the run resumes after step 2"):
         late.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
     assert not (tmp_path / "late").exists()
 

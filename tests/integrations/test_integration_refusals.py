@@ -12,8 +12,7 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import ConfigError, MaskError
-from sparse_opt.integrations import SparseArguments, sparse_trainer
-from sparse_opt.integrations import checks as refusals
+from sparse_opt.integrations import SparseArguments, checks, sparse_trainer
 
 
 def refused(lab, message, kind="SFT", error=ConfigError, **options):
@@ -39,7 +38,7 @@ def test_other_classes(trainer_class, message):
 def test_a_sparse_trainer_is_one_already_and_one_class():
     assert sparse_trainer(Trainer) is sparse_trainer(Trainer)
     assert sparse_trainer(DPOTrainer).__name__ == "SparseDPOTrainer"
-    with pytest.raises(TypeError, match="SparseTrainer is a sparse trainer already"):
+    with pytest.raises(TypeError, match="SparseTrainer is already a sparse trainer"):
         sparse_trainer(sparse_trainer(Trainer))
 
 
@@ -51,7 +50,7 @@ def test_classes_with_an_optimizer_of_their_own():
     class Derived(Own):
         pass
 
-    with pytest.raises(TypeError, match=r"Own overrides create_optimizer, which sparse_trainer does itself"):
+    with pytest.raises(TypeError, match=r"Own overrides create_optimizer, which sparse_trainer overrides, too"):
         sparse_trainer(Derived)
 
 
@@ -81,16 +80,21 @@ def test_optimizers_of_the_callers(lab):
     model = lab.model()
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    refused(lab, "makes the optimizer itself", model=model, given={"optimizers": (optimizer, None)})
-    refused(lab, "is another optimizer's: set lr_scheduler_type", model=model, given={"optimizers": (None, scheduler)})
-    refused(lab, "makes the optimizer itself", given={"optimizer_cls_and_kwargs": (torch.optim.SGD, {})})
-    refused(lab, "optim is 'sgd': SparseAdamW stands in for adamw_torch and adamw_torch_fused", optim="sgd")
+    refused(lab, "sparse_trainer creates it", model=model, given={"optimizers": (optimizer, None)})
+    refused(
+        lab,
+        "is bound to another optimizer",
+        model=model,
+        given={"optimizers": (None, scheduler)},
+    )
+    refused(lab, "sparse_trainer creates it", given={"optimizer_cls_and_kwargs": (torch.optim.SGD, {})})
+    refused(lab, "optim is 'sgd', expected adamw_torch or adamw_torch_fused", optim="sgd")
 
 
 def test_peft_models(lab):
     peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    refused(lab, "peft_config trains an adapter, a mask the model's own weights", given={"peft_config": config})
+    refused(lab, "peft_config trains an adapter, but a mask selects", given={"peft_config": config})
     for kind in ("Trainer", "DPO"):
         refused(lab, "with a PEFT adapter.*merge_and_unload", kind, model=peft.get_peft_model(lab.model(), config))
     model = lab.model()
@@ -110,9 +114,9 @@ def test_a_merged_adapter_is_a_model_like_any_other(lab):
 @pytest.mark.parametrize("kind", ["DPO", "GRPO"])
 def test_a_reference_that_moves_or_is_not_kept(lab, kind):
     beta = {"beta": 0.1}
-    refused(lab, "sync_ref_model=True moves the reference", kind, sync_ref_model=True, **beta)
+    refused(lab, "sync_ref_model=True updates the reference", kind, sync_ref_model=True, **beta)
     sparse = SparseArguments(keep_base_weights=False)
-    refused(lab, "keep_base_weights=False leaves no reference", kind, sparse=sparse, **beta)
+    refused(lab, "keep_base_weights is False, expected True", kind, sparse=sparse, **beta)
     if kind == "GRPO":  # without a KL term there is none to keep
         lab(kind, mask=lab.random_mask(0.1), sparse=sparse, max_steps=1).train()
     else:
@@ -168,7 +172,7 @@ def test_casts_of_the_trained_weights_in_place(lab):
 
 def test_a_log_that_can_not_follow(lab, tmp_path):
     sparse = SparseArguments(delta_log_dir=tmp_path / "log")
-    refused(lab, "auto_find_batch_size begins a run anew", sparse=sparse, auto_find_batch_size=True)
+    refused(lab, "auto_find_batch_size restarts the run", sparse=sparse, auto_find_batch_size=True)
 
 
 COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), SparseArguments(amp_scaling=True)
@@ -177,11 +181,11 @@ COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), Spar
 @pytest.mark.parametrize(
     ("distributed", "precision", "n_gpu", "sparse", "message"),
     [
-        ("DEEPSPEED", "no", 1, DENSE, "DEEPSPEED keeps weights and gradients in buffers of its own"),
+        ("DEEPSPEED", "no", 1, DENSE, "DEEPSPEED keeps weights and gradients in its own buffers"),
         ("FSDP", "no", 1, DENSE, "FSDP keeps weights and gradients.*DistributedDataParallel and .*grads='dense'"),
         ("MULTI_GPU", "no", 1, COMPACT, r"MULTI_GPU: .* use SparseArguments\(grads='dense'\)"),
         ("MULTI_GPU", "no", 1, DENSE, None),
-        ("NO", "no", 2, COMPACT, "2 GPUs in one process run under DataParallel: start it with `accelerate launch`"),
+        ("NO", "no", 2, COMPACT, "2 GPUs in one process use DataParallel: start with `accelerate launch`"),
         ("NO", "fp16", 1, COMPACT, r"fp16 .* use SparseArguments\(amp_scaling=True\), grads='dense', or bf16"),
         ("NO", "fp16", 1, SCALED, None),
         ("NO", "fp16", 1, DENSE, None),
@@ -193,13 +197,13 @@ def test_ways_of_running(distributed, precision, n_gpu, sparse, message):
     accelerator = SimpleNamespace(distributed_type=DistributedType(distributed), mixed_precision=precision)
     args = SimpleNamespace(n_gpu=n_gpu)
     if message is None:
-        refusals.of_accelerator(accelerator, args, sparse)
+        checks.of_accelerator(accelerator, args, sparse)
     else:
         with pytest.raises(ConfigError, match=message):
-            refusals.of_accelerator(accelerator, args, sparse)
+            checks.of_accelerator(accelerator, args, sparse)
 
 
 def test_a_sharded_model():
     model = SimpleNamespace(is_distributed_loading_by_transformers=True)
     with pytest.raises(ConfigError, match="sharded over devices"):
-        refusals.of_model(model)
+        checks.of_model(model)

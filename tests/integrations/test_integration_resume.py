@@ -75,7 +75,7 @@ def test_grpo_resumes_only_where_completions_begin(lab, weights):
     whole.train()
     resumed = lab("GRPO", mask=mask, **reused)
     with pytest.raises(
-        ConfigError, match=r"step 3 lies between two generations.*at multiples of 4 batches \(2 a step\)"
+        ConfigError, match=r"step 3 is between two generations.*a multiple of 4 batches of an epoch \(2 per step\)"
     ):
         resumed.train(resume_from_checkpoint=checkpoint(whole, 3))
     for step in (2, 4):
@@ -233,10 +233,10 @@ def test_a_log_of_other_weights_is_refused(logged, lab, tmp_path):
     whole.train()
     with pytest.raises(DeltaLogError, match="holds a delta log already"):
         logged().train()
-    with pytest.raises(DeltaLogError, match="log: step 6 is not the weights that the resumed run has there"):
+    with pytest.raises(DeltaLogError, match="log: step 6 differs from the weights of the resumed run at that step"):
         logged(beta=0.5).train(resume_from_checkpoint=checkpoint(whole, 4))
     DeltaLog.create(tmp_path / "foreign", doubled(lab.model())).close()
-    with pytest.raises(DeltaLogError, match="foreign: step 0 is not the weights that this run started from"):
+    with pytest.raises(DeltaLogError, match="foreign: step 0 differs from the weights that this run started from"):
         logged(folder="foreign").train(resume_from_checkpoint=checkpoint(whole, 4))
 
 
@@ -257,8 +257,8 @@ def doubled(model):
         ),
         ({"delta_log_dir": "log", "delta_log_on_error": "go"}, "delta_log_on_error is 'go', expected raise or warn"),
         ({"delta_log_dir": "log", "delta_log_keyframe_every": 0}, "delta_log_keyframe_every is 0, expected 1 or more"),
-        ({"delta_log_steps": "every:5"}, "delta_log_steps does nothing without delta_log_dir"),
-        ({"delta_log_level": "tight"}, "delta_log_level does nothing without delta_log_dir"),
+        ({"delta_log_steps": "every:5"}, "delta_log_steps has no effect without delta_log_dir"),
+        ({"delta_log_level": "tight"}, "delta_log_level has no effect without delta_log_dir"),
         ({"delta_log_dir": "log", "keep_base_weights": False}, "delta_log_dir needs keep_base_weights=True"),
     ],
 )
