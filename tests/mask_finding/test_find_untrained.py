@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparse_opt import __version__
 from sparse_opt.errors import MaskError
+from sparse_opt.mask_finding.find import find_from_model
 from sparse_opt.mask_finding.model_scores import calibrated_scores, weight_scores
 from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.tensors import canonical_names
@@ -160,3 +162,36 @@ def test_refusals(tiny_llama) -> None:
         model.get_parameter("model.norm.weight").fill_(math.nan)
     with pytest.raises(MaskError, match="the snip score of .* is NaN at"):
         find_mask(calibrated_scores(model, parameters, SEQUENCES, "snip"), sparsity=50)
+
+
+@pytest.mark.parametrize("method", ["weight_magnitude", "snip", "fisher_gradient", "wanda"])
+def test_find_from_model_selects_by_the_scores_of_the_method(tiny_llama, method: str) -> None:
+    model = tiny_llama(tie_word_embeddings=True).eval()
+    options = {"sparsity": 90.0, "pool": "tensor", "pattern": "run16"}
+    found = find_from_model(
+        model, method=method, sequences=SEQUENCES, exclude=["*norm*"], metadata={"dtype": "fp32"}, **options
+    )
+    chosen = {name: p for name, p in parameters_of(model).items() if "norm" not in name}
+    if method == "weight_magnitude":
+        scores = weight_scores(chosen)
+    else:
+        scores = calibrated_scores(model, chosen, SEQUENCES, method)  # type: ignore[arg-type]
+    assert found.mask == find_mask(scores, **options).mask
+    assert found.mask.pattern == "run16"
+    assert found.mask.metadata == {
+        "method": method,
+        "sparsity": "90.0",
+        "exclude": '["*norm*"]',
+        "dtype": "fp32",
+        "pool": "tensor",
+        "min_tensor_keep": "0.0025",
+        "made_by": f"sparse-opt {__version__}",
+        "captured_score": found.mask.metadata["captured_score"],
+    }
+
+
+def test_find_from_model_checks_its_arguments_first(tiny_llama) -> None:
+    with pytest.raises(MaskError, match="no tensor of the model is chosen by include, exclude and mlp_only"):
+        find_from_model(tiny_llama(), method="weight_magnitude", sparsity=90, include=["nothing*"])
+    with pytest.raises(MaskError, match="sparsity is 100 percent, expected above 0 and below 100"):
+        find_from_model(tiny_llama(), method="snip", sparsity=100, sequences=SEQUENCES)
