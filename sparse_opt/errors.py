@@ -22,7 +22,7 @@ class DeltaLogError(SparseOptError, ValueError):
 
 
 class DataError(SparseOptError, ValueError):
-    """A dataset, checkpoint or mask source lacks required data; names the file and the key."""
+    """A dataset, checkpoint or mask source misses required data; names the file and the key."""
 
 
 class ConfigError(SparseOptError, ValueError):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 from pathlib import Path
+from typing import Self
 
 
 class FileLock:
@@ -21,7 +22,7 @@ class FileLock:
         self._made = made
 
     @classmethod
-    def take(cls, path: Path, *, make: bool = False) -> FileLock:
+    def take(cls, path: Path, *, make: bool = False) -> Self:
         """Lock a file, which is created if it is missing; `make` creates its folder too.
 
         Raises:

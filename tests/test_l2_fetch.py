@@ -85,7 +85,7 @@ class _Stubborn:
 
 def test_a_device_that_keeps_to_another_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Stubborn()
-    monkeypatch.setattr(l2_fetch, "_reached", lambda _: (device, 0))
+    monkeypatch.setattr(l2_fetch, "_module_and_index", lambda _: (device, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Stubborn")
     assert l2_fetch.set_l2_fetch_granularity(64) == 128
     device.bytes = 128

@@ -192,9 +192,9 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
             if name not in first or name not in other:
                 if common:
                     continue
-                has, lacks = (label, other_label) if name in first else (other_label, label)
+                has, has_not = (label, other_label) if name in first else (other_label, label)
                 raise MaskError(
-                    f"{name} is in {has} and not in {lacks}: expected masks of one model "
+                    f"{name} is in {has} and not in {has_not}: expected masks of one model "
                     "('common' compares over the parameters that all masks list)"
                 )
             if first.shapes[name] != other.shapes[name]:

@@ -121,7 +121,7 @@ def get_layer_rank_stats(
         device: where to compute; by default where the model's tensor is.
 
     Raises:
-        DataError: `init_state` lacks a matrix or has it in another shape, or a change is NaN or infinite; names it.
+        DataError: a matrix is missing from `init_state` or has another shape there, or its change is NaN or infinite.
     """
     # A type checker does not narrow types by `is_module`.
     is_module = isinstance(model_or_state, nn.Module)

@@ -158,7 +158,7 @@ class LogFiles:
                 patches.apply_(header, self.mask(header), tensor)
             require_tensor(last, name, tensor, last.tensor_digests[number])
         except DeltaLogError:
-            # The payload digests tell which file of the chain is damaged.
+            # Find the damaged file of the chain by the payload digests.
             for header in chain:
                 read_payload(header)
             raise

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from ..errors import DeltaLogError
 from ..file_lock import FileLock
@@ -16,22 +17,22 @@ LOCK_NAME = "writer.lock"
 _LEFTOVER = re.compile(r"\.(step_\d+\.(keyframe|patch)|mask)\.safetensors\..*\.tmp|\.tmp[0-9A-Za-z]{6}")
 
 
-class WriterLock:
+class WriterLock(FileLock):
     """A directory locked for writing, until `release()` or the end of the process."""
 
-    def __init__(self, directory: Path, lock: FileLock) -> None:
-        self.directory = directory
-        self._lock = lock
+    @property
+    def directory(self) -> Path:
+        return self.path.parent
 
     @classmethod
-    def take(cls, directory: Path, *, make: bool = False) -> WriterLock:
+    def take(cls, directory: Path, *, make: bool = False) -> Self:
         """Lock a directory and remove a killed writer's leftovers; `make` creates the directory if it is missing.
 
         Raises:
             DeltaLogError: another writer holds the lock, or the directory cannot be written.
         """
         try:
-            lock = FileLock.take(directory / LOCK_NAME, make=make)
+            lock = super().take(directory / LOCK_NAME, make=make)
         except BlockingIOError as error:
             raise DeltaLogError(f"{directory}: another writer has this delta log open: {error}") from error
         except OSError as error:
@@ -41,11 +42,7 @@ class WriterLock:
         except OSError as error:
             lock.undo()
             raise DeltaLogError(f"{directory}: cannot be written: {error}") from error
-        return cls(directory, lock)
-
-    @property
-    def held(self) -> bool:
-        return self._lock.held
+        return lock
 
     def require_held(self, where: str) -> None:
         """Raise a DeltaLogError that begins with `where` unless `writer.lock` is still the file that was locked.
@@ -55,26 +52,14 @@ class WriterLock:
         if not self.held:
             raise DeltaLogError(f"{where}: {self.path} was released by this process")
         try:
-            loss = self._lock.loss()
+            loss = self.loss()
         except OSError as error:
             raise DeltaLogError(f"{where}: {self.path} cannot be checked: {one_line(error)}") from error
         if loss is not None:
             raise DeltaLogError(
-                f"{where}: {self.path} was {loss} while this process held it, so that another one may write to the "
+                f"{where}: {self.path} was {loss} while this process held it, so that another process may write to the "
                 "log: close this log and open it again"
             )
-
-    @property
-    def path(self) -> Path:
-        return self._lock.path
-
-    def release(self) -> None:
-        """Release the lock. Further calls do nothing."""
-        self._lock.release()
-
-    def undo(self) -> None:
-        """Release the lock, and remove the files and folders that `take` created, unless others have added files."""
-        self._lock.undo()
 
 
 def _remove_leftovers(directory: Path) -> None:

@@ -148,8 +148,8 @@ def find_mask(
     UserWarning; a tensor whose scores are all zero is listed without active elements. If all scores are zero, an error
     is raised.
 
-    Scores are read tensor by tensor, three times (once in pool `tensor`), and not stored: besides the mask, memory
-    holds one tensor's scores and those of its units, and a workspace of about 100 MB.
+    Scores are read tensor by tensor, three times (once in pool `tensor`), and not stored. In addition to the mask,
+    memory holds one tensor's scores and those of its units, and a workspace of about 100 MB.
 
     Args:
         sparsity: percent of elements to leave out, above 0 and below 100.

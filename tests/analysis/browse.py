@@ -37,7 +37,7 @@ QUESTION = """JSON.stringify({
 
 
 class Requests(QWebEngineUrlRequestInterceptor):
-    """Writes down every address that is asked for."""
+    """Records every requested address."""
 
     def __init__(self) -> None:
         super().__init__()

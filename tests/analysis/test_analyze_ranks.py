@@ -80,7 +80,7 @@ def test_bounds_hold(method, shape, decay):
         (stats.spectral_norm, true[0]),
     ):
         assert figure.low <= exact <= figure.high
-    # fp64: a rank of 1e-14 of s_1 cannot be told where squares carry 1e-16.
+    # fp64: values of 1e-14 s_1 cannot be found if squares have an error of 1e-16.
     assert stats.rank.low <= (true > max(shape) * np.finfo(np.float64).eps).sum() <= stats.rank.high
 
 

@@ -1,4 +1,4 @@
-"""The plots, and the page: its figures, and that a browser shows it without a network."""
+"""The plots and the HTML page: their values, and that a browser shows the page without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lines(axes) -> dict[str, list[float]]:
     return {line.get_label(): list(line.get_ydata()) for line in axes.lines if not line.get_label().startswith("_")}
 
 
-def test_curves_are_the_measured_figures(log):
+def test_curves_show_the_measured_values(log):
     found = measure_sparsity(log)
     stored, rounded = plots.density_figure(found, TOLERANCES).axes
     totals = [sum_changes(step.stored.values()) for step in found]

@@ -22,7 +22,7 @@ SHAPES = {
     "model.layers.1.input_layernorm.weight": (32,),
     "model.norm.weight": (32,),
 }
-FIGURES = ("jaccard", "of_first", "of_second")
+STATISTICS = ("jaccard", "of_first", "of_second")
 
 
 def random_mask(seed: int, density: float = 0.2) -> MaskSet:
@@ -119,7 +119,7 @@ def test_the_stated_error_is_small_for_a_real_tensor():
 
 @pytest.mark.parametrize("densities", [(0.05, 0.05), (0.3, 0.1), (0.9, 0.6)], ids=str)
 def test_random_masks_agree_as_chance_says(densities):
-    """Means of n independent pairs lie within five standard errors, which 1 in 1.7 million sets of seeds would not."""
+    """Means of n independent pairs are within five standard errors, which 1 in 1.7 million sets of seeds would not."""
     n = 40
     totals = [
         compare({"a": random_mask(2 * i, densities[0]), "b": random_mask(2 * i + 1, densities[1])})[0].total
@@ -156,15 +156,15 @@ def test_equal_disjoint_full_and_empty_masks():
         (p.first, p.second): p.total
         for p in compare({"low": low, "same": low, "high": high, "full": full, "again": full, "none": none, "no": none})
     }
-    assert [getattr(total["low", "same"], figure) for figure in FIGURES] == [1, 1, 1]
-    assert [getattr(total["low", "high"], figure) for figure in FIGURES] == [0, 0, 0]
-    assert [getattr(total["low", "full"], figure) for figure in FIGURES] == [0.5, 1, 0.5]
+    assert [getattr(total["low", "same"], name) for name in STATISTICS] == [1, 1, 1]
+    assert [getattr(total["low", "high"], name) for name in STATISTICS] == [0, 0, 0]
+    assert [getattr(total["low", "full"], name) for name in STATISTICS] == [0.5, 1, 0.5]
     # With a full mask nothing is left to chance.
     for pair in (("low", "full"), ("full", "again")):
         assert total[pair].jaccard == total[pair].jaccard_chance
         assert total[pair].jaccard_chance_sd == total[pair].jaccard_chance_error == 0
     empty = total["none", "no"]
-    assert all(math.isnan(getattr(empty, f)) and math.isnan(getattr(empty, f"{f}_chance")) for f in FIGURES)
+    assert all(math.isnan(getattr(empty, f)) and math.isnan(getattr(empty, f"{f}_chance")) for f in STATISTICS)
     assert total["low", "none"].jaccard == 0 and math.isnan(total["low", "none"].of_second)
 
 

@@ -1,4 +1,4 @@
-"""What the pictures show: figures, labels, units, and files that are whole or absent."""
+"""The plots of masks: values, labels and units, and files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def texts(axes) -> dict[tuple[int, int], str]:
 
 
 def is_inside(figure) -> bool:
-    """Whether all that is drawn lies within the figure, give or take a pixel, so that nothing is cut off."""
+    """Whether everything is drawn within the figure, to a pixel."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     drawn = figure.get_tightbbox(canvas.get_renderer())
@@ -134,7 +134,7 @@ def test_density_in_percent(figures, tmp_path):
 
 
 def test_densities_far_apart_have_colours_apart(figures, tmp_path):
-    """Of 0.1, 1 and 100 %, the first two are told apart too; nothing active is darkest, and its text is white."""
+    """Of 0.1, 1 and 100 %, the first two have different colours, too; density 0 is darkest, with white text."""
     counts = {"model.layers.0.mlp.up_proj.weight": 2, "model.layers.2.mlp.up_proj.weight": 20, "model.norm.weight": 32}
     mask = MaskSet({name: torch.arange(counts.get(name, 0)) for name in SHAPES}, SHAPES)
     draw_density(mask, tmp_path / "density.png", "")
@@ -148,7 +148,7 @@ def test_densities_far_apart_have_colours_apart(figures, tmp_path):
     assert {"1", "10"} <= set(labels)
 
 
-def test_brightness_alone_tells_high_from_low(figures, tmp_path):
+def test_brightness_increases_with_the_value(figures, tmp_path):
     """The colours as a black and white printer sees them (ITU-R BT.601) rise with the value, step by step."""
     draw_density(masks_of(1)["mask 0"], tmp_path / "density.png", "")
     colours = figures[0].axes[0].images[0].cmap(torch.linspace(0, 1, 50).numpy())[:, :3]

@@ -178,7 +178,7 @@ def test_a_claimed_directory_is_nobody_elses(tmp_path: Path) -> None:
             DeltaLog.create(directory, state)
         with pytest.raises(DeltaLogError, match="another writer"), claim(directory):
             pass
-        with pytest.raises(DeltaLogError, match="other: the lock is of .*log"):
+        with pytest.raises(DeltaLogError, match="other: the lock is for .*log"):
             DeltaLog.create(tmp_path / "other", state, lock=lock)
         log = DeltaLog.create(directory, state, lock=lock)
     log.append(1).wait()

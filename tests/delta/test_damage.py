@@ -170,7 +170,7 @@ def test_a_foreign_safetensors_file(logged: Any) -> None:
 
 
 def rewrite(logged: Any, step: int, change: Callable[[dict[str, Tensor]], Any], **fields: Any) -> None:
-    """Write a step's file anew with another content and digests that fit it: what a digest cannot notice."""
+    """Rewrite a step's file with other content and matching digests, which no digest detects."""
     files, _ = delta_files.list_steps(logged.directory)
     header = replace(delta_files.read_header(files[step]), payload_digest="", **fields)
     payload = {name: tensor.clone() for name, tensor in load_file(files[step].path).items()}
@@ -253,7 +253,7 @@ def test_forged_headers(logged: Any) -> None:
 
 
 def rewrite_metadata(path: Path, **fields: str) -> None:
-    """Other metadata in a file, with the digest that it wants."""
+    """Write other metadata to a file, with a matching digest."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     metadata.update(fields)

@@ -1,4 +1,4 @@
-"""A step that cannot be written: who is told of it, what stays, and how the log goes on."""
+"""A step that cannot be written: how it is reported, what remains on disk, and how the log continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class Disk:
-    """What stands between a log and its files: full or not, and a gate that holds writes back."""
+    """A simulated disk: full or not, with a gate that delays writes."""
 
     def __init__(self) -> None:
         self.full = False
@@ -112,7 +112,7 @@ def test_a_failure_is_raised_once_where_it_is_first_met(
     log.close()
     assert handed.done()
     with pytest.raises(DeltaLogError, match=FULL.format(1)):
-        handed.wait()  # whoever asks for a step is told
+        handed.wait()  # waiting for a step reports its error
     assert DeltaLog.open(tmp_path / "log").steps == (0, 3)
 
 

@@ -1,4 +1,4 @@
-"""A reader of patches at `fast` and `packed` in plain Python, made from docs/formats.md alone, beside DeltaLog.load."""
+"""A plain Python reader of `fast` and `packed`, written from docs/formats.md alone, compared with DeltaLog.load."""
 
 from __future__ import annotations
 

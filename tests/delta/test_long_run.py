@@ -45,7 +45,7 @@ def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None
 
     assert log.steps == tuple(range(STEPS + 1))
     assert {step: log.digest(step) for step in log.steps} == expected
-    # Rebuilds each of them, and compares its digest with the one that the file says.
+    # Rebuilds each of them, and compares its digest with the one in the file.
     assert log.verify() == []
     assert all(info.masked for info in log.info() if info.kind == "patch")
     assert log.mask_digest == make_mask(model).digest

@@ -203,7 +203,7 @@ def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
 
 @pytest.mark.parametrize(("level", "most"), [("fast", 3.8), ("packed", 1.9), ("tight", 1.3)])
 def test_a_patch_is_small(tmp_path: Path, level: str, most: float) -> None:
-    """One element in a hundred a step up, which takes `most` bytes each, and a header and tables beside."""
+    """One element in a hundred moves one step up: at most `most` bytes each, plus a header and tables."""
     source = torch.Generator().manual_seed(0)
     state = {"w": torch.randn(1_000_000, generator=source).bfloat16()}
     log = DeltaLog.create(tmp_path / "log", state, level=level)

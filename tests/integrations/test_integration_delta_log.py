@@ -70,10 +70,10 @@ def test_a_resumed_run_appends(lab, watch, tmp_path):
     with pytest.raises(DeltaLogError, match="log: step 3 differs from the weights of the resumed run at that step"):
         other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
     other.pop_callback(DeltaLogCallback).close()
-    anew = lab("Trainer", max_steps=6)
-    anew.add_callback(DeltaLogCallback(tmp_path / "log"))
+    new_run = lab("Trainer", max_steps=6)
+    new_run.add_callback(DeltaLogCallback(tmp_path / "log"))
     with pytest.raises(DeltaLogError, match="log: holds a delta log already"):
-        anew.train()
+        new_run.train()
     late = lab("Trainer", max_steps=6)
     late.add_callback(DeltaLogCallback(tmp_path / "late"))
     with pytest.raises(DeltaLogError, match="late: holds no delta log, but the run resumes after step 2"):

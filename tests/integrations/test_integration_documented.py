@@ -1,4 +1,4 @@
-"""The code in docs/integrations.md runs as it stands there."""
+"""The code in docs/integrations.md runs as it is."""
 
 from __future__ import annotations
 

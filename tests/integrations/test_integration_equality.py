@@ -189,7 +189,7 @@ def test_precomputed_references_are_those_of_the_base_weights(lab, curve):
     for precompute in (False, True):
         trainer = lab("DPO", mask=mask, max_steps=6, precompute_ref_log_probs=precompute)
         trainer.train()
-        # Rows that were not there when the trainer was built are asked of the reference after training.
+        # Rows that are added after construction: the reference computes them after training.
         losses[precompute] = [*(row["loss"] for row in curve(trainer)), trainer.evaluate(rows)["eval_loss"]]
     assert losses[True] == pytest.approx(losses[False], abs=LOSS_TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""Nothing is imported, changed or active that was not asked for."""
+"""Nothing is imported, changed or active without a request."""
 
 from __future__ import annotations
 

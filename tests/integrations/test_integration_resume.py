@@ -88,7 +88,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused(lab):
     mask = lab.random_mask(0.1)
     trainer = lab("SFT", mask=mask, max_steps=2, save_strategy="steps", save_steps=1, save_only_model=True)
     trainer.train()
-    with pytest.raises(FileNotFoundError, match="checkpoint-1 has no optimizer.pt, without which the run can't go on"):
+    with pytest.raises(FileNotFoundError, match="checkpoint-1 has no optimizer.pt, which is needed to resume"):
         lab("SFT", mask=mask, max_steps=2).train(resume_from_checkpoint=checkpoint(trainer, 1))
 
 

@@ -232,21 +232,21 @@ def test_tensors_in_another_order_keep_the_same_where_nothing_ties() -> None:
     assert forward.digest == backward.digest
 
 
-# Figures
+# Statistics
 
 
 def test_figures_say_what_was_kept_and_from_which_score_on() -> None:
     scores = made_scores(6, "spread") | {"still": torch.zeros(10)}
     found = find_mask(Scores(scores), sparsity=90, tensor_stats=True)
-    for name, figures in found.tensors.items():
+    for name, stats in found.tensors.items():
         flat = scores[name].reshape(-1)
-        assert (figures.kept, figures.numel) == (found.mask[name].numel(), flat.numel())
-        assert figures.scoring == int((flat > 0).sum())
+        assert (stats.kept, stats.numel) == (found.mask[name].numel(), flat.numel())
+        assert stats.scoring == int((flat > 0).sum())
         if flat.numel():
-            assert (figures.least, figures.most) == (float(flat.min()), float(flat.max()))
-            assert figures.mean == pytest.approx(float(flat.double().mean()))
+            assert (stats.least, stats.most) == (float(flat.min()), float(flat.max()))
+            assert stats.mean == pytest.approx(float(flat.double().mean()))
         kept = flat[found.mask[name].long()]
-        assert figures.threshold == (float(kept.min()) if kept.numel() else None)
+        assert stats.threshold == (float(kept.min()) if kept.numel() else None)
     assert found.tensors["still"].kept == 0
     assert found.tensors["none"].mean is None
 

@@ -118,8 +118,8 @@ def test_quota_is_met_exactly_and_floors_hold(tmp_path: Path) -> None:
     numel = sum(t.numel() for t in before.values())
     assert mask.nnz == math.floor(0.1 * numel + 0.5)
     assert mask.numel == numel
-    for name, figures in mask.per_tensor().items():
-        assert figures.nnz >= math.ceil(0.05 * before[name].numel())
+    for name, stats in mask.per_tensor().items():
+        assert stats.nnz >= math.ceil(0.05 * before[name].numel())
 
 
 def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_swapped_tensor_is_noticed(tmp_path: Path) -> None:
     save_file({"w": b["w"]}, path, metadata)
     assert "digest" in refusal(path)
     save_file({"v": a["w"]}, path, metadata)
-    assert "not those of its shapes" in refusal(path)
+    assert "tensors and shapes have different names" in refusal(path)
 
 
 def test_foreign_and_missing_files(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_pt_plain(mask: MaskSet, tmp_path: Path) -> None:
 
 
 def test_pt_under_the_key_masks(mask: MaskSet, tmp_path: Path) -> None:
-    beside = {"metadata": {"method": "fisher", "step": 50}, "sparsity": 97.5, "history": [1, 2], "format": "torch"}
-    torch.save({"masks": bool_masks(mask), **beside}, tmp_path / "m.pt")
+    others = {"metadata": {"method": "fisher", "step": 50}, "sparsity": 97.5, "history": [1, 2], "format": "torch"}
+    torch.save({"masks": bool_masks(mask), **others}, tmp_path / "m.pt")
     loaded = MaskSet.load(tmp_path / "m.pt")
     assert loaded == mask
     assert loaded.metadata == {"method": "fisher", "step": "50", "sparsity": "97.5"}

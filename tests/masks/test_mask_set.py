@@ -1,4 +1,4 @@
-"""MaskSet: what its constructor refuses, its figures, and how it finds its place in a model."""
+"""MaskSet: what its constructor refuses, its statistics, and how it resolves names in a model."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class PtDeltaLog:
 
     Files are mapped, and unpickled with `weights_only=True`. Before the first tensor of a file is used, the checksums
     of all its records are compared, which torch.load does not do; this reads the file once more. A file that is written
-    to or replaced afterwards is refused; truncating a file ends the process. If a step's file lacks a parameter of the
-    base, the parameter keeps its value, with a warning. Files in the format of torch before 1.6 have no checksums and
+    to or replaced afterwards is refused; truncating a file ends the process. A parameter of the base that is missing
+    from a step's file keeps its value, with a warning. Files in the format of torch before 1.6 have no checksums and
     are refused.
 
     Args:
@@ -103,7 +103,7 @@ class PtDeltaLog:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The strings and numbers of `run_metadata.json`, with `model` beside `model_name`; empty without the file.
+        """The strings and numbers of `run_metadata.json`, with `model_name` also as `model`; empty without the file.
 
         Raises:
             DeltaLogError: the file is not a JSON object.

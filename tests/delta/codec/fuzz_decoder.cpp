@@ -287,7 +287,7 @@ void fuzz(const Patch& sound, int rounds) {
     }
     Patch patch = with_damaged_tile(sound, tile);
     const int64_t bad = decode(patch, dense);
-    if (bad != tile && bad != sound.tiles()) fail("a sound tile is called damaged beside a damaged one");
+    if (bad != tile && bad != sound.tiles()) fail("a sound tile next to a damaged one is called damaged");
     for (size_t i = 0; i < sound.numels.size(); ++i) {
       for (int64_t at = sound.first_tile[i]; at < sound.first_tile[i + 1]; ++at) {
         const int64_t begin = (at - sound.first_tile[i]) * patch_tile(sound.level);
@@ -295,7 +295,7 @@ void fuzz(const Patch& sound, int rounds) {
         const auto found = dense[i].cbegin() + begin * sound.size;
         const auto wanted = sound.new_tensors[i].cbegin() + begin * sound.size;
         if (at != tile && !std::equal(found, found + (end - begin) * sound.size, wanted)) {
-          fail("a sound tile decodes to something else beside a damaged one");
+          fail("a sound tile next to a damaged one decodes to other words");
         }
       }
     }

@@ -25,7 +25,7 @@ from sparse_opt.delta.digest import StateDigest
 
 pytestmark = pytest.mark.gpu
 
-# One launch takes 320 tensors. Some without elements at the ends of launches, and several beside each other.
+# One launch takes 320 tensors. Some without elements at the ends of launches, and several next to each other.
 MANY = 700
 EMPTY = {0, 1, 318, 319, 320, 321, 500, 639, 640, 698, 699}
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int64]
@@ -128,7 +128,7 @@ def test_tensors_of_any_alignment(gpu, level, dtype):
         assert_same_words(here_old, new)
         for (whole, _), (at, _) in zip(memory, offsets, strict=True):
             around = torch.cat([bits(whole)[:at], bits(whole)[at + numel :]])
-            assert not around.any(), "what lies beside a tensor is not written"
+            assert not around.any(), "memory next to a tensor is not written"
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_records_and_scratch_of_more_than_2_to_the_31_bytes(gpu, level, every):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("level", LEVELS)
 def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
-    """Any bytes for a record, and small damage: nothing beside the tensors is written, and other tiles are read."""
+    """Any bytes for a record, and small damage: nothing outside the tensors is written, and other tiles are read."""
     source = np.random.default_rng(23)
     numels = [2 * 8192 + 300, 0, 700, 8192]
     starts = [64, 24_000, 25_000, 26_000]
@@ -214,15 +214,15 @@ def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
                 tiles = zip(bits(found).split(TILE[level]), mine.split(TILE[level]), strict=True)
                 for k, (a, b) in enumerate(tiles):
                     assert (bad == tile == firsts[i] + k) or torch.equal(a, b)
-            beside = bits(memory).clone()
+            outside_bits = bits(memory).clone()
             for at, numel in zip(starts, numels, strict=True):
-                beside[at : at + numel] = 0
-            assert not beside.any()
+                outside_bits[at : at + numel] = 0
+            assert not outside_bits.any()
     assert 10 < refused < 80, "some of both"
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """As `bits`, where the tensor lies."""
+    """As `bits`, on the device of the tensor."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
@@ -247,8 +247,8 @@ def test_tables_that_fit_nothing_stay_within_memory(gpu):
         memory = torch.zeros(300_000, dtype=torch.float16, device=gpu)
         memory[50_000:250_000] = here_old
         native.patch_apply_([memory[50_000:250_000]], *arguments)
-        beside = bits_of(memory)
-        assert not beside[:50_000].any() and not beside[250_000:].any()
+        outside_bits = bits_of(memory)
+        assert not outside_bits[:50_000].any() and not outside_bits[250_000:].any()
         _, sizes, records, counts = native.patch_encode([here_old], [here_new], *arguments[4:], False)
         assert counts.tolist() == patch.counts.tolist()
         numbers = int(sizes.to(torch.int64).bitwise_and(2**31 - 1).sum())
@@ -318,8 +318,8 @@ def test_how_often_the_host_waits(gpu, level, capfd):
                 result = call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        told = [str(warning.message) for warning in caught] + capfd.readouterr().err.splitlines()
-        return result, sum("called a synchronizing CUDA operation" in line for line in told)
+        messages = [str(warning.message) for warning in caught] + capfd.readouterr().err.splitlines()
+        return result, sum("called a synchronizing CUDA operation" in line for line in messages)
 
     patch, count = waits(lambda: encode([old], [new], level, backend="native"))
     assert count == 1  # at `packed` it waits for an event as well, which torch does not count

@@ -75,7 +75,7 @@ def test_changes_at_the_ends_of_runs_and_tiles(place, level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=name_of)
 def test_the_largest_differences(place, level, dtype):
-    """From any of the words that stand at an end of the order to any other: signs, zeros, infinities, NaNs."""
+    """Between all pairs of words at the ends of the order: signs, zeros, infinities, NaNs."""
     size = dtype.itemsize
     top = 1 << (8 * size - 1)
     special = [

@@ -180,7 +180,7 @@ def test_a_file_that_is_written_to_after_its_checksums_were_compared(bf16_run, s
 
 
 def test_tensors_that_are_not_aligned_in_their_file(bf16_run):
-    """An archive that was packed anew."""
+    """Repack an archive."""
     path = bf16_run.folder / "deltas_step_10.pt"
     expected = PtDeltaLog(bf16_run.folder).load(10)
     for pad in (1, 2, 3):
@@ -221,7 +221,7 @@ def test_verify_names_files_and_the_steps_that_are_lost(bf16_run):
 
 
 def flip(path: Path, where: bytes) -> None:
-    """One bit of the file, where these bytes first stand in it."""
+    """Flip one bit of the file at the first occurrence of these bytes."""
     content = bytearray(path.read_bytes())
     content[content.index(where)] ^= 1
     path.write_bytes(content)
