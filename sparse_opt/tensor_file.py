@@ -151,7 +151,7 @@ def _read_header(descriptor: int) -> tuple[dict[str, str], dict[str, _Entry]]:
         raise DamagedFile(f"its header is a {type(header).__name__}, expected a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DamagedFile("its metadata are not strings by name")
+        raise DamagedFile("its metadata are invalid, expected strings by name")
     entries = {name: _entry(name, fields, 8 + length) for name, fields in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     at = 8 + length
@@ -160,18 +160,18 @@ def _read_header(descriptor: int) -> tuple[dict[str, str], dict[str, _Entry]]:
             raise DamagedFile(f"{name} begins at byte {entry.begin}, expected {at}")
         at = entry.end
     if at != size:
-        raise DamagedFile(f"its tensors end at byte {at}, the file has {size}")
+        raise DamagedFile(f"its tensors end at byte {at}, expected {size}, the end of the file")
     return metadata, entries
 
 
 def _entry(name: str, fields: Any, start: int) -> _Entry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
-        raise DamagedFile(f"the entry {name} of its header is not dtype, shape and data_offsets")
+        raise DamagedFile(f"the header entry of {name} is not dtype, shape and data_offsets")
     shape, offsets = fields["shape"], fields["data_offsets"]
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise DamagedFile(f"{name} has a shape that no tensor has")
+        raise DamagedFile(f"{name} has an invalid shape")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise DamagedFile(f"{name} has data_offsets that are not two numbers of bytes")
+        raise DamagedFile(f"{name} has invalid data_offsets, expected two numbers of bytes")
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
         raise DamagedFile(f"{name} has the dtype {fields['dtype']!r}, expected one of {', '.join(DTYPES)}")

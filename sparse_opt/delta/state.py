@@ -116,13 +116,13 @@ class StateLayout:
             # Limits the number of dimensions, each below 2**63, so that their product stays a small number.
             sizes = len(spec.shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 2**63 for n in spec.shape)
             if not sizes or spec.numel >= 2**63:
-                raise ValueError(f"{spec.name} has a shape that no tensor has")
+                raise ValueError(f"{spec.name} has an invalid shape")
         names = {spec.name for spec in tensors}
         if len(names) != len(tensors):
             raise ValueError("a tensor is listed twice")
         aliases = dict(content["aliases"])
         if names & aliases.keys() or not names.issuperset(aliases.values()):
-            raise ValueError("its tied names are not those of its tensors")
+            raise ValueError("its tied names do not fit its tensors")
         return cls(tensors, aliases, frozenset(content["buffers"]))
 
 
@@ -211,7 +211,7 @@ def _require_name(name: object) -> None:
     if name == _RESERVED_NAME:
         raise DeltaLogError(f"state entry {name} has a name that is reserved by the file format")
     if not is_text(name):
-        raise DeltaLogError(f"state entry {name!r} is no name that can be written as UTF-8")
+        raise DeltaLogError(f"state entry {name!r} has a name that cannot be encoded as UTF-8")
 
 
 def is_text(text: str) -> bool:

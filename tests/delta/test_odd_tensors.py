@@ -135,7 +135,7 @@ ODD: dict[str, tuple[Any, Callable[[], Tensor], str]] = {
     "fake": ("odd", fake, "odd is FakeTensor, expected a plain tensor"),
     "lazy": ("odd", nn.UninitializedParameter, "odd is UninitializedParameter"),
     "mkldnn": ("odd", lambda: torch.zeros(4000).to_mkldnn(), "odd is torch._mkldnn on cpu"),
-    "surrogate": ("w\ud800", zeros, r"'w\\ud800' is no name that can be written as UTF-8"),
+    "surrogate": ("w\ud800", zeros, r"'w\\ud800' has a name that cannot be encoded as UTF-8"),
     "metadata": ("__metadata__", zeros, "__metadata__ .* reserved by the file format"),
     "number": (5, zeros, "5 is named by a int, expected a string"),
 }
@@ -167,7 +167,7 @@ def test_what_is_refused_is_named_before_anything_is_written(
 
 def test_a_tied_name_is_checked_too(tmp_path: Path) -> None:
     weight = torch.zeros(3)
-    with pytest.raises(DeltaLogError, match=r"state entry 'w\\ud800' is no name"):
+    with pytest.raises(DeltaLogError, match=r"state entry 'w\\ud800' has a name that"):
         DeltaLog.create(tmp_path / "log", {"w": weight, "w\ud800": weight})
 
 

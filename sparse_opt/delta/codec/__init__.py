@@ -138,7 +138,7 @@ class Patch:
         tiles = first_tiles(numels, level)[-1]
         counts = _part(frame, "counts", torch.int64, len(numels))
         if any(not 0 <= count <= numel for count, numel in zip(counts.tolist(), numels, strict=True)):
-            raise PatchError("its counts have a number outside of its tensor's size")
+            raise PatchError("a count is larger than its tensor or below 0")
         heads = None if level == "tight" else _part(frame, "heads", torch.uint16, tiles)
         width, tables = 0, None
         kind = word_kind(dtype)
@@ -159,7 +159,7 @@ class Patch:
         none = torch.empty(0, dtype=torch.uint8, device="cpu")
         patch = cls(level, dtype, tuple(numels), counts, heads, sizes, none, width, tables)
         if int(patch.offsets()[-1]) != length:
-            raise PatchError(f"its records take {length} bytes, its sizes say {int(patch.offsets()[-1])}")
+            raise PatchError(f"its records have {length} bytes, expected {int(patch.offsets()[-1])} from its sizes")
         return patch
 
     def offsets(self) -> Tensor:
@@ -216,7 +216,8 @@ def encode(
     run = _implementation(new[0].device, backend)
     width, tables = 0, None
     if level == "fast" or new[0].device.type != "cuda":
-        (meanwhile or _nothing)()
+        if meanwhile is not None:
+            meanwhile()
         meanwhile = None
     if level != "fast":
         # `packed` only needs the counts of symbols, so that one class is enough.
@@ -252,13 +253,10 @@ def _sample(
         with torch.cuda.device(new[0].device):
             arrived = torch.cuda.Event()
             arrived.record()
-            (meanwhile or _nothing)()
+            if meanwhile is not None:
+                meanwhile()
         arrived.synchronize()
     return Sample(*(part.numpy() for part in parts))
-
-
-def _nothing() -> None:
-    pass
 
 
 def count_changes(old: Sequence[Tensor], new: Sequence[Tensor], *, backend: Backend | None = None) -> Tensor:
@@ -282,11 +280,11 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
         BackendUnavailable: the named backend cannot run.
     """
     if len(dense) != len(patch.numels):
-        raise PatchError(f"dense holds {len(dense)} tensors, the patch is for {len(patch.numels)}")
+        raise PatchError(f"dense holds {len(dense)} tensors, expected {len(patch.numels)}")
     for i, (tensor, numel) in enumerate(zip(dense, patch.numels, strict=True)):
         if (tensor.dtype, tensor.numel()) != (patch.dtype, numel):
             found, expected = f"{tensor.dtype} of {tensor.numel()} elements", f"{patch.dtype} of {numel}"
-            raise PatchError(f"dense[{i}] is {found}, the patch is for {expected}")
+            raise PatchError(f"dense[{i}] is {found}, expected {expected}")
     if not dense:
         return
     device, kind = dense[0].device, word_kind(patch.dtype)

@@ -52,7 +52,7 @@ def differences(old: Array, new: Array, kind: WordKind) -> tuple[Array, Array]:
 
 
 def moved(old: Array, negative: Array, magnitude: Array, kind: WordKind) -> Array:
-    """The new words."""
+    """Return the new words."""
     ordered = _ordered(old, kind) + np.where(negative, np.zeros_like(magnitude) - magnitude, magnitude)
     return _ordered_back(ordered, kind)
 
@@ -106,7 +106,7 @@ def sample(old: Sequence[Array], new: Sequence[Array], kind: WordKind) -> Sample
 
 
 def encode_fast_tile(old: Array, new: Array, kind: WordKind) -> tuple[int, bytes]:
-    """(head, record)"""
+    """Return (head, record)."""
     (where,) = (old != new).nonzero()
     n, t = len(where), len(old)
     if n == 0:
@@ -125,7 +125,7 @@ def encode_fast_tile(old: Array, new: Array, kind: WordKind) -> tuple[int, bytes
 
 
 def apply_fast_tile(old: Array, head: int, record: Array) -> Array:
-    """The new words. Raises ValueError on what no writer makes."""
+    """Return the new words. Raises ValueError on an invalid record."""
     n, mode, t, size = head % (1 << MODE_SHIFT), head >> MODE_SHIFT, len(old), old.itemsize
     new = old.copy()
     if mode == RAW:
@@ -152,7 +152,7 @@ def fast_bytes(head: int, t: int, size: int) -> int:
     """Return the length of a record. Raises ValueError on an invalid head."""
     n, mode = head % (1 << MODE_SHIFT), head >> MODE_SHIFT
     if n > t or mode > RAW or (n == 0 and head != 0):
-        raise ValueError(f"its head {head:#x} is none of a tile of {t} words")
+        raise ValueError(f"its head {head:#x} is invalid for a tile of {t} words")
     if n == 0:
         return 0
     length = {LIST: n * size + -(-t // RUN) + n, BITMAP: 4 * -(-t // 32) + n * size, RAW: t * size}[mode]
@@ -160,7 +160,7 @@ def fast_bytes(head: int, t: int, size: int) -> int:
 
 
 def encode_packed_tile(old: Array, new: Array, kind: WordKind, width: int) -> tuple[int, bytes]:
-    """(head, record)"""
+    """Return (head, record)."""
     (where,) = (old != new).nonzero()
     n, t = len(where), len(old)
     if n == 0:
@@ -191,10 +191,10 @@ def encode_packed_tile(old: Array, new: Array, kind: WordKind, width: int) -> tu
 
 
 def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, width: int) -> Array:
-    """The new words. Raises ValueError on what no writer makes."""
+    """Return the new words. Raises ValueError on an invalid record."""
     n, mode, t = head % (1 << MODE_SHIFT), head >> MODE_SHIFT, len(old)
     if n > t or mode > RAW or (n == 0) != (len(record) == 0) or (n == 0 and head):
-        raise ValueError(f"its head {head:#x} is none of a tile of {t} words")
+        raise ValueError(f"its head {head:#x} is invalid for a tile of {t} words")
     if n == 0:
         return old.copy()
     if mode == RAW:
@@ -228,7 +228,7 @@ def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, widt
     escaped = rest == (1 << width) - 1
     words = _numbers(take(int(escaped.sum()) * kind.bits), kind.bits, int(escaped.sum()))
     if stream[at:].any() or len(stream) - at >= 32:
-        raise ValueError(f"its record goes on after bit {at}")
+        raise ValueError(f"its record continues after bit {at}")
     magnitude = np.ones(n, np.uint64)
     magnitude[big] = rest + np.uint64(2)
     new = old.copy()
@@ -282,7 +282,7 @@ def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, ro
 
 
 def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, row: int) -> Array:
-    """The new words. Raises ValueError on what no writer makes."""
+    """Return the new words. Raises ValueError on an invalid record."""
     t = len(old)
     lanes = -(-t // LANE_ROWS)
     numbers = record.view("<u2").astype(np.int64).tolist()
@@ -340,7 +340,7 @@ def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, 
             magnitude = [magnitude_of(symbol // 2, bits) for symbol, bits in zip(symbols, low, strict=True)]
             new[together] = moved(old[together], negative, np.array(magnitude, np.uint64).astype(old.dtype), kind)
     if at != len(numbers) or any(state != 1 << 16 for state in states):
-        raise ValueError("its record does not end where its words do")
+        raise ValueError("its record does not end with its last word")
     return new
 
 
@@ -381,45 +381,33 @@ def apply_tiles(
     tables: Tables | None,
 ) -> None:
     """Decode in place. `records` is uint8; its lengths must have been checked. Raises DamagedTile."""
-    tile, unit = TILE[level], 2 if level == "tight" else 4
-    number = at = 0
-    for i, words in enumerate(dense):
-        for begin in range(0, len(words), tile):
-            part = words[begin : begin + tile]
-            length = (int(sizes[number]) & ~RAW_BIT) * unit
-            record = records[at : at + length]
+
+    def new_words(old: Array, tile: int, tensor: int, record: Array) -> Array:
+        if level == "packed":
+            return apply_packed_tile(old, int(heads[tile]), record, kind, width)
+        if level == "fast":
+            expected = fast_bytes(int(heads[tile]), len(old), kind.size)
+            if len(record) != expected:
+                raise ValueError(f"its record has {len(record)} bytes, expected {expected}")
+            return apply_fast_tile(old, int(heads[tile]), record) if len(record) else old
+        assert tables is not None
+        if int(sizes[tile]) & RAW_BIT:
+            if len(record) != -(-len(old) * kind.size // 2) * 2:
+                raise ValueError(f"its raw record has {len(record)} bytes, expected {len(old)} words")
+            return _words(record, 0, len(old), old.dtype)
+        return apply_tight_tile(old, record, kind, tables, int(tables.row_of[tensor])) if len(record) else old
+
+    words_per_tile, unit = TILE[level], 2 if level == "tight" else 4
+    tile = at = 0
+    for tensor, words in enumerate(dense):
+        for begin in range(0, len(words), words_per_tile):
+            part = words[begin : begin + words_per_tile]
+            length = (int(sizes[tile]) & ~RAW_BIT) * unit
             try:
-                part[:] = _new_words(part, number, i, record, heads, sizes, level, kind, width, tables)
+                part[:] = new_words(part, tile, tensor, records[at : at + length])
             except ValueError as error:
-                raise DamagedTile(number, str(error)) from error
-            number, at = number + 1, at + length
-
-
-def _new_words(
-    part: Array,
-    number: int,
-    tensor: int,
-    record: Array,
-    heads: Array,
-    sizes: Array,
-    level: str,
-    kind: WordKind,
-    width: int,
-    tables: Tables | None,
-) -> Array:
-    if level == "fast":
-        expected = fast_bytes(int(heads[number]), len(part), kind.size)
-        if len(record) != expected:
-            raise ValueError(f"its record has {len(record)} bytes, expected {expected}")
-        return apply_fast_tile(part, int(heads[number]), record) if len(record) else part
-    if level == "packed":
-        return apply_packed_tile(part, int(heads[number]), record, kind, width)
-    assert tables is not None
-    if int(sizes[number]) & RAW_BIT:
-        if len(record) != -(-len(part) * kind.size // 2) * 2:
-            raise ValueError(f"its raw record has {len(record)} bytes, expected {len(part)} words")
-        return _words(record, 0, len(part), part.dtype)
-    return apply_tight_tile(part, record, kind, tables, int(tables.row_of[tensor])) if len(record) else part
+                raise DamagedTile(tile, str(error)) from error
+            tile, at = tile + 1, at + length
 
 
 def _ordered(words: Array, kind: WordKind) -> Array:

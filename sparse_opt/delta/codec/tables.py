@@ -74,13 +74,13 @@ class Tables:
 
         row_count, table_count = map(int, take("<u2", 2))
         if row_count < 1 or not 1 <= table_count <= MAX_VALUE_TABLES:
-            raise ValueError(f"it has {row_count} rows and {table_count} value tables")
+            raise ValueError(f"found {row_count} rows and {table_count} value tables, expected 1 to {MAX_VALUE_TABLES}")
         row_of, class_table = take("<u2", tensors), take("u1", CLASSES)
         if (row_of >= row_count).any() or (class_table >= table_count).any():
-            raise ValueError("its tables name a row or a value table that it does not have")
+            raise ValueError("its tables refer to a row or a value table that does not exist")
         values = take("<u2", table_count * kind.symbols).reshape(table_count, kind.symbols)
         if (values == 0).any() or (values.sum(1, dtype=np.int64) != 1 << VALUE_SCALE_BITS).any():
-            raise ValueError(f"its value tables are no frequencies in {1 << VALUE_SCALE_BITS}")
+            raise ValueError(f"its value tables have a frequency of 0 or a sum other than {1 << VALUE_SCALE_BITS}")
         presents: list[Array] = []
         rows: list[Array] = []
         for _ in range(row_count):
@@ -92,7 +92,7 @@ class Tables:
             row[presents[-1]] = frequencies
             rows.append(row)
         if at != len(data):
-            raise ValueError(f"its tables end at byte {at}, it has {len(data)}")
+            raise ValueError(f"its tables have {len(data)} bytes, expected {at}")
         return cls(row_of.copy(), np.stack(rows), class_table.copy(), values.copy(), np.stack(presents))
 
 

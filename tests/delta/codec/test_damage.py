@@ -106,9 +106,9 @@ def test_tensors_that_the_patch_is_not_for():
     old = [torch.zeros(10), torch.zeros(7)]
     patch = encode(old, [tensor + 1 for tensor in old], "fast", backend="reference")
     for dense, message in [
-        (old[:1], "dense holds 1 tensors, the patch is for 2"),
-        ([old[0], old[1][:6]], r"dense\[1\] is torch.float32 of 6 elements, the patch is for torch.float32 of 7"),
-        ([old[0].half(), old[1]], r"dense\[0\] is torch.float16 of 10 elements, the patch is for torch.float32 of 10"),
+        (old[:1], "dense holds 1 tensors, expected 2"),
+        ([old[0], old[1][:6]], r"dense\[1\] is torch.float32 of 6 elements, expected torch.float32 of 7"),
+        ([old[0].half(), old[1]], r"dense\[0\] is torch.float16 of 10 elements, expected torch.float32 of 10"),
     ]:
         with pytest.raises(PatchError, match=message):
             apply_(dense, patch)
