@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -17,24 +17,17 @@ from .lock import WriterLock
 from .patches import LogMask, MaskedState, count_changes, encode
 
 
-@dataclass(frozen=True)
+@dataclass
 class Problem:
     """Name of the damaged file, description of the damage, and the steps that cannot be rebuilt because of it."""
 
     file: str
     message: str
-    lost_steps: tuple[int, ...]
+    lost_steps: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lost = ", ".join(map(str, self.lost_steps))
         return f"{self.message} (lost steps: {lost})" if lost else self.message
-
-
-@dataclass
-class _Finding:
-    file: str
-    message: str
-    lost: list[int] = field(default_factory=list)
 
 
 def verify(
@@ -42,8 +35,8 @@ def verify(
 ) -> list[Problem]:
     """Return every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
     listed, strays = list_steps(directory)
-    findings = [
-        _Finding(path.name, f"{path}: is not a step file by its name, or a second file of its step") for path in strays
+    problems = [
+        Problem(path.name, f"{path}: is not a step file by its name, or a second file of its step") for path in strays
     ]
     files = LogFiles(directory, backend)
     try:
@@ -51,10 +44,10 @@ def verify(
     except DeltaLogError as error:
         # The base identifies the log, so nothing can be checked without it.
         first = listed[min(listed)].path.name if listed else str(directory)
-        findings.append(_Finding(first, str(error), list(listed)))
+        problems.append(Problem(first, str(error), tuple(listed)))
     else:
-        findings += _Walk(files, base, listed).findings(on_step)
-    return [Problem(f.file, f.message, tuple(f.lost)) for f in findings]
+        problems += _Walk(files, base, listed).problems(on_step)
+    return problems
 
 
 class _Walk:
@@ -62,10 +55,10 @@ class _Walk:
         self.files, self.base, self.listed = files, base, listed
         self.at: StepHeader | None = None
         self.state: dict[str, Tensor] = {}
-        self.cause: dict[int, _Finding] = {}
+        self.cause: dict[int, Problem] = {}
 
-    def findings(self, on_step: Callable[[int], None] | None) -> list[_Finding]:
-        found: list[_Finding] = []
+    def problems(self, on_step: Callable[[int], None] | None) -> list[Problem]:
+        found: list[Problem] = []
         for step, file in self.listed.items():
             try:
                 header = self.files.header(file)
@@ -78,24 +71,24 @@ class _Walk:
                 else:
                     self._rebuild(header)
             except DeltaLogError as error:
-                found.append(_Finding(file.path.name, str(error)))
+                found.append(Problem(file.path.name, str(error)))
                 self._lose(step, found[-1])
             if on_step is not None:
                 on_step(step)
         return found
 
-    def _missing(self, header: StepHeader) -> _Finding | None:
-        """Return a finding if the header refers to a step without a file that was not reported before."""
+    def _missing(self, header: StepHeader) -> Problem | None:
+        """Return a problem if the header refers to a step without a file that was not reported before."""
         for step in (header.parent_step, header.previous_step):
             if step is not None and step not in self.listed and step not in self.cause:
-                finding = _Finding(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
-                self._lose(step, finding)
-                return finding
+                problem = Problem(f"step {step}", f"{header.file.where}: follows step {step}, whose file is missing")
+                self._lose(step, problem)
+                return problem
         return None
 
-    def _lose(self, step: int, finding: _Finding) -> None:
-        self.cause[step] = finding
-        finding.lost.append(step)
+    def _lose(self, step: int, problem: Problem) -> None:
+        self.cause[step] = problem
+        problem.lost_steps += (step,)
 
     def _rebuild(self, header: StepHeader) -> None:
         parent = self.at if self.at is not None and self.at.file.step == header.parent_step else None

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from ..errors import ConfigError
 from ..optim import SparseAdamW
+from ..optim.options import SharedOptions
 from . import checks
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback
@@ -93,24 +94,17 @@ class SparseTrainer(_Trainer):
             {"params": [(n, p) for n, p in named if (n in decayed) == decays], "weight_decay": rate, "param_names": []}
             for decays, rate in ((True, args.weight_decay), (False, 0.0))
         ]
+        shared = {name: getattr(options, name) for name in SharedOptions.__annotations__ if hasattr(options, name)}
+        if options.seed is None:
+            shared["seed"] = args.seed
         return SparseAdamW(
             groups,
             self.sparse_mask.resolve(model),
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
-            grads=options.grads,
-            state_dtype=options.state_dtype,
-            grad_dtype=options.grad_dtype,
-            master_weights=options.master_weights,
-            stochastic_rounding=options.stochastic_rounding,
-            seed=args.seed if options.seed is None else options.seed,
-            freeze_inactive=options.freeze_inactive,
-            keep_base_weights=options.keep_base_weights,
-            amp_scaling=options.amp_scaling,
             model=model,
-            tile_backward=options.tile_backward,
-            backend=options.backend,
+            **shared,
         )
 
     def base_weights(self) -> AbstractContextManager[None]:

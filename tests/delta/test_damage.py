@@ -190,7 +190,7 @@ def flip(name: str, index: int) -> Callable[[dict[str, Tensor]], None]:
     ("change", "message"),
     [
         (put("bfloat16.counts", 0, -1), "the patch of bfloat16: a count is larger than its tensor or below 0"),
-        (put("bfloat16.counts", 0, 2**62), "the patch of bfloat16: its counts have a number outside"),
+        (put("bfloat16.counts", 0, 2**62), "the patch of bfloat16: a count is larger than its tensor"),
         (
             put("bfloat16.sizes", 0, 2**16 - 1),
             r"the patch of bfloat16: its records have \d+ bytes, expected 262140 from its sizes",
