@@ -155,7 +155,7 @@ def _ties_head(checkpoint: Checkpoint) -> bool:
         return False
     try:
         content = json.loads(config.read_text())
-        # A configuration leaves out what is transformers' default, which is to tie.
+        # Configurations omit transformers' default, which is to tie.
         return bool(content.get("tie_word_embeddings", content.get("text_config", {}).get("tie_word_embeddings", True)))
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{config}: not a readable configuration: {one_line(error)}") from error

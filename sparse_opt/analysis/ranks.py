@@ -180,7 +180,7 @@ def measure_ranks(
 
 
 def is_weight_matrix(name: str, dims: int) -> bool:
-    """Whether a parameter has ranks: two dimensions, or three of which each slice is a matrix, and no norm."""
+    """Whether a parameter is a matrix (two dimensions) or a stack of matrices (three), and not a norm's."""
     return dims in (2, 3) and component_of(name).part != "norms"
 
 

@@ -86,7 +86,7 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 def distances(base: Tensor, tensor: Tensor) -> Tensor:
     """abs(tensor - base) of each element of two flat tensors of one dtype, in `wide_dtype`.
 
-    0 where no bit changed, whatever the bits; infinite where one changed and the difference is NaN or infinite.
+    0 if no bit of the element changed, also for NaN; infinite if one changed and the difference is NaN or infinite.
     """
     wide = wide_dtype(tensor)
     moved = (tensor.to(wide) - base.to(wide)).abs_().nan_to_num_(nan=torch.inf, posinf=torch.inf)

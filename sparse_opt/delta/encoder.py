@@ -117,7 +117,7 @@ class StepCoder:
             log_metadata=self.base.log_metadata if patch is None else None,
             settings=settings if patch is None else None,
         )
-        # A keyframe is copied, since training goes on. The format refuses tensors that share a storage, as slices do.
+        # Copied, because training modifies the state, and safetensors refuses tensors that share a storage.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
         return StepJob(
             header=header,

@@ -2,7 +2,7 @@
 
     export_state    the whole state, dense: one safetensors file, as `safetensors.torch.load_file` and loaders of
                     checkpoints read it
-    export_values   what changed since another step: flat positions and new values, one safetensors file
+    export_values   the changes since another step: flat positions and new values, one safetensors file
 
 `export_values` writes for each tensor that changed
 

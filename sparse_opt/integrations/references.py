@@ -102,7 +102,7 @@ class SparseGRPOTrainer(SparseTrainer):
         return self._train_sampler
 
     def _resume(self, state: Any, batches: Any) -> None:
-        """Restore what TRL does not save: its sampler's generator, which runs on across epochs.
+        """Restore the state of TRL's sampler's generator, which TRL does not save.
 
         TRL does not save completions in use either, so a checkpoint between two generations is refused.
         """

@@ -131,7 +131,7 @@ class LogScores:
     def __init__(self, log: StateLog, plan: ScorePlan, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
         self._log, self._plan, self._device = log, plan, device
         self.shapes: dict[str, tuple[int, ...]] = {name: spec.shape for name, spec in specs.items()}
-        self.what = f"{plan.method} score"
+        self.score_name = f"{plan.method} score"
 
     def bits(self, name: str) -> Tensor:
         """Return the bits of one tensor's float32 scores: [numel] int32."""

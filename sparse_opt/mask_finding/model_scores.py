@@ -50,13 +50,13 @@ class ModelScores:
     """The scores of a model's parameters, computed on request: a `mask_finding.select.ScoreSource`.
 
     Args:
-        what: name of the score, for messages.
+        score_name: for messages.
         parameters: name -> parameter, in the model's order.
         score: returns the floating-point scores >= 0, flat or shaped, of the parameter of a name.
     """
 
-    def __init__(self, what: str, parameters: Mapping[str, Tensor], score: Callable[[str], Tensor]) -> None:
-        self.what = what
+    def __init__(self, score_name: str, parameters: Mapping[str, Tensor], score: Callable[[str], Tensor]) -> None:
+        self.score_name = score_name
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in parameters.items()}
         self._score = score
 

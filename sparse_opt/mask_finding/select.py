@@ -30,7 +30,7 @@ class ScoreSource(Protocol):
     """The scores of a model's selected tensors, computed one tensor at a time."""
 
     @property
-    def what(self) -> str:
+    def score_name(self) -> str:
         """`momentum score`, for messages."""
 
     @property
@@ -185,7 +185,7 @@ def find_mask(
     sums, counts = dict.fromkeys(selections, 0.0), dict.fromkeys(selections, 0)
     with tqdm(
         total=(3 if pooled else 1) * len(numels),
-        desc=source.what,
+        desc=source.score_name,
         unit="tensor",
         leave=False,
         disable=None if progress else True,
@@ -210,8 +210,9 @@ def find_mask(
         raise MaskError(_no_element(source, chosen, pattern, sparsity))
     if chosen.reachable < chosen.requested:
         warnings.warn(
-            f"only {chosen.reachable} elements have a {source.what} above zero, {chosen.requested} were requested: the "
-            f"mask keeps {counts[pattern]}",
+            f"only {chosen.reachable} elements have a {source.score_name} above zero, {chosen.requested} were "
+            "requested: "
+            f"the mask keeps {counts[pattern]}",
             stacklevel=2,
         )
     capture = None
@@ -234,13 +235,13 @@ def _scores(source: ScoreSource, kinds: Sequence[str], bar: tqdm) -> Iterator[tu
     """Yield (name, kind, scores of that kind's units) in one pass over the tensors."""
     for name, shape in source.shapes.items():
         bits = source.bits(name)
-        _require_numbers(bits, source.what, name)
+        _require_numbers(bits, source.score_name, name)
         for kind in kinds:
             yield name, kind, unit_scores(bits, shape, kind)
         bar.update()
 
 
-def _require_numbers(bits: Tensor, what: str, name: str) -> None:
+def _require_numbers(bits: Tensor, score_name: str, name: str) -> None:
     """Raise MaskError if a score is NaN or negative, by its bits."""
     if not bits.numel():
         return
@@ -249,9 +250,9 @@ def _require_numbers(bits: Tensor, what: str, name: str) -> None:
         return
     nans = int(bits.view(torch.float32).isnan().count_nonzero())
     if nans:
-        raise MaskError(f"the {what} of {name} is NaN at {nans} of {bits.numel()} elements, expected numbers")
+        raise MaskError(f"the {score_name} of {name} is NaN at {nans} of {bits.numel()} elements, expected numbers")
     below = int((bits < 0).count_nonzero())
-    raise MaskError(f"the {what} of {name} has a minus sign at {below} of {bits.numel()} elements, expected 0 and more")
+    raise MaskError(f"the {score_name} of {name} is negative at {below} of {bits.numel()} elements, expected 0 or more")
 
 
 def _require_quota(floor_total: int, quota: int, min_tensor_keep: float, sparsity: float, pattern: str = "") -> None:
@@ -272,7 +273,7 @@ def _no_element(
         return f"sparsity {sparsity} leaves none of the {numel} elements{each}"
     if selection.reachable:
         return f"no unit of {pattern} fits: sparsity {sparsity} leaves {selection.requested} elements in all"
-    return f"no element of the chosen tensors has a {source.what} above zero"
+    return f"no element of the chosen tensors has a {source.score_name} above zero"
 
 
 def _tensor_stats(scores: UnitScores, units: Tensor, kept: int) -> TensorStats:

@@ -25,7 +25,7 @@ UNIT_PATTERNS = [pattern for pattern in PATTERNS if pattern != "element"]
 class Scores:
     """A score source of tensors in memory."""
 
-    what = "test score"
+    score_name = "test score"
 
     def __init__(self, scores: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
         self.scores = {name: t.to(device) for name, t in scores.items()}
@@ -235,7 +235,7 @@ def test_tensors_in_another_order_keep_the_same_where_nothing_ties() -> None:
 # Statistics
 
 
-def test_figures_say_what_was_kept_and_from_which_score_on() -> None:
+def test_tensor_stats_are_those_of_the_kept_elements() -> None:
     scores = made_scores(6, "spread") | {"still": torch.zeros(10)}
     found = find_mask(Scores(scores), sparsity=90, tensor_stats=True)
     for name, stats in found.tensors.items():
@@ -281,7 +281,7 @@ def test_nan_names_the_tensor(sign: int, device: torch.device) -> None:
 
 def test_scores_below_zero_are_refused() -> None:
     source = Scores({"w": torch.tensor([1.0, -2.0, 3.0])})
-    with pytest.raises(MaskError, match="the test score of w has a minus sign at 1 of 3 elements, expected 0 and more"):
+    with pytest.raises(MaskError, match="the test score of w is negative at 1 of 3 elements, expected 0 or more"):
         find_mask(source, sparsity=50)
 
 
