@@ -59,8 +59,8 @@ def test_known_spectra():
 
 def test_transposing_changes_nothing():
     matrix = torch.randn(30, 50, generator=torch.Generator().manual_seed(2)).double()
-    for figure in (get_rank, get_effective_rank, get_stable_rank):
-        assert figure(matrix) == pytest.approx(figure(matrix.T), rel=1e-12)
+    for statistic in (get_rank, get_effective_rank, get_stable_rank):
+        assert statistic(matrix) == pytest.approx(statistic(matrix.T), rel=1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -92,7 +92,7 @@ def test_bounds_are_narrow_where_a_method_is_said_to_be_good(method):
     assert stats.stable_rank.high - stats.stable_rank.low < 1e-6
 
 
-def test_lowrank_finds_updates_of_low_rank_and_admits_what_it_cannot_see():
+def test_lowrank_finds_updates_of_low_rank_and_bounds_its_error():
     low = rank_stats(with_spectrum(np.linspace(1, 2, 5), 100, 80).float(), method="lowrank", k=12)
     assert (low.rank.value, low.rank.low, low.rank.high) == (5, 5, 5)
     assert low.effective_rank.value == pytest.approx(effective_rank(np.linspace(1, 2, 5)), rel=1e-4)
@@ -126,16 +126,16 @@ def test_a_matrix_that_did_not_change_has_no_rank(method):
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_refused(odd):
+def test_nan_and_infinity_are_refused(odd):
     matrix = torch.ones(3, 3)
     matrix[1, 1] = odd
-    for figure in (get_rank, get_effective_rank, get_stable_rank):
+    for statistic in (get_rank, get_effective_rank, get_stable_rank):
         with pytest.raises(DataError, match="1 of 9 elements are NaN or infinite"):
-            figure(matrix)
+            statistic(matrix)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (0, 3)], ids=str)
-def test_what_is_no_matrix_is_refused(shape):
+def test_tensors_other_than_matrices_are_refused(shape):
     with pytest.raises(DataError, match="expected two dimensions with elements"):
         get_rank(torch.ones(shape))
 

@@ -48,7 +48,7 @@ def test_curves_show_the_measured_values(log):
     assert lines(panels[2])["MLP up"] == [stats[up.format(i)].stable_rank.value for i in (0, 1)]
 
 
-def test_every_axis_has_a_label_and_every_curve_a_look_of_its_own(log):
+def test_every_axis_has_a_label_and_every_curve_its_own_style(log):
     found, covered = measure_sparsity(log), measure_coverage(log)
     for figure in (
         plots.density_figure(found, TOLERANCES),

@@ -29,7 +29,7 @@ def test_steps_ascend(tmp_path: Path) -> None:
     assert log.steps == (0, 5, 6)
 
 
-def test_create_wants_a_directory_without_a_log(tmp_path: Path) -> None:
+def test_create_refuses_a_directory_with_a_log(tmp_path: Path) -> None:
     state = {"w": torch.zeros(4)}
     DeltaLog.create(tmp_path / "a" / "b", state).close()
     with pytest.raises(DeltaLogError, match="holds a delta log already"):
@@ -106,7 +106,7 @@ def test_appending_needs_a_model(logged: Any) -> None:
         DeltaLog.open(logged.directory).append(9)
 
 
-def test_going_on_after_a_stop(logged: Any, states: Any, same_bits: Compare) -> None:
+def test_appending_after_a_stop(logged: Any, states: Any, same_bits: Compare) -> None:
     """Also from a state that was never logged, as after a checkpoint newer than the last logged step."""
     state = states.change(states.change(logged.states[8]))
     with DeltaLog.open(logged.directory, state) as log:
@@ -120,14 +120,14 @@ def test_going_on_after_a_stop(logged: Any, states: Any, same_bits: Compare) -> 
     assert DeltaLog.open(logged.directory).verify() == []
 
 
-def test_going_on_with_tensors_in_another_order(logged: Any, states: Any, same_bits: Compare) -> None:
+def test_appending_tensors_in_another_order(logged: Any, states: Any, same_bits: Compare) -> None:
     state = states.change(logged.states[8])
     with DeltaLog.open(logged.directory) as log:
         log.append(9, dict(reversed(state.items())))
     same_bits(logged.load(9), state)
 
 
-def test_going_on_wants_a_sound_last_step(logged: Any) -> None:
+def test_appending_needs_an_intact_last_step(logged: Any) -> None:
     path = logged.file(8)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -171,7 +171,7 @@ def test_a_base_that_is_not_the_current_state(tmp_path: Path, same_bits: Compare
         assert log.layout.buffers == frozenset()
 
 
-def test_a_claimed_directory_is_nobody_elses(tmp_path: Path) -> None:
+def test_a_claimed_directory_is_locked(tmp_path: Path) -> None:
     state, directory = {"w": torch.zeros(4)}, tmp_path / "a" / "log"
     with claim(directory) as lock:
         with pytest.raises(DeltaLogError, match="another writer has this delta log open"):
@@ -190,7 +190,7 @@ def test_a_claimed_directory_is_nobody_elses(tmp_path: Path) -> None:
     assert log.steps == (0, 1)
 
 
-def test_a_claim_without_a_log_leaves_the_disk_as_it_was(tmp_path: Path) -> None:
+def test_a_claim_without_a_log_leaves_the_disk_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), claim(tmp_path / "a" / "b"):
         _ = 1 / 0
     assert not list(tmp_path.iterdir())

@@ -61,7 +61,7 @@ FULL = "step {}: cannot be written: No space left on device"
 
 @pytest.mark.parametrize("broken_call", ["save_file", "fsync", "link"])
 @pytest.mark.parametrize("step_before", [7, 8], ids=["patch", "keyframe"])
-def test_a_failed_write_loses_nothing_and_the_log_goes_on(
+def test_a_failed_write_loses_nothing_and_the_log_continues(
     logged: Any, same_bits: Compare, states: Any, monkeypatch: pytest.MonkeyPatch, broken_call: str, step_before: int
 ) -> None:
     if step_before == 7:
@@ -90,7 +90,7 @@ def test_a_failed_write_loses_nothing_and_the_log_goes_on(
 
 
 @pytest.mark.parametrize("call", ["append", "flush", "close", "wait"])
-def test_a_failure_is_raised_once_where_it_is_first_met(
+def test_a_failure_is_raised_once(
     tmp_path: Path, disk: Disk, state: dict[str, Tensor], call: str
 ) -> None:
     log = DeltaLog.create(tmp_path / "log", state)
@@ -156,7 +156,7 @@ def test_a_keyframe_that_fails_too(tmp_path: Path, disk: Disk, state: dict[str, 
     assert log.verify() == []
 
 
-def test_training_can_go_on_without_the_log(
+def test_training_can_continue_without_the_log(
     tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = DeltaLog.create(tmp_path / "log", state, on_error="warn")
@@ -268,7 +268,7 @@ def test_an_error_while_a_step_is_coded(
     assert log.verify() == []
 
 
-def test_a_log_that_is_forgotten_writes_what_it_was_given(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_log_without_references_writes_its_submitted_steps(tmp_path: Path, state: dict[str, Tensor]) -> None:
     log = DeltaLog.create(tmp_path / "log", state)
     state["w"] += 1
     log.append(1)

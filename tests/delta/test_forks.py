@@ -91,7 +91,7 @@ def test_writing_is_refused(log: DeltaLog, state: dict[str, Tensor], same_bits: 
     assert log.verify() == []
 
 
-def test_waiting_for_a_step_of_the_process_before_is_refused(
+def test_waiting_for_a_step_of_the_parent_process_is_refused(
     log: DeltaLog, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, save_file = threading.Event(), atomic_files.save_file
@@ -118,7 +118,7 @@ def test_waiting_for_a_step_of_the_process_before_is_refused(
     assert [one.wait().step for one in handed] == [2, 3]
 
 
-def test_reading_goes_on(log: DeltaLog, state: dict[str, Tensor], same_bits: Compare) -> None:
+def test_reading_continues(log: DeltaLog, state: dict[str, Tensor], same_bits: Compare) -> None:
     def work() -> None:
         same_bits(log.load(1), state)
         assert log.steps == (0, 1) and log.last_step == 1 and log.step_of(state) == 1
@@ -129,7 +129,7 @@ def test_reading_goes_on(log: DeltaLog, state: dict[str, Tensor], same_bits: Com
 
 
 @pytest.mark.parametrize("end", ["close", "with", "del", "exit"])
-def test_the_end_of_the_log_leaves_the_directory_to_the_process_before(
+def test_closing_in_a_child_leaves_the_directory_to_its_parent(
     log: DeltaLog, state: dict[str, Tensor], end: str
 ) -> None:
     before = contents(log.directory)
@@ -204,7 +204,7 @@ def test_a_child_logs_to_a_directory_of_its_own(tmp_path: Path, log: DeltaLog, s
     assert DeltaLog.open(tmp_path / "own").verify() == []
 
 
-def test_a_child_goes_on_once_the_process_before_has_closed(log: DeltaLog, state: dict[str, Tensor]) -> None:
+def test_a_child_continues_once_its_parent_has_closed(log: DeltaLog, state: dict[str, Tensor]) -> None:
     closed = os.pipe()
     child = os.fork()
     if not child:

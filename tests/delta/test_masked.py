@@ -102,7 +102,7 @@ def test_a_change_outside_of_the_mask_is_not_lost(
         same_bits(log.load(3), kept[3])
 
 
-def test_a_masked_patch_says_nothing_of_positions(tmp_path: Path, mask: MaskSet) -> None:
+def test_a_masked_patch_stores_no_positions(tmp_path: Path, mask: MaskSet) -> None:
     """With every element of the mask changed, bf16 values alone remain; the plain form needs the positions too."""
     state = {"w": torch.zeros(100_000, dtype=torch.bfloat16)}
     mask = MaskSet.random(state, density=0.1)
@@ -118,7 +118,7 @@ def test_a_masked_patch_says_nothing_of_positions(tmp_path: Path, mask: MaskSet)
     assert sizes["plain"] - sizes["masked"] > 0.9 * mask.nnz
 
 
-def test_the_mask_is_kept_beside_the_steps(tmp_path: Path, state: dict[str, Tensor], mask: MaskSet) -> None:
+def test_the_mask_is_stored_with_the_steps(tmp_path: Path, state: dict[str, Tensor], mask: MaskSet) -> None:
     log = DeltaLog.create(tmp_path / "log", state, mask=mask, keyframe_every=2)
     for step in (1, 2):
         step_(state, mask, step)

@@ -119,7 +119,7 @@ def _words(tensor: Tensor) -> Tensor:
     within=st.booleans(),
     squashed=st.booleans(),
 )
-def test_a_log_gives_back_what_it_was_given(
+def test_a_log_returns_the_logged_states(
     drawn: list[tuple[Tensor, Tensor]],
     level: str,
     against: Any,

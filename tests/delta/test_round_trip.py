@@ -143,7 +143,7 @@ def test_views_of_one_buffer_and_other_strides(tmp_path: Path, same_bits: Compar
 
 
 @pytest.mark.gpu
-def test_a_state_that_lies_on_several_devices(tmp_path: Path, states: Any, same_bits: Compare) -> None:
+def test_a_state_on_several_devices(tmp_path: Path, states: Any, same_bits: Compare) -> None:
     """Tensors of one dtype are coded together, on the device of the first; and a model may move between steps."""
     state = {"a": states.bits((40,), torch.bfloat16), "b": states.bits((50,), torch.bfloat16), "n": torch.tensor(1)}
     kept = {0: state}

@@ -53,7 +53,7 @@ def test_a_log_that_codes_against_its_base_keeps_to_it(tmp_path: Path, states: A
         assert [(p.file, p.lost_steps) for p in log.verify()] == [("step 1", (1,))]
 
 
-def test_going_on_after_a_squash(logged: Any, states: Any, same_bits: Compare) -> None:
+def test_appending_after_a_squash(logged: Any, states: Any, same_bits: Compare) -> None:
     """While writing: what follows is coded against the step that stayed, and keyframes count what is there."""
     kept = dict(logged.states)
     with DeltaLog.open(logged.directory) as log:

@@ -23,7 +23,7 @@ def log(tmp_path):
 @pytest.mark.parametrize(
     ("after", "left"), [(0, (0,)), (3, (0, 2)), (4, (0, 2, 4)), (6, (0, 2, 4, 6)), (9, (0, 2, 4, 6))]
 )
-def test_what_follows_is_gone_and_the_rest_is_whole(log, after, left):
+def test_truncate_removes_the_later_steps_alone(log, after, left):
     log, _ = log
     log.flush()
     digests = {step: log.digest(step) for step in left}
@@ -33,7 +33,7 @@ def test_what_follows_is_gone_and_the_rest_is_whole(log, after, left):
     assert {step: log.digest(step) for step in left} == digests
 
 
-def test_the_run_goes_on_from_there(log):
+def test_the_run_continues_after_the_truncation(log):
     log, state = log
     log.truncate(3)
     state["weight"][4] -= 0.5

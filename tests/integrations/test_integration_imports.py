@@ -77,13 +77,13 @@ print("unchanged", len(ours))
 """
 
 
-def test_their_classes_and_modules_are_as_they_were(tmp_path):
+def test_their_classes_and_modules_are_unchanged(tmp_path):
     looked = subprocess.run([sys.executable, "-c", UNCHANGED], cwd=tmp_path, capture_output=True, text=True)
     assert looked.stdout.strip() == "unchanged 4", looked.stderr
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "DPO"])
-def test_their_trainers_train_as_they_did(lab, curve, kind):
+def test_the_original_trainers_train_as_before(lab, curve, kind):
     before = lab(kind, max_steps=4)
     before.train()
     lab(kind, mask=lab.random_mask(0.1), max_steps=4).train()

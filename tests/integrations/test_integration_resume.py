@@ -197,7 +197,7 @@ def test_a_run_that_a_callback_stops_has_its_last_weights_in_the_log(lab, logged
     assert same_bits(log.load(5), weights(trainer.model))
 
 
-def test_a_run_that_fails_lets_go_of_its_log(logged, tmp_path):
+def test_a_run_that_fails_releases_its_log(logged, tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4:

@@ -138,7 +138,7 @@ def test_weight_magnitude_is_the_full_sort_of_absolute_weights(tiny_llama) -> No
     assert torch.equal(torch.cat([mask.bool(name).view(-1) for name in mask.names]), expected)
 
 
-def test_what_no_sequence_reached_is_not_kept(tiny_llama) -> None:
+def test_elements_without_gradients_are_not_kept(tiny_llama) -> None:
     """Rows of words that appear nowhere have no gradient, and score zero."""
     model = tiny_llama(tie_word_embeddings=False).eval()
     name = "model.embed_tokens.weight"

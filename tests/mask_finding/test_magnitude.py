@@ -122,7 +122,7 @@ def test_quota_is_met_exactly_and_floors_hold(tmp_path: Path) -> None:
         assert stats.nnz >= math.ceil(0.05 * before[name].numel())
 
 
-def test_what_did_not_move_is_never_kept(tmp_path: Path) -> None:
+def test_unchanged_elements_are_never_kept(tmp_path: Path) -> None:
     before = {"a": torch.zeros(100), "still": torch.zeros(100)}
     after = {"a": torch.zeros(100), "still": torch.zeros(100)}
     after["a"][[3, 97]] = torch.tensor([1.0, -2.0])

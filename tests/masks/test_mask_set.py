@@ -211,7 +211,7 @@ def test_resolve_refuses_different_parameters_over_one_storage() -> None:
     assert nothing.resolve(model).nnz == 0
 
 
-def test_resolve_wants_tied_names_to_agree() -> None:
+def test_resolve_requires_tied_names_to_agree() -> None:
     shapes = {"embed.weight": (5, 4), "head.weight": (5, 4)}
     same = MaskSet({"embed.weight": positions(3, 4), "head.weight": positions(3, 4)}, shapes)
     assert same.nnz == 4

@@ -360,7 +360,7 @@ def test_tied_weights_by_either_name(tmp_path: Path, names: list[str]) -> None:
     assert MaskSet.from_bool(masks).resolve(untied).names == tuple(sorted(masks, reverse=True))
 
 
-def test_conv1d_weights_stand_the_other_way_round(tmp_path: Path) -> None:
+def test_conv1d_weights_are_transposed(tmp_path: Path) -> None:
     name = "transformer.h.0.attn.c_attn.weight"
     as_linear = random_bools({name: (24, 8)})
     for source, load in sources(as_linear, tmp_path).items():

@@ -184,7 +184,7 @@ def test_a_patch_of_one_tensor_of_many(place, level):
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_encoding_that_leads_the_old_tensors_on(place, level, backend):
+def test_encoding_that_advances_the_old_tensors(place, level, backend):
     source = np.random.default_rng(11)
     # None, a few changes, and more than a GPU keeps of a tile.
     for density in (0.0, 0.01, 0.6):

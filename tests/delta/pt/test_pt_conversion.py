@@ -52,7 +52,7 @@ def test_converted_states_have_the_same_bits_and_digests(bf16_run, tmp_path, lev
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["new"]
 
 
-def test_a_delta_log_is_written_anew_at_another_level(bf16_run, tmp_path):
+def test_a_delta_log_is_converted_to_another_level(bf16_run, tmp_path):
     convert(PtDeltaLog(bf16_run.folder), tmp_path / "a", level="fast", metadata={"model": "M"})
     source = DeltaLog.open(tmp_path / "a")
     convert(source, tmp_path / "b", level="tight", keyframe_every=2)

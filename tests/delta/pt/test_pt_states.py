@@ -65,7 +65,7 @@ def test_differences_to_the_previous_step_are_summed(tmp_path):
         list(log.tensor_states("embed.weight", [4, 2]))
 
 
-def test_what_a_difference_cannot_express_comes_back_other_than_it_was(tmp_path):
+def test_values_that_a_difference_cannot_express_are_changed(tmp_path):
     # The docstring's two cases: a new negative zero, and a weight that shrank by more than 2**16.
     old = {"w": torch.tensor([1.0, 1.0, 0.0]).bfloat16()}
     new = {"w": torch.tensor([-0.0, 1.0078125 * 2.0**-20, 1.5]).bfloat16()}
@@ -188,7 +188,7 @@ def test_a_model_that_is_not_the_logged_one(tmp_path):
         log.apply_(Model().bfloat16(), 1)
 
 
-def test_open_log_tells_the_kinds_apart(bf16_run, tmp_path):
+def test_open_log_detects_the_format(bf16_run, tmp_path):
     assert isinstance(open_log(bf16_run.folder), PtDeltaLog)
     DeltaLog.create(tmp_path / "log", bf16_run.states[0]).close()
     assert isinstance(open_log(tmp_path / "log"), DeltaLog)
