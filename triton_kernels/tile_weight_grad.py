@@ -38,7 +38,7 @@ class TileOptions(NamedTuple):
 
 
 # By tile size and operand size, chosen by what fits on sm_90; on an H200 within 17 % of the CUDA kernel where calls are
-# large, to either side (docs/performance.md). 16-bit operands keep 64 and 96 KiB of shared memory (tile 64 and 128), so
+# large, to either side (docs/notebook.md). 16-bit operands keep 64 and 96 KiB of shared memory (tile 64 and 128), so
 # that three and two programs have room on a multiprocessor with 227 KiB; a group of 4 warps takes 64 rows of a wgmma;
 # two programs of 8 warps have 128 registers for each thread. fp32 operands are multiplied by FMAs out of registers,
 # which a long step would spill.

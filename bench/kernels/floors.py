@@ -4,7 +4,7 @@ A copy reads as much as it writes, so an op that hardly writes may run a few per
 
 An H200 fetches memory in granules of 64 bytes: an access costs the whole granule, once for all elements in it. (The
 bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
-writes back sectors of 32 bytes, but scattered sectors so slowly (1.5 TB/s at 33 % of them, see docs/performance.md)
+writes back sectors of 32 bytes, but scattered sectors so slowly (1.5 TB/s at 33 % of them, see docs/notebook.md)
 that rewriting whole granules takes as long, so a write counts as its granule, too. Compact buffers are contiguous and
 cost their own size. The mask costs one index per unit of its pattern, of 4 or 2 bytes; the bases of 2-byte indices, one
 for each 256 indices, are 0.016 bytes per active element and not counted.

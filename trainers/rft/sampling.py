@@ -39,12 +39,11 @@ from ..run.outputs import (
     OPTIONS_FILE,
     begin_outputs,
     check_new_folder,
-    is_begun,
-    require_same_options,
     write_text,
     writing,
 )
 from ..run.progress import Progress
+from ..run.resume import is_begun, require_same_options
 from ..run.training_run import seed_everything
 
 INPUTS_FILE = "inputs.json"

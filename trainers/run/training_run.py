@@ -59,14 +59,12 @@ from .outputs import (
     RowFile,
     begin_outputs,
     check_new_folder,
-    check_resumable,
     discard_outputs,
-    is_begun,
-    require_metrics,
     save_checkpoint,
     write_text,
 )
 from .progress import Progress
+from .resume import check_resumable, is_begun, require_metrics
 from .timing import StepTimer
 from .trackers import Tracker, make_trackers, require_trackers
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy import logprobs as logprobs_module
+from sparse_opt.trainers.policy import chunked_logprobs as logprobs_module
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -228,5 +228,5 @@ def test_all_gradients_beside_a_plain_computation():
 def test_a_tile_that_begins_above_a_slice_is_an_error(monkeypatch):
     monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 100)
     model, _tiles, _, _ = make(tied=False)
-    with pytest.raises(ValueError, match="rows from 100 on: wanted a multiple of the tile size, 64"):
+    with pytest.raises(ValueError, match="rows from 100 on: expected a multiple of the tile size, 64"):
         loss_of(model).backward()

@@ -23,7 +23,8 @@ from transformers import (
 from sparse_opt.trainers.data.encoding import collate
 from sparse_opt.trainers.policy import logprobs as logprobs_module
 from sparse_opt.trainers.policy import output_layer
-from sparse_opt.trainers.policy.logprobs import selected_logprobs, token_logprobs
+from sparse_opt.trainers.policy.chunked_logprobs import selected_logprobs
+from sparse_opt.trainers.policy.logprobs import token_logprobs
 
 
 @pytest.mark.parametrize(
