@@ -20,10 +20,12 @@ from .common import spread
 from .common.harness import exit_code
 from .common.report import Columns, markdown_table, render
 from .delta import report as delta_report
-from .kernels import dram_bytes, floors, targets
-from .kernels import table as kernels
+from .kernels import dram_bytes, floors
+from .kernels.table import main as kernels
+from .kernels.table import targets
 from .training import trl_memory
 from .training.baseline import report as baseline_report
+from .training.delta_logging import report as logging_report
 
 DOCUMENT, RESULTS = Path("docs/performance_tables.md"), Path("bench/results")
 DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), Path("docs/delta_logs.md"))
@@ -249,7 +251,7 @@ def delta_logging_table(results: Path) -> str:
     if not path.is_file():
         return "Not measured yet: `sparse-opt bench delta_logging` on a GPU."
     report = _load(path)
-    return f"{machine_line(report['environment'])}. {delta_report.logging_text(report)}"
+    return f"{machine_line(report['environment'])}. {logging_report.document_text(report)}"
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The runs of `sparse-opt bench delta` and `bench delta_logging` as the tables of docs/delta_logs.md."""
+"""A run of `sparse-opt bench delta` as the tables of docs/delta_logs.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.report import markdown_table
-from ..training import delta_logging
 from . import targets as delta_targets
 
 SPEED_HEADERS = ("1.2 % changed", "bytes a change", "encode ms", "GB/s", "of the copy rate", "decode ms", "GB/s")
@@ -40,19 +39,6 @@ def patch_text(report: Mapping[str, Any]) -> str:
     lines.append(f"{len(verdicts)} targets: {len(verdicts) - len(missed)} met, {len(missed)} missed.")
     lines += [f"- missed: {verdict.text}" for verdict in missed]
     lines += [f"- not timed: {name}: {why}" for name, why in report["left_out"].items()]
-    return "\n".join(lines)
-
-
-def logging_text(report: Mapping[str, Any]) -> str:
-    """Each mode with and without a log, and the parts of an append."""
-    settings = report["settings"]
-    lines = [
-        f"{report['rows'][0]['numel'] / 1e9:.2f} B bf16 weights, {settings['batch_size']} pair(s) of "
-        f"{settings['sequence_length']} tokens a step of DPO, level {settings['level']}, file system "
-        f"{report['file_system']}.",
-        "",
-        *delta_logging.tables(report, markdown=True),
-    ]
     return "\n".join(lines)
 
 

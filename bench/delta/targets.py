@@ -11,7 +11,7 @@ from typing import Any
 
 from sparse_opt.delta.codec.words import LEVELS as LEVELS
 
-from ..kernels.targets import Verdict
+from ..kernels.table.targets import Verdict
 
 FEW, MORE = "1.2%", "2.6%"
 FAST_BYTES, PACKED_BYTES = 3.8, 1.6  # a changed element

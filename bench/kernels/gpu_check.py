@@ -30,7 +30,7 @@ from sparse_opt.errors import ConfigError
 
 from ..common.harness import Benchmark, Report
 from ..common.report import write_json
-from . import table as kernels
+from .table import main as kernels
 
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")

@@ -21,8 +21,8 @@ from sparse_opt.cli.parser import CommandParser
 
 from ..common.harness import exit_code
 from ..common.report import machine_name, why_unwritable
-from . import targets
-from .tile_gradients import TILE_PATTERNS
+from .table import targets
+from .table.tile_gradients import TILE_PATTERNS
 
 MARKERS = {"cuda": "o", "triton": "s", "cpu": "D", "torch": "x"}
 # The Okabe-Ito palette, which is safe for colour-blind readers.

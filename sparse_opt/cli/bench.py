@@ -19,7 +19,7 @@ BENCHMARKS = {
         "patches: bytes per changed weight, and speed, compared with other encodings of changes",
     ),
     "delta_logging": (
-        "training.delta_logging",
+        "training.delta_logging.main",
         "training with a delta log of every step, compared with training without: time per step, memory",
     ),
     "gpu_check": (
@@ -27,7 +27,7 @@ BENCHMARKS = {
         "all checks on a GPU: the tests, the memory checker, and the table of kernels",
     ),
     "kernels": (
-        "kernels.table",
+        "kernels.table.main",
         "every op and optimizer on the shapes of a 3B model, with bandwidth bounds, peers and targets",
     ),
     "learning": (

@@ -9,7 +9,8 @@ import pytest
 
 from sparse_opt.bench import report_tables
 from sparse_opt.bench.common import spread
-from sparse_opt.bench.kernels import floors, targets
+from sparse_opt.bench.kernels import floors
+from sparse_opt.bench.kernels.table import targets
 from sparse_opt.errors import ConfigError
 
 CHECKOUT = Path(__file__).parents[2]

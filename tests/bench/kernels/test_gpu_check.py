@@ -11,7 +11,8 @@ import torch
 
 from sparse_opt import backends
 from sparse_opt.bench.common import harness
-from sparse_opt.bench.kernels import cases, gpu_check, targets
+from sparse_opt.bench.kernels import cases, gpu_check
+from sparse_opt.bench.kernels.table import targets
 
 WITH_TILES = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
 SMALL = [*WITH_TILES, "--no_tiles"]
@@ -192,7 +193,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr("sparse_opt.bench.kernels.table.time_delta", fail)
+    monkeypatch.setattr("sparse_opt.bench.kernels.table.main.time_delta", fail)
     path = tmp_path / "gpu_check.json"
     with pytest.raises(RuntimeError, match="gone"):
         gpu_check.main([*SMALL, "--output", str(path)])

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from sparse_opt.bench.kernels import plots, targets
+from sparse_opt.bench.kernels import plots
+from sparse_opt.bench.kernels.table import targets
 
 
 def row(work: str, backend: str, density: float | None, nbytes: float | None, ms: float) -> dict[str, object]:

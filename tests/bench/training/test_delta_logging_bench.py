@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparse_opt import DeltaLog, backends
-from sparse_opt.bench.delta import report as delta_report
-from sparse_opt.bench.training import delta_logging
+from sparse_opt.bench.training.delta_logging import main as delta_logging
+from sparse_opt.bench.training.delta_logging.report import document_text
 
 needs_native = pytest.mark.skipif(
     bool(backends.why_unavailable("cpu", "cpu")), reason="needs the native extension, as patches are timed in it alone"
@@ -39,7 +39,7 @@ def test_both_modes_are_timed_shown_and_written(tmp_path, capsys):
     # A step of a sparse run changes nothing but its active elements.
     assert max(step["changed"] for step in sparse["steps"]) <= sparse["mask_nnz"]
     assert "slower by, mean" in capsys.readouterr().out
-    assert "| dense | encode |" in delta_report.logging_text(report)
+    assert "| dense | encode |" in document_text(report)
 
 
 @needs_native

@@ -12,13 +12,12 @@ The target is at most 10 ms a step, on an H200 with the shape of Llama-3.2-3B. O
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,42 +34,16 @@ from sparse_opt.delta.digest import StateDigest
 from sparse_opt.delta.patches import LogMask, MaskedState
 from sparse_opt.delta.state import StateReader, read_state
 from sparse_opt.delta.writer import HostCopy, StepInfo
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
-from sparse_opt.trainers.policy.models import disable_dropout, make_masks_skippable
 
-from ..common.harness import Benchmark, Report, WrongResult, comma_separated, one_of_each, out_of_range
-from ..common.report import Columns, machine_line, render
-from ..common.shapes import LLAMA_3_2_3B_SIZES, random_model
-from ..common.timing import Prepared, measure
-from ..kernels.targets import Verdict
-from .baseline.inputs import SMALL, word_tokenizer, words_config
-from .baseline.run import Job, Mode, Sections, Step, dpo_step, prepare
+from ...common.harness import Benchmark, Report, WrongResult, comma_separated, one_of_each, out_of_range
+from ...common.timing import Prepared, measure
+from ..baseline.run import Mode
+from .loop import Loop, Memory, file_system, make_loop, make_model
+from .report import judge, text
 
 MODES: tuple[Mode, ...] = ("dense", "sparse")
-LIMIT_MS = 10.0
-N_BATCHES = 8
 N_WARMUP = 3
 N_DURABLE = 3  # appends that are waited for until they are on disk
-_FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
-
-COLUMNS: Columns = {
-    "mode": "{mode}",
-    "ms a step": "{plain_ms[median]:.2f}",
-    "logged": "{logged_ms[median]:.2f}",
-    "slower by, mean": "{slower_mean_ms:.2f}",
-    "median": "{slower_median_ms:.2f}",
-    "append, host": "{append_host_ms[median]:.2f}",
-    "changed": "{share_changed:.2%}",
-    "MB a step": lambda row: f"{row['bytes_per_step'] / 1e6:.2f}",
-    "behind": "{behind_s:.2f} s",
-}
-PART_COLUMNS: Columns = {
-    "mode": "{mode}",
-    "part of an append": "{part}",
-    "ms": "{ms:.2f}",
-    "host ms": "{host_ms:.2f}",
-    "wall ms": "{wall_ms:.2f}",
-}
 
 
 def options(parser: CommandParser) -> None:
@@ -128,41 +101,15 @@ class _Times:
     behind: list[float] = field(default_factory=list)  # of `flush` after each block
 
 
-@dataclass
-class Loop:
-    """A training loop that can log."""
-
-    step: Step
-    section: Sections
-    device: torch.device
-    n_done: int = 0
-
-    def run(self, append: Callable[[int], object] | None = None) -> float:
-        """One step, and `append` with its number; the seconds until the training's stream has completed it."""
-        began = time.perf_counter()
-        metrics = self.step(self.n_done % N_BATCHES)
-        self.n_done += 1
-        if append is not None:
-            append(self.n_done)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        seconds = time.perf_counter() - began
-        self.section.read()
-        loss = metrics["loss"].item()
-        if not loss == loss:
-            raise WrongResult(f"step {self.n_done}: the loss is {loss}")
-        return seconds
-
-
 def _run(mode: Mode, folder: Path, args: Namespace, device: torch.device) -> dict[str, Any]:
     """Measure one mode; return plain data."""
-    model, mask = _model(args, device), None
+    model, mask = make_model(args, device), None
     mask_file = folder / "mask.safetensors"
     if mode == "sparse":
         mask = MaskSet.random(model, density=args.density, seed=args.seed)
         mask.save(mask_file)
-    loop = _loop(mode, model, mask_file, args, device)
-    memory = _Memory(device)
+    loop = make_loop(mode, model, mask_file, args, device)
+    memory = Memory(device)
     memory.reset()
     with tqdm(total=2 * args.n_blocks, desc=f"bench delta_logging, {mode}", disable=None, leave=False) as bar:
         for _ in range(N_WARMUP):
@@ -206,7 +153,7 @@ def _run(mode: Mode, folder: Path, args: Namespace, device: torch.device) -> dic
     }
 
 
-def _blocks(loop: Loop, log: DeltaLog, memory: _Memory, args: Namespace, bar: tqdm) -> tuple[_Times, list[StepInfo]]:
+def _blocks(loop: Loop, log: DeltaLog, memory: Memory, args: Namespace, bar: tqdm) -> tuple[_Times, list[StepInfo]]:
     times, appended = _Times(), []
 
     def append(step: int) -> None:
@@ -274,142 +221,6 @@ def _parts(
     if masked is not None:
         variants["encode, over the mask"] = lambda: masked.encode(new, level, None, advance=False)
     return {name: timing.as_dict() for name, timing in measure(variants, device=device, n_rounds=10).items()}
-
-
-def _model(args: Namespace, device: torch.device) -> nn.Module:
-    """A Llama with random bf16 weights, prepared like by `trainers.policy.models.load_policy`."""
-    config = words_config(SMALL if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
-    model = random_model(config, device, args.seed)
-    disable_dropout(model)
-    make_masks_skippable(model)
-    return model.train()
-
-
-def _loop(mode: Mode, model: nn.Module, mask_file: Path, args: Namespace, device: torch.device) -> Loop:
-    job = Job(
-        algorithm="dpo",
-        mode=mode,
-        model_name="random weights",
-        dataset="random words",
-        mask=str(mask_file),
-        sequence_length=args.sequence_length,
-        n_steps=N_BATCHES,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        device=str(device),
-        seed=args.seed,
-    )
-    section = Sections(device)
-    return Loop(dpo_step(prepare(job, model), _batches(args, device), section), section, device)
-
-
-def _batches(args: Namespace, device: torch.device) -> list[TokenBatch]:
-    """Pairs of random words of exact length; the prompt is an eighth of the sequence."""
-    source, tokenizer = random.Random(args.seed), word_tokenizer()
-    length, n_prompt = args.sequence_length, args.sequence_length // 8
-
-    def words(count: int) -> list[int]:
-        return [_FIRST_WORD + source.randrange(_N_WORDS) for _ in range(count)]
-
-    def batch() -> TokenBatch:
-        prompts = [words(n_prompt) for _ in range(args.batch_size)]
-        completions = [
-            TokenSequence([*prompt, *words(length - n_prompt - 1), tokenizer.eos_token_id], n_prompt)
-            for prompt in 2 * prompts  # the chosen ones before the rejected
-        ]
-        return collate(completions, tokenizer.pad_token_id).to(device)
-
-    return [batch() for _ in range(N_BATCHES)]
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Peaks of the device's memory and of pinned host memory; nothing on a CPU."""
-
-    device: torch.device
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            torch.cuda.memory.reset_peak_host_memory_stats()
-
-    def peaks(self) -> dict[str, int | None]:
-        if self.device.type != "cuda":
-            return {"device_bytes": None, "pinned_bytes": None}
-        # Versions of torch count blocks in use, or all blocks of the allocator. Take the largest.
-        pinned = [n for key, n in torch.cuda.memory.host_memory_stats().items() if key.endswith("bytes.peak")]
-        return {"device_bytes": torch.cuda.max_memory_allocated(self.device), "pinned_bytes": max(pinned)}
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that a path is on, as /proc/mounts names it: `ext4`, `tmpfs`; empty if unknown."""
-    mounts = Path("/proc/mounts")
-    if not mounts.is_file():
-        return ""
-    found = (Path("/"), "")
-    for line in mounts.read_text(encoding="utf-8").splitlines():
-        _, point, kind, *_ = line.split(" ")
-        where = Path(point.replace("\\040", " "))
-        # A later mount on the same point hides an earlier one.
-        if path.resolve().is_relative_to(where) and len(where.parts) >= len(found[0].parts):
-            found = (where, kind)
-    return found[1]
-
-
-def judge(report: Mapping[str, Any]) -> list[Verdict]:
-    """The verdict of each mode, on a GPU and at the 3B shape."""
-    if report["settings"]["small"] or "gpu" not in report["environment"]["machine"]:
-        return []
-    return [
-        Verdict(
-            f"a log of every step, mode {row['mode']}",
-            "cuda",
-            None,
-            "ms a step",
-            max(row["slower_mean_ms"], row["slower_median_ms"]),
-            LIMIT_MS,
-            True,
-        )
-        for row in report["rows"]
-    ]
-
-
-def tables(report: Mapping[str, Any], *, markdown: bool = False) -> list[str]:
-    """The tables: each mode, and the parts of an append."""
-    parts = [
-        {"mode": row["mode"], "part": name, **part} for row in report["rows"] for name, part in row["parts"].items()
-    ]
-    return [
-        render(COLUMNS, report["rows"], markdown=markdown),
-        "",
-        render(PART_COLUMNS, parts, n_words=2, markdown=markdown),
-        *([""] if markdown else []),
-        *memory_lines(report),
-    ]
-
-
-def text(report: Report) -> str:
-    where = f"{machine_line(report)}; level {report['settings']['level']}, file system {report['file_system']}"
-    return "\n".join([where, *tables(report)])
-
-
-def memory_lines(report: Mapping[str, Any]) -> list[str]:
-    """How long a step takes to the disk, and what memory the log adds, as a list of each mode."""
-    lines = []
-    for row in report["rows"]:
-        peaks = row["peaks"]
-        lines.append(
-            f"- {row['mode']}: on disk {row['on_disk_ms']['median']:.1f} ms after the append, "
-            f"{row['on_disk_bytes_per_s'] / 1e6:.0f} MB/s; the base took {row['create_s']:.1f} s"
-        )
-        if peaks["plain"]["device_bytes"] is not None:
-            more = {key: peaks["logged"][key] - peaks["plain"][key] for key in peaks["plain"]}
-            lines.append(
-                f"- {row['mode']}: the log adds {more['device_bytes'] / 2**30:.2f} GiB to the device's peak of "
-                f"{peaks['plain']['device_bytes'] / 2**30:.2f} GiB (a state is {row['state_bytes'] / 2**30:.2f}), and "
-                f"{more['pinned_bytes'] / 2**20:.0f} MiB of pinned memory"
-            )
-    return lines
 
 
 def _statistics(seconds: Sequence[float]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 
 
 def tile_gradient(pattern: str, tokens: int) -> str:
-    """The name of the tile rows of `bench/kernels/tile_gradients.py`, with a call for each layer."""
+    """The name of the rows of `tile_gradients`, with a call for each layer."""
     return f"{TILE_GRADIENT}{pattern}, {tokens} tokens"
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
 
-from ..common.shapes import Shapes, total_numel
-from ..common.timing import Prepared
-from . import floors, inputs, peers, targets
-from .cases import Active
-from .optimizers import (
+from ...common.shapes import Shapes, total_numel
+from ...common.timing import Prepared
+from .. import floors, inputs
+from ..cases import Active
+from ..optimizers import (
     ADAMW,
     LR,
     SMALL_LR,
@@ -39,6 +39,7 @@ from .optimizers import (
     step_bytes,
     swapped_share,
 )
+from . import peers, targets
 from .recorder import TORCH, Recorder, Work
 
 # So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.

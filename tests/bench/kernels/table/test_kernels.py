@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, backends
-from sparse_opt.bench.kernels import optimizers, targets, weights
-from sparse_opt.bench.kernels import table as kernels
+from sparse_opt.bench.kernels import optimizers
 from sparse_opt.bench.kernels.cases import Active, WrongResult
 from sparse_opt.bench.kernels.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
-from sparse_opt.bench.kernels.recorder import Recorder
+from sparse_opt.bench.kernels.table import main as kernels
+from sparse_opt.bench.kernels.table import targets, weights
+from sparse_opt.bench.kernels.table.recorder import Recorder
 
 WORDS = [
     "--device",

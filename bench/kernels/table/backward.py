@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 
-from ..common.shapes import llama_config, random_model
-from ..common.timing import Prepared
-from .cases import WrongResult, check_bits
-from .inputs import random_active
-from .optimizers import LR, mask_of
+from ...common.shapes import llama_config, random_model
+from ...common.timing import Prepared
+from ..cases import WrongResult, check_bits
+from ..inputs import random_active
+from ..optimizers import LR, mask_of
 from .recorder import TORCH, Work
 from .targets import BACKWARD_HOOKS, BACKWARD_PLAIN
 

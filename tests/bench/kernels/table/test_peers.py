@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
-from sparse_opt.bench.kernels import peers
 from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.optimizers import LR, WEIGHT_DECAY, parameters
-from sparse_opt.bench.kernels.recorder import Recorder
-from sparse_opt.bench.kernels.weights import WeightRows
+from sparse_opt.bench.kernels.table import peers
+from sparse_opt.bench.kernels.table.recorder import Recorder
+from sparse_opt.bench.kernels.table.weights import WeightRows
 
 SHAPES = {"a": (70, 30), "b": (100,)}
 

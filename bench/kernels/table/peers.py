@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import floors
-from .cases import WrongResult
-from .optimizers import LR, WEIGHT_DECAY, Named
+from .. import floors
+from ..cases import WrongResult
+from ..optimizers import LR, WEIGHT_DECAY, Named
 
 FUSED = "torch.optim.AdamW(fused=True).step"
 FOREACH = "torch.optim.AdamW(foreach=True).step"

@@ -20,7 +20,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from sparse_opt import ops
 from sparse_opt.masks.patterns import PATTERNS, unit_grid
 from sparse_opt.ops.narrow import FRAME
 
-from ..common.shapes import Shapes, total_numel
+from ...common.shapes import Shapes, total_numel
+from ..cases import WrongResult, check_bits
+from ..inputs import narrowed, random_active, segments
 from . import targets
-from .cases import WrongResult, check_bits
-from .inputs import narrowed, random_active, segments
 from .recorder import TORCH, Recorder, Work
 
 OP = "tile_weight_grad_"
@@ -230,7 +230,7 @@ class TileGradients:
             where = slice(matrices[0], matrices[-1] + 1)
             self._call(matrices, self.out, backend, sum_sq=self.sum_sq[where], found_inf=self.found_inf)
 
-    def _call(self, matrices: list[int], out: Tensor, backend: str, **sums: Tensor) -> None:
+    def _call(self, matrices: list[int], out: Tensor, backend: str, **sums: Any) -> None:
         where = slice(matrices[0], matrices[-1] + 1)  # the matrices of a call are adjacent
         ops.tile_weight_grad_(
             out,

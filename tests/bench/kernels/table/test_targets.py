@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sparse_opt.bench.common.report import cells
-from sparse_opt.bench.kernels import peers, targets
-from sparse_opt.bench.kernels import table as kernels
+from sparse_opt.bench.kernels.table import main as kernels
+from sparse_opt.bench.kernels.table import peers, targets
 
 
 def row(work: str, ms: float, **values: Any) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.tensors import as_bits
 
-from ..common.harness import Benchmark, Report, comma_separated
-from ..common.report import Columns, machine_name, render
-from ..common.report import cells as cells_of
-from ..common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
-from . import backward, floors, inputs, targets, tile_gradients
-from .cases import Active
+from ...common.harness import Benchmark, Report, comma_separated
+from ...common.report import Columns, machine_name, render
+from ...common.report import cells as cells_of
+from ...common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
+from .. import floors, inputs
+from ..cases import Active
+from . import backward, targets, tile_gradients
 from .recorder import TORCH, Recorder, Row, Work
 from .weights import WeightRows
 

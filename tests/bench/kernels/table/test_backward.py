@@ -7,8 +7,8 @@ import torch
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.bench.common.timing import Prepared, measure
-from sparse_opt.bench.kernels import backward, targets
 from sparse_opt.bench.kernels.cases import WrongResult
+from sparse_opt.bench.kernels.table import backward, targets
 
 SIZES = {
     "hidden": 64,

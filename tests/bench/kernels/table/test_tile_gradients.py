@@ -7,10 +7,10 @@ import torch
 
 from sparse_opt import backends, ops
 from sparse_opt.bench.common.shapes import LLAMA_3_2_3B, llama_matrices
-from sparse_opt.bench.kernels import targets, tile_gradients
 from sparse_opt.bench.kernels.cases import WrongResult
-from sparse_opt.bench.kernels.recorder import Recorder
-from sparse_opt.bench.kernels.tile_gradients import (
+from sparse_opt.bench.kernels.table import targets, tile_gradients
+from sparse_opt.bench.kernels.table.recorder import Recorder
+from sparse_opt.bench.kernels.table.tile_gradients import (
     GatheredGradients,
     Operands,
     TileGradients,

@@ -11,9 +11,9 @@ import torch
 
 from sparse_opt import backends
 
-from ..common.harness import WrongResult
-from ..common.timing import Prepared, Timing, measure
-from .cases import Case, check
+from ...common.harness import WrongResult
+from ...common.timing import Prepared, Timing, measure
+from ..cases import Case, check
 
 Row = dict[str, Any]
 

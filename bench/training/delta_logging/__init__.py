@@ -1,0 +1,1 @@
+"""Benchmark of logging every step of a training loop."""
