@@ -1,4 +1,4 @@
-"""Reward functions and an engine that writes what it is told to, for tests of rejection sampling."""
+"""Reward functions and an engine with scripted completions, for tests of rejection sampling."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def random_sequences(n: int, vocabulary: int, seed: int = 0) -> list[TokenSequen
 
 
 def plain_logprobs(model, batch: TokenBatch, temperature: float = 1.0) -> torch.Tensor:
-    """What `token_logprobs` stands for, with all logits at once."""
+    """`token_logprobs`, computed from all logits at once."""
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
     table = (logits[:, batch.first_trained - 1 : -1].float() / temperature).log_softmax(-1)
     selected = table.gather(-1, batch.input_ids[:, batch.first_trained :, None])[..., 0]

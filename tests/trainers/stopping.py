@@ -16,7 +16,7 @@ from sparse_opt.trainers.run.training_run import TrainingRun
 
 
 class StoppedError(Exception):
-    """What stands for a kill."""
+    """Raised in place of a kill."""
 
 
 def stop(monkeypatch, train, config, step):

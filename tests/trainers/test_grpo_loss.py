@@ -1,4 +1,4 @@
-"""GRPO's advantages and losses: by hand, beside numpy in fp64, and beside TRL's trainer."""
+"""GRPO's advantages and losses compared with values by hand, numpy in fp64, and TRL's trainer."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_losses_of_passes_add_up_to_the_steps(arrays, loss_type):
         assert total == pytest.approx(loss_of(slice(0, 6)), rel=1e-13)
 
 
-# Optimizer steps on a rollout, beside TRL
+# Optimizer steps on a rollout, compared with TRL
 
 
 PROMPT_LENGTHS = [3, 1, 4, 2, 2, 3, 1, 3]

@@ -253,7 +253,7 @@ def test_dr_grpo_does_not_scale(options):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"n_generations": 1}, r"'n_generations' is 1: expected at least 2"),
         ({"n_generations": 5}, r"= 16 completions a step: expected a multiple of n_generations 5"),
@@ -265,19 +265,19 @@ def test_dr_grpo_does_not_scale(options):
         ({"ref_name": "other"}, r"a reference \(other\) is used with beta only"),
     ],
 )
-def test_bad_options(options, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_bad_options(options, changes, message):
+    with pytest.raises(ConfigError, match=message):
         options(**changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"reward_functions": []}, "'reward_functions' is empty"),
         ({"reward_functions": ["exact_mach"]}, "unknown reward function 'exact_mach': the nearest is 'exact_match'"),
     ],
 )
-def test_rewards_that_are_not_there_leave_nothing(options, tmp_path, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_rewards_that_are_not_there_leave_nothing(options, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
         grpo.train(options(**changes))
     assert not (tmp_path / "run").exists()

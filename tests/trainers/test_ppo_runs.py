@@ -270,13 +270,13 @@ def test_update_statistics_are_those_of_the_checkpoint(ppo_options, mask_file, m
     assert rows[1]["share_above_1e-5"] == above / n_weights < rows[1]["share_above_1e-6"] * 1.0001
     assert 0 < rows[1]["share_changed_bf16"] < rows[1]["share_changed"]
     assert list(rows[1]["matrices"]) == [name for name in start if name.endswith("q_proj.weight")]
-    for name, figures in rows[1]["matrices"].items():
+    for name, matrix in rows[1]["matrices"].items():
         values = torch.linalg.svdvals((end[name] - start[name]).double())
         p = values / values.sum()
-        assert figures["shape"] == list(start[name].shape)
-        assert figures["effective_rank"] == pytest.approx(math.exp(-torch.xlogy(p, p).sum().item()), rel=1e-3)
-        assert figures["stable_rank"] == pytest.approx((values.square().sum() / values[0] ** 2).item(), rel=1e-4)
-        assert figures["frobenius_norm"] == pytest.approx(values.square().sum().sqrt().item(), rel=1e-4)
+        assert matrix["shape"] == list(start[name].shape)
+        assert matrix["effective_rank"] == pytest.approx(math.exp(-torch.xlogy(p, p).sum().item()), rel=1e-3)
+        assert matrix["stable_rank"] == pytest.approx((values.square().sum() / values[0] ** 2).item(), rel=1e-4)
+        assert matrix["frobenius_norm"] == pytest.approx(values.square().sum().sqrt().item(), rel=1e-4)
 
 
 def test_without_statistics_nothing_is_kept(ppo_options, monkeypatch):

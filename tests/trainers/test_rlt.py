@@ -273,7 +273,7 @@ def test_parts_of_a_rollout_are_sampled_in_turn():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"reward_functions": ["math"]}, "'reward_functions': rlt has its own"),
         ({"n_generations": 1}, "'n_generations' is 1: expected at least 2"),
@@ -292,8 +292,8 @@ def test_parts_of_a_rollout_are_sampled_in_turn():
         ({"student_answer": "{solution}"}, r"'student_answer' have no \{explanation\}"),
     ],
 )
-def test_options_that_contradict_each_other(rlt_options, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_contradict_each_other(rlt_options, changes, message):
+    with pytest.raises(ConfigError, match=message):
         rlt_options(**changes)
 
 

@@ -51,7 +51,7 @@ def test_greedy_completions_do_not_depend_on_the_batch(engine_class, name):
     model = small(CONFIGS[name])
     expected = [greedy_by_hand(model, prompt, 6) for prompt in PROMPTS]
     engine = engine_class(model, pad_id=0, eos_ids=NEVER)
-    assert sampled(engine) == expected  # the short ones beside one of 12 tokens
+    assert sampled(engine) == expected  # short prompts in a batch with one of 12 tokens
     assert engine.generate([PROMPTS[1]], 1, Sampling(6, temperature=0.0)) == [expected[1]]
     backwards = engine.generate(PROMPTS[::-1], 2, Sampling(6, temperature=0.0))
     assert backwards == [completion for completion in expected[::-1] for _ in range(2)]
@@ -273,7 +273,7 @@ def test_a_model_is_left_as_it_was_after_an_error(engine_class):
         with pytest.raises(SparseOptError, match="completion 0 of 3"):
             sampled(engine)
         assert torch.equal(torch.rand(3), expected)
-    assert len(sampled(engine)) == 3  # and goes on
+    assert len(sampled(engine)) == 3  # the engine still works
 
 
 def test_an_adapter_is_part_of_the_policy(engine_class):

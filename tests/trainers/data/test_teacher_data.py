@@ -125,7 +125,7 @@ def test_rows_by_their_columns(row, lesson):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"question": "q", "chosen": "c"}, r"rows: found columns \(chosen, question\); expected one of \(question, "),
         ({"question": "q", "solution": " "}, "column 'solution' is ' '"),
@@ -137,8 +137,8 @@ def test_rows_by_their_columns(row, lesson):
         ),
     ],
 )
-def test_rows_that_hold_no_lesson(row, said):
-    with pytest.raises(DataError, match=said):
+def test_rows_that_hold_no_lesson(row, message):
+    with pytest.raises(DataError, match=message):
         lesson_reader(row, "rows", Templates())(row)
 
 
@@ -180,7 +180,7 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"teacher_start": "explain: "}, r"'teacher_start' have no \{solution\}"),
         ({"student_user": "{question} {solution}"}, r"have \{solution\}, a field of other templates"),
@@ -188,9 +188,9 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
         ({"explanation_end": ""}, "'explanation_end' is empty"),
     ],
 )
-def test_templates_that_lack_a_field(changes, said):
+def test_templates_that_lack_a_field(changes, message):
     Templates().check_templates()
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Templates(**changes).check_templates()
 
 

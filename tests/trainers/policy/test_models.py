@@ -105,7 +105,7 @@ def test_a_loaded_policy_is_like_any_other_model(dpo_options, model_folder, padd
         found, expected = (model(**inputs).logits for model in (policy, other))
         assert torch.equal(found, expected)
         blind = other(input_ids=input_ids).logits[0, before : before + len(ids)]
-    # What padding does to those who look at it: all that stands before a token, nothing that stands behind it.
+    # Without a mask, padding affects the tokens after it, but not those before it.
     assert torch.allclose(found[0, before : before + len(ids)], blind, atol=1e-3) == (padded_on == "right")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     found, expected = (

@@ -53,7 +53,7 @@ def test_a_whole_model_is_loaded_bit_for_bit(folder):
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (
             lambda f: edit_weights(f, lambda t: t.pop("model.norm.weight")),
@@ -93,11 +93,11 @@ def test_a_whole_model_is_loaded_bit_for_bit(folder):
         ),
     ],
 )
-def test_a_damaged_model_is_refused(folder, harm, said):
+def test_a_damaged_model_is_refused(folder, harm, message):
     harm(folder)
     with pytest.raises(DataError) as error:
         load(folder)
-    assert str(folder) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+    assert str(folder) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])

@@ -1,4 +1,4 @@
-"""The update's figures beside plain numpy, for plain, tied and frozen weights and for adapters."""
+"""The update's statistics compared with plain numpy, for plain, tied and frozen weights and for adapters."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def test_figures_are_numpys(config_class, dtype):
     else:
         assert 0 < row["share_changed_bf16"] < 0.1 * row["share_changed"]
     assert set(row["matrices"]) == {name for name, change in changes.items() if change.ndim == 2}
-    for name, figures in row["matrices"].items():
+    for name, matrix in row["matrices"].items():
         values = np.linalg.svd(changes[name], compute_uv=False)
         p = values[values > 0] / values.sum()
-        assert figures["effective_rank"] == pytest.approx(math.exp(-(p * np.log(p)).sum()), rel=1e-5)
-        assert figures["stable_rank"] == pytest.approx((values**2).sum() / values[0] ** 2, rel=1e-5)
-        assert figures["frobenius_norm"] == pytest.approx(math.sqrt((changes[name] ** 2).sum()), rel=1e-6)
-        assert figures["share_changed"] == (changes[name] != 0).mean()
-        assert figures["shape"] == list(changes[name].shape)
-    shares = [figures["effective_rank"] / min(figures["shape"]) for figures in row["matrices"].values()]
+        assert matrix["effective_rank"] == pytest.approx(math.exp(-(p * np.log(p)).sum()), rel=1e-5)
+        assert matrix["stable_rank"] == pytest.approx((values**2).sum() / values[0] ** 2, rel=1e-5)
+        assert matrix["frobenius_norm"] == pytest.approx(math.sqrt((changes[name] ** 2).sum()), rel=1e-6)
+        assert matrix["share_changed"] == (changes[name] != 0).mean()
+        assert matrix["shape"] == list(changes[name].shape)
+    shares = [matrix["effective_rank"] / min(matrix["shape"]) for matrix in row["matrices"].values()]
     assert row["effective_rank_share"] == pytest.approx(sum(shares) / len(shares))
 
 
 def test_a_model_that_has_not_moved():
     row = UpdateStatistics(small(LlamaConfig)).measure()
     assert row["share_changed"] == row["share_above_1e-6"] == row["frobenius_norm"] == row["effective_rank_share"] == 0
-    assert all(figures["rank"] == 0 for figures in row["matrices"].values())
+    assert all(matrix["rank"] == 0 for matrix in row["matrices"].values())
 
 
 def test_frozen_weights_count_but_are_not_copied():
@@ -94,9 +94,9 @@ def test_adapters_count_as_the_weights_they_are_merged_into():
     n_weights = sum(before.numel() for before in start.values())
     assert row["n_weights"] == n_weights and row["share_changed"] == changed / n_weights > 0.1
     assert set(row["matrices"]) == {name for name in start if "proj" in name}
-    for name, figures in row["matrices"].items():
-        assert figures["frobenius_norm"] == pytest.approx((merged[name] - start[name]).norm().item(), rel=1e-5)
-        assert 1.0 < figures["effective_rank"] < 2.1  # of rank 2, and what rounding adds
+    for name, matrix in row["matrices"].items():
+        assert matrix["frobenius_norm"] == pytest.approx((merged[name] - start[name]).norm().item(), rel=1e-5)
+        assert 1.0 < matrix["effective_rank"] < 2.1  # of rank 2, and what rounding adds
 
 
 def test_patterns_that_choose_nothing_are_refused():

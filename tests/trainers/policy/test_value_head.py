@@ -1,4 +1,4 @@
-"""The value head beside plain autograd: one forward pass for both, gradients into the trunk, and its state."""
+"""The value head compared with plain autograd: one forward pass for both, gradients into the trunk, and its state."""
 
 from __future__ import annotations
 

@@ -343,8 +343,8 @@ def test_kept_rows_train_what_was_sampled(options, scripted, tokenizer):
     report = datagen(config)
     trained, _ = load_examples("demonstration", report["kept_file"], "train", tokenizer, max_length=64)
     prompts, _ = load_prompts(config.dataset, "train", tokenizer, max_prompt_length=64)
-    said = [*tokenizer("It is 42.", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert [sequence.ids for (sequence,) in trained] == [[*prompt.ids, *said] for prompt in prompts]
+    answer_ids = [*tokenizer("It is 42.", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert [sequence.ids for (sequence,) in trained] == [[*prompt.ids, *answer_ids] for prompt in prompts]
     assert [sequence.prompt_length for (sequence,) in trained] == [len(prompt.ids) for prompt in prompts]
 
 

@@ -1,4 +1,4 @@
-"""RFT's training stage: SFT under its own name, with a random mask where a profile asks for one."""
+"""RFT's training stage: SFT under its own name, with a random mask if a profile sets one."""
 
 from __future__ import annotations
 

@@ -125,10 +125,12 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_with_the_last_intact_one(stopped, resume, damage):
-    harm, said = DAMAGES[damage]
+    harm, message = DAMAGES[damage]
     harm(checkpoint(stopped, 3))
     before = (stopped / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(DataError, match=f"step_00000003: .*{said}.*the last intact checkpoint is step_00000002: --res"):
+    with pytest.raises(
+        DataError, match=f"step_00000003: .*{message}.*the last intact checkpoint is step_00000002: --res"
+    ):
         resume()
     flip_a_bit(checkpoint(stopped, 2) / "config.json")
     with pytest.raises(DataError, match="the last intact checkpoint is step_00000001: --resume --resume_step 1$"):
@@ -229,7 +231,7 @@ def test_an_old_checkpoint_without_a_manifest_is_taken_when_it_is_named(runs, st
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (remove_tensor, r"no weights for 1 tensors of a LlamaForCausalLM, among them model\.norm\.weight"),
         (lambda f: (f / "config.json").unlink(), "the folder has no config.json"),
@@ -250,11 +252,11 @@ def test_an_old_checkpoint_without_a_manifest_is_taken_when_it_is_named(runs, st
         ),
     ],
 )
-def test_what_an_unverified_checkpoint_lacks_is_named(stopped, resume, harm, said):
+def test_what_an_unverified_checkpoint_lacks_is_named(stopped, resume, harm, message):
     folder = checkpoint(stopped, 3)
     (folder / "manifest.json").unlink()
     harm(folder)
-    with pytest.warns(UserWarning, match="not verified"), pytest.raises(DataError, match=said):
+    with pytest.warns(UserWarning, match="not verified"), pytest.raises(DataError, match=message):
         resume(resume_step=3)
 
 

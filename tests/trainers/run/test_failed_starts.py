@@ -94,10 +94,10 @@ REFUSED = {
     ],
 )
 def test_a_run_that_is_refused_leaves_nothing(start, tmp_path, algorithm, case):
-    changes, error, said = REFUSED[case]
+    changes, error, message = REFUSED[case]
     if case == "reference" and algorithm == "grpo":
         changes = {**changes, "beta": 0.1}
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         start(algorithm, **changes)
     assert list(tmp_path.iterdir()) == []
 

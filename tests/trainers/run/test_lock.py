@@ -73,8 +73,8 @@ def test_a_second_resume_is_refused_and_loses_nothing(monkeypatch, config, dpo_o
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_into_the_folder_of_a_new_one_is_refused(config, while_it_runs, resume):
     def begin_another():
-        said = IN_USE if resume else "another run is writing to .*run$|run exists and is not empty"
-        with pytest.raises(ConfigError, match=said):
+        message = IN_USE if resume else "another run is writing to .*run$|run exists and is not empty"
+        with pytest.raises(ConfigError, match=message):
             dpo.train(dataclasses.replace(config, resume=resume))
 
     while_it_runs(begin_another)

@@ -12,7 +12,7 @@ from sparse_opt.trainers.run.outputs import RowFile
 
 
 class Run:
-    """What the log asks of a run."""
+    """The attributes and methods of a run that the log uses."""
 
     def __init__(self, output_dir, last_step=None):
         self.output_dir, self.last_step = output_dir, last_step

@@ -113,7 +113,7 @@ def test_a_finished_run_is_not_resumed(options):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"learning_rate": 2e-3}, "learning_rate is 0.002; expected 0.001, as in the run"),
         ({"seed": 6}, "seed is 6; expected 5, as in the run"),
@@ -121,9 +121,9 @@ def test_a_finished_run_is_not_resumed(options):
         ({"n_steps": 7}, "n_steps is 7; expected 6, as in the run"),
     ],
 )
-def test_other_options_are_refused(monkeypatch, options, changes, said):
+def test_other_options_are_refused(monkeypatch, options, changes, message):
     stop(monkeypatch, dpo.train, options("run"), 2)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         dpo.train(dataclasses.replace(options("run"), resume=True, **changes))
 
 

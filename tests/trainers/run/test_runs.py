@@ -191,18 +191,18 @@ def test_checkpoint_gives_the_starting_weights_and_the_reference(dpo_options, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "said"),
+    ("name", "size", "message"),
     [
         ("hidden_size", 64, "hidden_size is 64, 32 in"),
         ("num_hidden_layers", 3, "num_hidden_layers is 3, 2 in"),
         ("vocab_size", 400, "vocab_size is 400"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused(dpo_options, model_folder, tmp_path, name, size, said):
+def test_checkpoint_of_another_model_is_refused(dpo_options, model_folder, tmp_path, name, size, message):
     config = AutoConfig.from_pretrained(model_folder)
     setattr(config, name, size)
     config.save_pretrained(tmp_path / "other")
-    with pytest.raises(DataError, match=said) as raised:
+    with pytest.raises(DataError, match=message) as raised:
         dpo.train(dpo_options(checkpoint=tmp_path / "other"))
     assert f"checkpoint {tmp_path / 'other'} is not of the model {model_folder}" in str(raised.value)
     assert not (tmp_path / "run").exists()
