@@ -1,4 +1,4 @@
-"""Transfers optimizer state to another mask, and to a state_dict. `saved_state` handles loading."""
+"""The optimizer's state as torch sees it, for another mask, and for a state_dict. `saved_state` handles loading."""
 
 from __future__ import annotations
 
@@ -12,6 +12,31 @@ from torch import Tensor
 from .base_weights import BaseWeights
 from .buckets import Bucket
 from .segments import Segments
+
+
+def entries(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[Tensor, dict[str, Any]]:
+    """Return the entries of `optimizer.state`: for each parameter, views of its part of the compact buffers."""
+    state: dict[Tensor, dict[str, Any]] = {
+        param: bucket.parameter_state(i) for bucket in buckets for i, param in enumerate(bucket.params)
+    }
+    for base in bases:
+        for i, param in enumerate(base.params):
+            state.setdefault(param, {})["base"] = base.values[base.segment(i)]
+    return state
+
+
+def nbytes(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[str, int]:
+    """Return the bytes of the compact buffers by purpose: state, master, indices, grad, base."""
+    total = dict.fromkeys(("state", "master", "indices", "grad", "base"), 0)
+    for bucket in buckets:
+        for name, flat in bucket.state.items():
+            total["master" if name == "master" else "state"] += flat.nbytes
+        total["indices"] += bucket.index_bytes
+        total["grad"] += bucket.gradient.values.nbytes
+    shared = {id(bucket.indices) for bucket in buckets}
+    for base in bases:
+        total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.index_bytes)
+    return total
 
 
 def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:

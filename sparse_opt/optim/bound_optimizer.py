@@ -1,0 +1,303 @@
+"""BoundOptimizer: parameter groups bound to a mask, with their compact state and the hooks in the model."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..masks.mask_set import MaskSet
+from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
+from ..ops.step_ops import STEP_OPS
+from . import base_weights, binding, options, state_io, tile_linears
+from .buckets import Bucket, compact
+from .collector import GradientCollector
+from .gradient_buffer import GradientBuffer
+from .stepping import Stepper
+from .tile_backward import Route
+
+Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
+
+
+class BoundOptimizer(torch.optim.Optimizer):
+    """The parameter groups of a `SparseOptimizer`, bound to a mask: compact state, base weights, hooks in the model.
+
+    `SparseOptimizer` uses them: for gradients and the step, to swap the base weights, and to save the state.
+    """
+
+    _op: str  # the name of the step op
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the shared options in the signature of a subclass that takes them as `**shared`."""
+        super().__init_subclass__(**kwargs)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            names = {p.name for p in own}
+            base = inspect.signature(BoundOptimizer.__init__).parameters.values()
+            own[-1:] = [p for p in base if p.kind is p.KEYWORD_ONLY and p.name not in names]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]  # inspect and help() read it
+
+    def __init__(
+        self,
+        params: Params,
+        mask: MaskSet,
+        defaults: dict[str, Any],
+        *,
+        grads: Literal["compact", "dense"] = "compact",
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        freeze_inactive: bool = True,
+        keep_base_weights: bool = True,
+        amp_scaling: bool = False,
+        model: nn.Module | None = None,
+        tile_backward: bool | None = None,
+        backend: str | None = None,
+    ) -> None:
+        if grads not in ("compact", "dense"):
+            raise ValueError(f"grads is {grads!r}, expected 'compact' or 'dense'")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype is {state_dtype}, expected torch.float32 or torch.bfloat16")
+        if grad_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"grad_dtype is {grad_dtype}, expected one of {FLOAT_DTYPES}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}, expected a positive number or None")
+        self.defaults = {**defaults, "seed": seed}
+        self._check_options(self.defaults)
+        if grads == "compact" and _several_processes():
+            warnings.warn(
+                "compact gradients are this process's own, and DistributedDataParallel does not average them (with "
+                "find_unused_parameters=True it does not even notice); use grads='dense' under it",
+                stacklevel=3,
+            )
+        self.grads = grads
+        self.max_grad_norm = max_grad_norm
+        self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
+        self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
+        self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
+        self.amp_scaling, self.tile_backward, self.backend = amp_scaling, tile_backward, backend
+        self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
+        self._buckets: list[Bucket] = []
+        self._steppers: list[Stepper] = []
+        self._bases: list[base_weights.BaseWeights] = []
+        self._frozen: list[Parameter] = []
+        self._routes: list[tuple[nn.Module, Route]] = []  # layers with a replaced forward
+        # Such a layer refers to itself; without this only the garbage collector would free it.
+        weakref.finalize(self, tile_linears.restore, self._routes).atexit = False
+        self._groups_fixed = self._closed = False
+
+        if isinstance(params, nn.Module):
+            params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
+            mask = mask.resolve(params)
+            model, params = params if model is None else model, params.named_parameters()
+        self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
+        super().__init__(params, self.defaults)
+        self._groups_fixed = True
+        self._check_groups()
+        self._collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
+        self.mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        steppers = self._build(active, self.mask.pattern)
+        bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if keep_base_weights else []
+        self._adopt(steppers, bases)
+
+    # Parameter groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built, as in torch; later calls raise, because the mask fixes the groups.
+
+        Raises:
+            RuntimeError: the optimizer is already built.
+            ValueError: the group has no parameter names, or holds a parameter twice.
+        """
+        if self._groups_fixed:
+            raise RuntimeError("the mask has fixed the parameter groups; build a new optimizer to add one")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names")
+        if names is None or len(names) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {len(self.param_groups) - 1} has no parameter names, which the mask goes by; "
+                "pass a model, model.named_parameters(), or groups whose 'params' are (name, parameter) pairs"
+            )
+        if len({id(p) for p in group["params"]}) < len(group["params"]):
+            raise ValueError(f"parameter group {len(self.param_groups) - 1} holds a parameter twice")
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        for group in self.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=False)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        op = STEP_OPS[self._op]
+        return op.used_states(options.op_options(op, group))
+
+    def _check_options(self, group: dict[str, Any], where: str = "") -> None:
+        """Raise a ValueError if an option of a group is out of range. `where` is put before the message."""
+        for name in self.defaults:
+            options.VALIDATORS[name](where, name, group[name])
+        op = STEP_OPS[self._op]
+        if reason := op.why_invalid(options.op_options(op, group)):
+            raise ValueError(where + reason)
+
+    def _check_groups(self) -> None:
+        for i, group in enumerate(self.param_groups):
+            for name in self.defaults:
+                if name not in group:
+                    raise ValueError(f"parameter group {i} has no option {name!r}")
+            self._check_options(group, f"parameter group {i}: ")
+
+    # Binding to a mask
+
+    def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Stepper]:
+        """Build the buckets with their state and gradient buffers. The model and the optimizer do not change."""
+        buckets = binding.build_buckets(self.param_groups, active, pattern, self.backend)
+        compact_grads = self.grads == "compact"
+        tiles = tile_linears.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
+        steppers = []
+        for bucket, its_tiles in zip(buckets, tiles, strict=True):
+            for name in self._state_names(bucket.group):
+                bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
+            if self.master_weights and bucket.params[0].dtype != torch.float32:
+                bucket.state["master"] = compact(bucket, torch.float32)
+            n_grads = bucket.nnz if compact_grads or self.max_grad_norm is not None else 0
+            values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
+            steppers.append(
+                binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
+            )
+        return steppers
+
+    def _adopt(self, steppers: list[Stepper], bases: list[base_weights.BaseWeights]) -> None:
+        """Train the parameters of new buckets from now on. This is the part of binding that changes the model."""
+        self._detach()
+        if self.grads == "compact":
+            self.zero_grad()
+        self._steppers, self._bases = steppers, bases
+        self._buckets = [stepper.bucket for stepper in steppers]
+        self._publish_state()
+        self._collector.adopt(list(self.gradient_buffers))
+        self._attach()
+
+    @torch.no_grad()
+    def set_mask(self, mask: MaskSet) -> None:
+        """Replace the mask. Elements in both masks keep their state; new elements start with zero moments.
+
+        Step counts are per parameter and are kept, so bias correction does not scale up the moments of new elements:
+        Adam's first updates of them are up to (1 - beta1) / sqrt(1 - beta2) times the learning rate, about 3.2 with the
+        usual betas. Elements that leave the mask keep their values, and `base_weights` still restores them.
+
+        Raises:
+            RuntimeError: there are gradients that no step has used, or the model holds its base weights.
+        """
+        self._refuse("set_mask")
+        if self._collector.has_unused():
+            raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
+        mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        steppers = self._build(active, mask.pattern)
+        buckets = [stepper.bucket for stepper in steppers]
+        state_io.carry(self._buckets, buckets)
+        held = dict(part for base in self._bases for part in base.parts())
+        bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
+        self.mask = mask
+        self._adopt(steppers, bases)
+
+    def _publish_state(self) -> None:
+        self.state.clear()
+        self.state.update(state_io.entries(self._buckets, self._bases))
+
+    @property
+    def gradient_buffers(self) -> tuple[GradientBuffer, ...]:
+        """The compact gradients: one buffer for each parameter group, device, dtype and layout of the indices."""
+        return tuple(bucket.gradient for bucket in self._buckets)
+
+    @property
+    def tiled_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients their layers compute tile by tile."""
+        return tuple(
+            name
+            for buffer in self.gradient_buffers
+            if buffer.tiles is not None
+            for i, name in enumerate(buffer.names)
+            if buffer.tiles.has(i)
+        )
+
+    def _refuse(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what}: the optimizer is closed")
+        if self._collector.inside_base:
+            raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
+
+    # Hooks, frozen parameters and tiled layers in the model
+
+    def _root(self) -> nn.Module | None:
+        return None if self._model is None else self._model()
+
+    def _attach(self) -> None:
+        active = {p for bucket in self._buckets for p in bucket.params}
+        if self.freeze_inactive:
+            self._frozen = [p for _, p in self._named() if p not in active and p.requires_grad]
+            for p in self._frozen:
+                p.requires_grad_(False)
+        self._collector.attach()
+        root = self._root()
+        if root is not None:
+            for receiver in self._collector.receivers:
+                self._routes += tile_linears.install(root, receiver.buffer, receiver)
+
+    def _detach(self) -> None:
+        self._collector.detach()
+        tile_linears.restore(self._routes)
+        for p in self._frozen:
+            p.requires_grad_(True)
+        self._frozen = []
+
+    def detach(self) -> None:
+        """Remove the optimizer's hooks from the model, unfreeze parameters, and restore every layer's own forward.
+
+        The optimizer keeps its state and its base weights. `attach` undoes this.
+        """
+        self._detach()
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Undo `detach`. Master weights are updated from weights that changed in between."""
+        self._refuse("attach")
+        self._detach()
+        self.refresh_master_weights()
+        self._attach()
+
+    def close(self) -> None:
+        """Remove the hooks, restore every layer's own forward, and unfreeze parameters; `step` raises afterwards."""
+        if self._collector.inside_base:
+            raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
+        self._detach()
+        self._closed = True
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Update the master weights of active weights that were changed outside of the optimizer.
+
+        Call it after such a change; otherwise the next step restores the old values. Master weights of unchanged
+        weights keep their fp32 precision.
+        """
+        for bucket in self._buckets:
+            if "master" in bucket.state:
+                master, weights = bucket.state["master"], compact(bucket)
+                master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()"
+        )
+
+
+def _several_processes() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
