@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt.optim import OPTIMIZERS
 
-ADAMW = {"lr": 1e-2, "betas": (0.8, 0.9)}
-SGD = {"lr": 1e-2, "momentum": 0.9}
+OPTIONS = {SparseAdamW: {"betas": (0.8, 0.9)}, SparseSGD: {"momentum": 0.9}}
 
 
 @pytest.fixture(params=["chosen", "reference"])
@@ -30,8 +30,7 @@ def make_params(device):
 def build(kind, params, backend, **options):
     mask = MaskSet.random(params, density=0.5)
     groups = [{"params": [("a", params["a"])]}, {"params": [(n, params[n]) for n in "bc"], "weight_decay": 0.1}]
-    defaults = ADAMW if kind is SparseAdamW else SGD
-    return kind(groups, mask, backend=backend, **{**defaults, **options})
+    return kind(groups, mask, backend=backend, **{"lr": 1e-2, **OPTIONS.get(kind, {}), **options})
 
 
 def backward(params, seed):
@@ -120,8 +119,9 @@ ONLY_SGD = {
     ),
 }
 CASES = [
-    *[(SparseAdamW, name, *case) for name, case in {**DAMAGES, **ONLY_ADAMW}.items()],
-    *[(SparseSGD, name, *case) for name, case in {**DAMAGES, **ONLY_SGD}.items()],
+    *[(optimizer, name, *case) for optimizer in OPTIMIZERS for name, case in DAMAGES.items()],
+    *[(SparseAdamW, name, *case) for name, case in ONLY_ADAMW.items()],
+    *[(SparseSGD, name, *case) for name, case in ONLY_SGD.items()],
 ]
 
 

@@ -184,12 +184,12 @@ def test_parameter_groups_and_schedulers(device):
         torch.testing.assert_close(p, q, rtol=0, atol=4 * 60**0.5 * EPS32 * q.abs().max().item())
 
 
-def test_tensor_lr_and_closure(device):
+def test_tensor_lr_and_closure(sparse_optimizer, device):
     model = make_model(device)
     mask = MaskSet.random(model, density=0.5, seed=3)
     reference = make_model(device)
-    a = SparseAdamW(model, mask, lr=torch.tensor(1e-2))
-    b = SparseAdamW(reference, mask, lr=1e-2)
+    a = sparse_optimizer(model, mask, lr=torch.tensor(1e-2))
+    b = sparse_optimizer(reference, mask, lr=1e-2)
     x = torch.randn(8, 13, device=device)
 
     def closure():

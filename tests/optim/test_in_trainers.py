@@ -198,12 +198,11 @@ def test_a_refused_state_changes_nothing_and_a_loaded_one_is_not_shared(device):
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize("kind", [SparseAdamW, SparseSGD])
-def test_a_refused_step_is_not_counted(kind, some, device):
+def test_a_refused_step_is_not_counted(sparse_optimizer, some, device):
     """Whether all parameters have a gradient or some of them."""
     model = make_model(device)
     layers = model[2:] if some else model
-    optimizer = kind(model, MaskSet.random(model, density=0.5, seed=1), lr=0.1)
+    optimizer = sparse_optimizer(model, MaskSet.random(model, density=0.5, seed=1), lr=0.1)
     loss_of(layers, 0, width=16 if some else 12).backward()
     optimizer.step()
     loss_of(layers, 1, width=16 if some else 12).backward()
@@ -222,11 +221,11 @@ def test_a_refused_step_is_not_counted(kind, some, device):
     assert steps() == [2 * first, 2 * first, 2.0, 2.0]
 
 
-def test_amp_scaling_beside_masks_and_distributed_checkpoints(device):
+def test_amp_scaling_beside_masks_and_distributed_checkpoints(sparse_optimizer, device):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model = make_model(device)
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=1e-2, amp_scaling=True)
+    optimizer = sparse_optimizer(model, MaskSet.random(model, density=0.4), lr=1e-2, amp_scaling=True)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
     for seed in range(3):
         scaler.scale(loss_of(model, seed)).backward()
@@ -241,9 +240,9 @@ def test_amp_scaling_beside_masks_and_distributed_checkpoints(device):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_an_overflow_is_forgotten_after_its_step(device):
+def test_an_overflow_is_forgotten_after_its_step(sparse_optimizer, device):
     model = make_model(device)
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=1e-2, amp_scaling=True)
+    optimizer = sparse_optimizer(model, MaskSet.random(model, density=0.4), lr=1e-2, amp_scaling=True)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
     start = copy.deepcopy(model)
     scaler.scale(loss_of(model, 0) * float("inf")).backward()

@@ -42,7 +42,7 @@ def same(a, b):
 
 
 @pytest.fixture
-def both(device, monkeypatch):
+def both(sparse_optimizer, device, monkeypatch):
     """`both(**options)`: a model and its optimizer with narrow indices, and the same with int32 ones."""
 
     def build(**options):
@@ -52,7 +52,7 @@ def both(device, monkeypatch):
                 if not narrow:
                     patch.setattr(segments, "can_narrow", lambda positions: False)
                 model = make_model(device)
-                pairs.append((model, SparseAdamW(model, make_mask(model), lr=1e-2, **options)))
+                pairs.append((model, sparse_optimizer(model, make_mask(model), lr=1e-2, **options)))
         return pairs
 
     return build

@@ -8,17 +8,11 @@ import os
 import pytest
 import torch
 
-from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.masks.patterns import expand_units, unit_grid
 from sparse_opt.optim.segments import expanded, longest_run, run_length_of
 
 RUN_LENGTH = {"run16": 16, "run32": 32, "tile64": 64, "tile128": 64}
-BUILD = {
-    "adamw": lambda model, mask, **kw: SparseAdamW(model, mask, lr=1e-2, **kw),
-    "sgd": lambda model, mask, **kw: SparseSGD(model, mask, lr=1e-2, momentum=0.9, weight_decay=0.1, **kw),
-}
-
-
 # Under Triton's interpreter a step takes a tenth of a second.
 N_STEPS = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 30
 
@@ -88,12 +82,11 @@ def same_state(a, b):
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("pattern", ["run32", "tile64"])
-@pytest.mark.parametrize("kind", BUILD)
-def test_many_steps_give_the_bits_of_the_same_elements(kind, pattern, options, grads, device):
+def test_many_steps_give_the_bits_of_the_same_elements(sparse_optimizer, pattern, options, grads, device):
     runs, elements, start = (make_model(device) for _ in range(3))
     mask = runs_mask(runs, pattern)
-    a = BUILD[kind](runs, mask, grads=grads, **options)
-    b = BUILD[kind](elements, elements_of(mask), grads=grads, **options)
+    a = sparse_optimizer(runs, mask, lr=1e-2, weight_decay=0.1, grads=grads, **options)
+    b = sparse_optimizer(elements, elements_of(mask), lr=1e-2, weight_decay=0.1, grads=grads, **options)
     assert run_lengths(a) == [RUN_LENGTH[pattern]] and run_lengths(b) == [1]
     train(runs, a, range(N_STEPS))
     train(elements, b, range(N_STEPS))
@@ -116,12 +109,11 @@ def test_many_steps_give_the_bits_of_the_same_elements(kind, pattern, options, g
     [{"master_weights": True}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}],
     ids=["master", "stochastic"],
 )
-@pytest.mark.parametrize("kind", BUILD)
-def test_bf16_weights_get_the_bits_of_the_same_elements(kind, options, grads, device):
+def test_bf16_weights_get_the_bits_of_the_same_elements(sparse_optimizer, options, grads, device):
     runs, elements, start = (make_model(device, torch.bfloat16) for _ in range(3))
     mask = runs_mask(runs, "run16")
-    a = BUILD[kind](runs, mask, grads=grads, **options)
-    b = BUILD[kind](elements, elements_of(mask), grads=grads, **options)
+    a = sparse_optimizer(runs, mask, lr=1e-2, weight_decay=0.1, grads=grads, **options)
+    b = sparse_optimizer(elements, elements_of(mask), lr=1e-2, weight_decay=0.1, grads=grads, **options)
     assert run_lengths(a) == [16] and run_lengths(b) == [1]
     train(runs, a, range(5))
     train(elements, b, range(5))

@@ -23,12 +23,12 @@ def backend(request):
     return request.param
 
 
-def two_buckets(backend, **options):
+def two_buckets(backend, kind=SparseAdamW, **options):
     """Two parameters in a group each, and so in a bucket each; all their elements are active."""
     params = {name: nn.Parameter(torch.ones(64)) for name in ("a", "b")}
     mask = MaskSet.from_bool({name: torch.ones(64, dtype=torch.bool) for name in params})
     groups = [{"params": [named]} for named in params.items()]
-    return params, SparseAdamW(groups, mask, lr=1e-3, backend=backend, **options)
+    return params, kind(groups, mask, lr=1e-3, backend=backend, **options)
 
 
 def deliver(param, factor):
@@ -142,9 +142,9 @@ def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
         others[0].result(timeout=10)
 
 
-def test_many_steps_of_two_threads(backend):
+def test_many_steps_of_two_threads(sparse_optimizer, backend):
     """No gradient is lost, none is of an earlier step, and nothing waits for ever."""
-    params, optimizer = two_buckets(backend)
+    params, optimizer = two_buckets(backend, sparse_optimizer)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
