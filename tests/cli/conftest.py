@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparse_opt import DeltaLog
 from sparse_opt.cli.main import main
 from sparse_opt.cli.quickstart import data as quickstart_data
+from sparse_opt.trainers.arithmetic import make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -87,13 +88,12 @@ class Files:
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("files")
-    questions = quickstart_data.make_questions(24, random.Random(0))
-    tokenizer = quickstart_data.make_tokenizer(questions)
+    tokenizer = make_tokenizer()
     for name, hidden_size in (("model", 16), ("wider_model", 32)):
         make_model(tokenizer, hidden_size).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     pairs = folder / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in quickstart_data.preferences(questions)))
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in quickstart_data.preferences(24, random.Random(0))))
 
     model = make_model(tokenizer).bfloat16()
     generator = torch.Generator().manual_seed(1)

@@ -12,16 +12,17 @@ from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.cli.quickstart import data as quickstart_data
 from sparse_opt.mask_finding.log_scores import LOG_METHODS
 from sparse_opt.mask_finding.model_scores import CALIBRATION_METHODS
+from sparse_opt.trainers import arithmetic
 
 
 @pytest.fixture
 def run(sparse_opt, tmp_path):
     """The quickstart's model and preferences, and the log of a short dense run on them; `tmp_path` holds all."""
-    questions = quickstart_data.make_questions(40, random.Random(0))
-    tokenizer = quickstart_data.make_tokenizer(questions)
-    quickstart_data.make_model(tokenizer, 0).save_pretrained(tmp_path / "model")
+    tokenizer = arithmetic.make_tokenizer()
+    arithmetic.make_model(tokenizer, 128, 4, seed=0).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    quickstart_data.write_jsonl(tmp_path / "pairs.jsonl", quickstart_data.preferences(questions))
+    rows = quickstart_data.preferences(40, random.Random(0))
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--policy_name", tmp_path / "model", "--dataset", tmp_path / "pairs.jsonl", "--dtype", "fp32")
     words += ("--n_steps", 4, "--learning_rate", 1e-3, "--delta_log_dir", tmp_path / "log", "--delta_log_steps", "1-4")
     sparse_opt("train", "dpo", *words, "--output_dir", tmp_path / "dense", "--device", "cpu").done()

@@ -16,32 +16,17 @@ from sparse_opt.trainers.run.lock import RunLock
 TINY = ("--sft_steps", 2, "--dpo_steps", 3, "--n_questions", 66, "--device", "cpu")
 
 
-def test_questions_ask_about_different_pairs_and_are_answered_right():
-    questions = quickstart_data.make_questions(4005, random.Random(0))
-    assert len({frozenset((q.a, q.b)) for q in questions}) == 4005
-    for question in questions:
-        assert int(question.chosen) > int(question.rejected)
-        assert str(question.a) in question.prompt
-        assert str(question.b) in question.prompt
-    rows = quickstart_data.demonstrations(questions, random.Random(1))
-    n_right = sum(row["completion"] == q.chosen for row, q in zip(rows, questions, strict=True))
+def test_questions_are_about_different_pairs_and_answered_right():
+    rows = quickstart_data.preferences(4005, random.Random(0))
+    assert len({frozenset((row["chosen"], row["rejected"])) for row in rows}) == 4005
+    for row in rows:
+        assert int(row["chosen"]) > int(row["rejected"])
+        assert row["chosen"] in row["prompt"] and row["rejected"] in row["prompt"]
+    demonstrations = quickstart_data.demonstrations(rows, random.Random(1))
+    assert all(d["completion"] in (row["chosen"], row["rejected"]) for d, row in zip(demonstrations, rows, strict=True))
+    n_right = sum(d["completion"] == row["chosen"] for d, row in zip(demonstrations, rows, strict=True))
     # A fair coin 4005 times: 2002 with standard deviation 32.
     assert abs(n_right - 2002) < 5 * 32
-
-
-def test_every_digit_is_a_token():
-    tokenizer = quickstart_data.make_tokenizer(quickstart_data.make_questions(50, random.Random(0)))
-    words = tokenizer.convert_ids_to_tokens(tokenizer("12 or 21?")["input_ids"])
-    assert [word for word in words if word.isdigit()] == ["1", "2", "2", "1"]
-    assert tokenizer.decode(tokenizer("Which is larger, 37 or 82?")["input_ids"]) == "Which is larger, 37 or 82?"
-
-
-def test_model_depends_on_the_seed_alone():
-    tokenizer = quickstart_data.make_tokenizer(quickstart_data.make_questions(50, random.Random(0)))
-    first, again, other = (quickstart_data.make_model(tokenizer, seed).state_dict() for seed in (0, 0, 1))
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert all(torch.equal(first[n], again[n]) for n in first)
-    assert not torch.equal(first[name], other[name])
 
 
 @pytest.mark.slow

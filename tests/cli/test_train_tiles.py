@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.cli.quickstart import data as quickstart_data
 from sparse_opt.optim import tile_linears
+from sparse_opt.trainers.arithmetic import make_tokenizer
 
 EPS32 = torch.finfo(torch.float32).eps
 TILED = (
@@ -25,8 +26,7 @@ TILED = (
 def run_files(tmp_path_factory):
     """A model whose matrices hold 16 tiles of 64, a mask of one tile of three of its parameters, pairs, prompts."""
     folder = tmp_path_factory.mktemp("tiles")
-    questions = quickstart_data.make_questions(24, random.Random(0))
-    tokenizer = quickstart_data.make_tokenizer(questions)
+    tokenizer = make_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, tie_word_embeddings=True, **sizes)
@@ -38,7 +38,7 @@ def run_files(tmp_path_factory):
         mask[name] = torch.zeros(model.get_parameter(name).shape, dtype=torch.bool)
         mask[name][:64, 64:128] = True
     MaskSet.from_bool(mask).save(folder / "mask.safetensors")
-    rows = quickstart_data.preferences(questions)
+    rows = quickstart_data.preferences(24, random.Random(0))
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = [{"prompt": row["prompt"], "answer": row["chosen"]} for row in rows]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))

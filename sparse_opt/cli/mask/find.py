@@ -295,8 +295,8 @@ def _lines(args: Namespace, found: FoundMask, overlap: Overlap | None) -> list[s
     if found.capture is not None:
         capture = found.capture
         lines.append(
-            f"{args.pattern} holds {format_percent(capture.share)} of the score that the element-wise mask of the same "
-            f"options has ({capture.nnz:,} elements here, {capture.element_nnz:,} there)"
+            f"{args.pattern} captures {format_percent(capture.share)} of the score of the element-wise mask of the "
+            f"same options ({capture.nnz:,} elements; element-wise {capture.element_nnz:,})"
         )
     if overlap is not None:
         lines.append(f"Jaccard with the oracle mask {overlap.jaccard:.4f}, {overlap.jaccard_chance:.4f} by chance")

@@ -26,16 +26,17 @@ DELTA_LOG = "delta_logs_quickstart"
 # The files of a run in its folder. A rerun removes only these.
 CONTENTS = ("data", "cache", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "rebuilt")
 SPARSITY_PERCENT = 90.0
+HIDDEN_SIZE, N_LAYERS = 128, 4  # 0.9 million weights
 
-_EPILOG = """The folder then holds, in the order in which they were made:
-  data/                   questions: demonstrations, preference pairs, and held-out pairs (JSONL, TRL's formats)
-  cache/                  what `datasets` makes of them
-  model/, sft/final       the model with random weights, and after SFT: both DPO runs start from the latter
-  dense/, delta_logs_quickstart/   dense DPO, and the log of its weights
+_EPILOG = """It writes to the folder, in this order:
+  data/                   demonstrations, preference pairs and held-out pairs of a generated task (JSONL, TRL's formats)
+  cache/                  the cache of `datasets`
+  model/, sft/final       the model with random weights, and after SFT; both DPO runs start from the latter
+  dense/, delta_logs_quickstart/   dense DPO, and the delta log of its weights
   masks/                  the mask of the 10 % of the weights that dense DPO moved most
   sparse/                 DPO under the mask
   rebuilt/                the dense model, rebuilt from the log
-  quickstart.json         the figures
+  quickstart.json         the measurements
 
 examples:
   sparse-opt quickstart
@@ -65,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="sparse-opt quickstart",
-        description="The whole path on a tiny model, in minutes and without downloads: SFT, dense DPO with a delta\n"
+        description="A whole experiment on a tiny model, in minutes, without downloads: SFT, dense DPO with a delta\n"
         "log, a mask from the log, sparse DPO under the mask, and the dense model rebuilt from the log, bit for bit.",
         epilog=_EPILOG,
     )
@@ -73,10 +74,10 @@ def _parser() -> CommandParser:
         "--output_dir",
         type=Path,
         default=Path("quickstart"),
-        help="new or empty folder, or one of an earlier quickstart, which starts again from nothing (./quickstart)",
+        help="new or empty folder, or that of an earlier quickstart, which is deleted (./quickstart)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same numbers, on a CPU (%(default)s)")
-    parser.add_argument("--device", default="auto", help="torch device; auto is cuda where there is one, else cpu")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same numbers on a CPU (%(default)s)")
+    parser.add_argument("--device", default="auto", help="torch device; auto is cuda if there is one, else cpu")
     parser.add_argument("--sft_steps", type=int, default=200, help="steps of SFT (%(default)s)")
     parser.add_argument("--dpo_steps", type=int, default=100, help="steps of each DPO run (%(default)s)")
     parser.add_argument("--n_questions", type=int, default=3000, help="questions; one in six is held out (%(default)s)")
@@ -113,7 +114,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
     from ...delta.log import DeltaLog
     from ...mask_finding.find import find_from_log, mask_file_name
     from ..delta import reconstruct
-    from . import checks as checks
+    from . import checks
 
     folder: Path = args.output_dir
     _prepare(folder)
@@ -125,7 +126,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
     n_held_out = _make_inputs(folder, args.n_questions, args.seed)
     shared = {"device": str(device), "dtype": "fp32", "seed": args.seed, "max_length": 64, "batch_size": 32}
 
-    _say("2/6 SFT: what an answer looks like, right or wrong")
+    _say("2/6 SFT: the form of an answer, right or wrong")
     start = sft.train(
         sft.SFTConfig(
             policy_name=str(folder / "model"),
@@ -144,7 +145,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
         **shared,
     }
 
-    _say("3/6 dense DPO: which answer is right; its weights go into a delta log")
+    _say("3/6 dense DPO: which answer is right; with a delta log of the weights")
     dense = dpo.train(
         dpo.DPOConfig(
             output_dir=folder / "dense",
@@ -174,7 +175,7 @@ def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
     accuracy = {name: checks.preference_accuracy(checkpoint, held_out, device) for name, checkpoint in ends.items()}
 
     runs = {
-        name: _figures(summary, n_weights)
+        name: _statistics(summary, n_weights)
         | {
             "accuracy_before": accuracy["start"],
             "accuracy_after": accuracy[name],
@@ -238,24 +239,28 @@ def _write_results(folder: Path, results: dict[str, Any]) -> None:
 
 def _make_inputs(folder: Path, n_questions: int, seed: int) -> int:
     """Write data/ and model/; return the number of held-out questions."""
-    from sparse_opt.trainers.run.outputs import save_checkpoint
+    from sparse_opt.trainers.arithmetic import make_model, make_tokenizer
+    from sparse_opt.trainers.run.outputs import save_checkpoint, write_text
 
-    from . import data as data
+    from . import data
 
     generator = random.Random(seed)
-    questions = data.make_questions(n_questions, generator)
+    rows = data.preferences(n_questions, generator)
     n_held_out = n_questions // 6
-    held_out, training = questions[:n_held_out], questions[n_held_out:]
+    held_out, training = rows[:n_held_out], rows[n_held_out:]
     (folder / "data").mkdir()
-    data.write_jsonl(folder / "data" / "demonstrations.jsonl", data.demonstrations(training, generator))
-    data.write_jsonl(folder / "data" / "preferences.jsonl", data.preferences(training))
-    data.write_jsonl(folder / "data" / "held_out.jsonl", data.preferences(held_out))
-    tokenizer = data.make_tokenizer(training)
-    save_checkpoint(data.make_model(tokenizer, seed), tokenizer, folder / "model")
+    for name, content in (
+        ("demonstrations", data.demonstrations(training, generator)),
+        ("preferences", training),
+        ("held_out", held_out),
+    ):
+        write_text(folder / "data" / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in content))
+    tokenizer = make_tokenizer()
+    save_checkpoint(make_model(tokenizer, HIDDEN_SIZE, N_LAYERS, seed), tokenizer, folder / "model")
     return n_held_out
 
 
-def _figures(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
+def _statistics(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
     """The statistics of a run for the table."""
     nbytes = summary["optimizer_bytes"]
     return {
