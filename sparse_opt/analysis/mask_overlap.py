@@ -30,12 +30,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
 
-from tqdm import tqdm
-
 from ..errors import MaskError
 from ..masks.mask_set import MaskSet
 from ..masks.parameters import Part, group_by_layer, group_by_part
 from ..masks.positions import intersection_size
+from ..progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Compa
     pairs = list(itertools.combinations(masks.items(), 2))
     return [
         Comparison(a, b, {name: _overlap(name, first, second) for name in names})
-        for (a, first), (b, second) in tqdm(pairs, desc="compare", unit="pair", disable=None, leave=False)
+        for (a, first), (b, second) in progress_bar(pairs, what="compare", unit="pair")
     ]
 
 

@@ -14,6 +14,9 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_tensor_choice(parser: argparse._ActionsContainer) -> None:
     """Add `--include`, `--exclude` and `--mlp_only`, the arguments of `masks.parameters.select_names`."""
-    for flag, text in (("--include", "only tensors whose name matches one of these"), ("--exclude", "none of these")):
+    for flag, text in (
+        ("--include", "only tensors whose name matches one of these"),
+        ("--exclude", "no tensors that match one of these"),
+    ):
         parser.add_argument(flag, nargs="+", action="extend", metavar="PATTERN", help=f"{text}, such as '*.layers.3.*'")
     parser.add_argument("--mlp_only", action="store_true", help="only weights of feed-forward blocks")

@@ -84,7 +84,7 @@ def test_a_pattern_says_what_it_captures(find):
     assert capture["nnz"] == found["nnz"]
     assert found["metadata"]["captured_score"] == f"{capture['share']:.6f}"
     text = find("magnitude", *words).done()
-    assert f"run16 holds {100 * capture['share']:.3f} % of the score" in text
+    assert f"run16 captures {100 * capture['share']:.3f} % of the score" in text
     assert "_run16_" in text
 
 
@@ -123,7 +123,7 @@ def test_debug_lists_every_tensor(find, files):
         assert figures["most"] == float(change.max())
         assert figures["threshold"] == float(change[mask[name].long()].min())
     text = find("magnitude", "--debug").done()
-    assert f"threshold of all tensors together {found['threshold']:.6g}" in text
+    assert f"threshold over all tensors {found['threshold']:.6g}" in text
     assert all(name in text for name in mask.names)
 
 
@@ -176,13 +176,13 @@ def test_a_log_that_is_the_model_s_gives_it_a_name(find, files):
             2,
             "--sparsity_percent and --top_percent exclude each other",
         ),
-        ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' has no part in method 'magnitude'"),
-        ("magnitude", ("--dataset", "pairs.jsonl"), 2, "'dataset' has no part in method 'magnitude'"),
+        ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' is not valid with method 'magnitude'"),
+        ("magnitude", ("--dataset", "pairs.jsonl"), 2, "'dataset' is not valid with method 'magnitude'"),
         ("momentum", ("--momentum_window", 1), 2, "'momentum_window' is 1: expected 2 or more"),
-        ("random", ("--pool", "global"), 2, "'pool' has no part in method 'random'"),
-        ("random", ("--debug",), 2, "'debug' has no part in method 'random'"),
-        ("random", ("--delta_log_dir", "log"), 2, "'delta_log_dir' has no part in method 'random' without"),
-        ("snip", ("--target_step", 3), 2, "'target_step' has no part in method 'snip'"),
+        ("random", ("--pool", "global"), 2, "'pool' is not valid with method 'random'"),
+        ("random", ("--debug",), 2, "'debug' is not valid with method 'random'"),
+        ("random", ("--delta_log_dir", "log"), 2, "'delta_log_dir' is not valid with method 'random' without"),
+        ("snip", ("--target_step", 3), 2, "'target_step' is not valid with method 'snip'"),
         ("snip", ("--n_samples", 0), 2, "'n_samples' is 0: expected 1 or more"),
         ("snip", ("--compute_jaccard",), 2, "'compute_jaccard' needs --delta_log_dir"),
         ("wanda", ("--include", "*norm*"), 1, "is the weight of a linear layer, as wanda expects"),
@@ -212,10 +212,10 @@ def test_what_a_method_needs(sparse_opt, tmp_path, words, said):
 
 def test_a_log_of_another_model_is_refused(sparse_opt, find, files, tmp_path):
     line = find("magnitude", "--model_name", files.wider_model).failed_in_one_line(1)
-    assert f"is no log of {files.wider_model}: model.embed_tokens.weight is [" in line
+    assert f"not a log of {files.wider_model}: model.embed_tokens.weight is [" in line
     words = ("--method", "random", "--model_name", files.wider_model, "--delta_log_dir", files.delta_log)
     call = ("mask", "find", *words, "--compute_jaccard", "--output", tmp_path / "masks")
-    assert f"is no log of {files.wider_model}: " in sparse_opt(*call).failed_in_one_line(1)
+    assert f"not a log of {files.wider_model}: " in sparse_opt(*call).failed_in_one_line(1)
     assert list(tmp_path.iterdir()) == []
 
 

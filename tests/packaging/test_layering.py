@@ -28,6 +28,7 @@ LAYERS = (
         "tensors",
         "files",
         "tables",
+        "progress",
         "file_lock",
         "tensor_file",
         "pt_file",

@@ -22,6 +22,7 @@ from ...analysis.states import Progress
 from ...delta.open import open_log
 from ...delta.state import StateLog
 from ...errors import ConfigError
+from ...progress import progress_bar
 from ...tables import table
 from ..output import print_json
 
@@ -170,9 +171,7 @@ def _device(name: str) -> torch.device:
 
 
 def _bar(what: str) -> Progress:
-    from tqdm import tqdm
-
-    return lambda names: tqdm(names, desc=what, unit="tensor", disable=None, leave=False)
+    return lambda names: progress_bar(names, what=what, unit="tensor")
 
 
 def _require_at_least_0(option: str, values: Sequence[float]) -> None:

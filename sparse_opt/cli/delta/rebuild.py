@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ...errors import ConfigError
+from ...progress import progress_bar
 from ..output import format_bytes, print_json
 
 if TYPE_CHECKING:
@@ -110,8 +111,6 @@ def _main_dtype(layout: StateLayout) -> torch.dtype:
 
 def run_export(args: Namespace) -> None:
     """Write a step in one of the formats of `delta.export`."""
-    from tqdm import tqdm
-
     from sparse_opt.trainers.run.outputs import check_new_folder
 
     from ...delta.export import export_state, export_values
@@ -132,7 +131,7 @@ def run_export(args: Namespace) -> None:
     found: dict[str, Any] = {"output": args.output, "format": args.format}
     pt = args.format == "pt"
     total, unit = (len(steps), "step") if pt else (len(log.layout.names), "tensor")
-    with tqdm(total=total, desc="export", unit=unit, disable=None, leave=False) as bar:
+    with progress_bar(total=total, what="export", unit=unit) as bar:
         if args.format == "state":
             export_state(log, steps[0], args.output, on_tensor=bar.update)
             found |= {"step": steps[0], "digest": log.digest(steps[0])}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
+from ...progress import progress_bar
 from ...tables import table
 from ..output import format_bytes, format_percent, print_json
 from .rebuild import open_log_of
@@ -118,12 +119,10 @@ def _info_of_step(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
 
 def _changes(log: DeltaLog | PtDeltaLog, before: int, step: int) -> dict[str, int]:
     """Name -> elements whose bits differ between two steps."""
-    from tqdm import tqdm
-
     from ...tensors import as_bits
 
     counts = {}
-    for name in tqdm(log.layout.names, desc="compare", unit="tensor", disable=None, leave=False):
+    for name in progress_bar(log.layout.names, what="compare", unit="tensor"):
         old, new = (tensor.clone() for _, tensor in log.tensor_states(name, [before, step]))
         counts[name] = int((as_bits(old) != as_bits(new)).sum())
     return counts
@@ -170,13 +169,11 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _step_infos(log: DeltaLog | PtDeltaLog) -> list[StepInfo]:
-    from tqdm import tqdm
-
     from ...delta.log import DeltaLog
 
     if isinstance(log, DeltaLog):
         return log.info()
-    with tqdm(total=len(log.layout.names), desc="read", unit="tensor", disable=None, leave=False) as bar:
+    with progress_bar(total=len(log.layout.names), what="read", unit="tensor") as bar:
         return log.info(on_tensor=bar.update)
 
 

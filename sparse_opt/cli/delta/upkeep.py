@@ -7,17 +7,16 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from ...errors import ConfigError, DeltaLogError
+from ...progress import progress_bar
 from ..output import format_bytes, print_json
 from .rebuild import open_log_of, print_dtype_hint
 
 
 def run_verify(args: Namespace) -> None:
     """Check the whole log; after printing the results, raise DeltaLogError if a file is damaged."""
-    from tqdm import tqdm
-
     log = open_log_of(args)
     steps = log.steps
-    with tqdm(total=len(steps), desc="verify", unit="step", disable=None, leave=False) as bar:
+    with progress_bar(total=len(steps), what="verify", unit="step") as bar:
         problems = log.verify(on_step=lambda step: bar.update())
     lost = sorted({step for problem in problems for step in problem.lost_steps})
     if args.json:
@@ -34,14 +33,12 @@ def run_verify(args: Namespace) -> None:
 
 def run_squash(args: Namespace) -> None:
     """Delete the steps strictly between two steps."""
-    from tqdm import tqdm
-
     from ...delta.log import DeltaLog
 
     removed: list[int] = []
     with DeltaLog.open(args.delta_log_dir) as log:
         between = sum(args.first < step < args.last for step in log.steps)
-        with tqdm(total=between, desc="squash", unit="step", disable=None, leave=False) as bar:
+        with progress_bar(total=between, what="squash", unit="step") as bar:
 
             def gone(step: int) -> None:
                 removed.append(step)
@@ -59,8 +56,6 @@ def run_squash(args: Namespace) -> None:
 
 def run_convert(args: Namespace) -> None:
     """Write any log as a new delta log."""
-    from tqdm import tqdm
-
     from sparse_opt.trainers.run.outputs import check_new_folder
 
     from ...delta.export import convert
@@ -70,7 +65,7 @@ def run_convert(args: Namespace) -> None:
         raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")
     check_new_folder(args.output_dir, "to")
     log = open_log_of(args)
-    with tqdm(total=len(log.steps), desc="convert", unit="step", disable=None, leave=False) as bar:
+    with progress_bar(total=len(log.steps), what="convert", unit="step") as bar:
         convert(
             log,
             args.output_dir,

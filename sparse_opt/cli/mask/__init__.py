@@ -21,7 +21,7 @@ _EPILOG = """examples:
   sparse-opt mask intersect masks/A.safetensors masks/B.safetensors --output masks/both.safetensors
   sparse-opt mask convert masks.pt --output masks.safetensors
 
-'sparse-opt mask ACTION --help' teaches an action.
+'sparse-opt mask ACTION --help' explains an action.
 """
 _RANDOM_EPILOG = """Only the model's configuration is read, no weights. The same seed gives the same mask on every
 machine.
@@ -50,15 +50,17 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="sparse-opt mask", description="Masks: which elements of a model's weights may change.", epilog=_EPILOG
+        prog="sparse-opt mask",
+        description="Work with masks, which say which elements of a model's weights may change.",
+        epilog=_EPILOG,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     mask_find.add_parser(actions)
-    random = actions.add_parser("random", help="draw one at random", epilog=_RANDOM_EPILOG)
+    random = actions.add_parser("random", help="draw a mask at random", epilog=_RANDOM_EPILOG)
     random.add_argument("--model_name", required=True, metavar="M", help="hub name or local folder")
     random.add_argument("--density", type=float, required=True, metavar="D", help="share of active elements, 0 to 1")
-    random.add_argument("--pattern", choices=PATTERNS, default="element", help="unit that is drawn (%(default)s)")
-    random.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    random.add_argument("--pattern", choices=PATTERNS, default="element", help="unit to draw (%(default)s)")
+    random.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     add_tensor_choice(random)
     add_output(random)
     mask_info.add_parser(actions)

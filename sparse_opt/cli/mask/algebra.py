@@ -10,27 +10,27 @@ from typing import Any
 from ...errors import ConfigError
 from .output import add_output_file, require_mask_file, save_mask
 
-_CONVERT_EPILOG = """The suffixes say what is read and written: .safetensors holds the positions of active elements;
-.pt, .pth and .bin hold a dictionary of bool tensors, one byte for each element, as other tools read and write it. Such
-a file is read plain or under the key 'masks', with weights_only=True, and written under 'masks' with 'metadata' beside
-it, or plain with --plain.
+_CONVERT_EPILOG = """The suffixes select the formats: .safetensors contains the positions of active elements; .pt, .pth
+and .bin contain a dictionary of bool tensors, one byte per element, as other tools read and write it. Such a file is
+read plain or under the key 'masks', with weights_only=True. It is written with the keys 'masks' and 'metadata', or
+plain with --plain.
 
 examples:
   sparse-opt mask convert masks.pt --output masks.safetensors
   sparse-opt mask convert masks.safetensors --output masks.pt --plain
 """
-_INVERT_EPILOG = """Active becomes inactive and the other way round, in the tensors that the mask lists. The result
-takes 4 bytes for each active element.
+_INVERT_EPILOG = """Swaps active and inactive elements in the tensors that the mask lists. The result takes 4 bytes per
+active element.
 
 examples:
   sparse-opt mask invert mask.safetensors --output inverted.safetensors
 """
-_UNION_EPILOG = """What is active in any of the masks. The result lists every tensor that one of them lists.
+_UNION_EPILOG = """Elements active in any of the masks. The result lists every tensor that one of them lists.
 
 examples:
   sparse-opt mask union seed0.safetensors seed1.safetensors seed2.safetensors --output any.safetensors
 """
-_INTERSECT_EPILOG = """What is active in all of the masks. The result lists the tensors that all of them list.
+_INTERSECT_EPILOG = """Elements active in all of the masks. The result lists the tensors that all of them list.
 
 examples:
   sparse-opt mask intersect seed0.safetensors seed1.safetensors --output both.safetensors
@@ -39,17 +39,19 @@ examples:
 
 def add_parsers(actions: Any) -> None:
     """Add the actions to those of `sparse-opt mask`."""
-    convert = actions.add_parser("convert", help="to and from .pt dictionaries of bool tensors", epilog=_CONVERT_EPILOG)
+    convert = actions.add_parser(
+        "convert", help="convert to and from .pt dictionaries of bool tensors", epilog=_CONVERT_EPILOG
+    )
     _add_file(convert)
     add_output_file(convert)
     convert.add_argument("--plain", action="store_true", help="write .pt without the key 'masks' and without metadata")
 
-    invert = actions.add_parser("invert", help="swap active and inactive", epilog=_INVERT_EPILOG)
+    invert = actions.add_parser("invert", help="swap active and inactive elements", epilog=_INVERT_EPILOG)
     _add_file(invert)
     add_output_file(invert)
     for name, text, epilog in (
-        ("union", "what is active in any of several", _UNION_EPILOG),
-        ("intersect", "what is active in all of several", _INTERSECT_EPILOG),
+        ("union", "elements active in any of several masks", _UNION_EPILOG),
+        ("intersect", "elements active in all of several masks", _INTERSECT_EPILOG),
     ):
         several = actions.add_parser(name, help=text, epilog=epilog)
         several.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two or more mask files")

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _EPILOG = """For each pair of masks A and B:
   Jaccard   |A and B| / |A or B|
   of A      |A and B| / |A|, the share of A's active elements that B shares; 'of B' likewise
-  'chance'  what masks drawn at random with the same density of every tensor give: exact for 'of A' and 'of B', the
-            expectation of the ratio to second order for Jaccard; --json and --csv state its error and its spread
+  'chance'  the expected value for random masks with the same density of every tensor: exact for 'of A' and 'of B', to
+            second order for Jaccard; --json and --csv contain its error and its standard deviation
 
 Two masks are compared as a whole, by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms)
-and by layer; of more masks the table shows each pair as a whole, and --csv and --json hold everything. Masks of
-different models are refused; --common compares masks of one model over the tensors that all of them list.
+and by layer; for more masks, the table shows each pair as a whole, and --csv and --json contain everything. Masks of
+different models are an error; --common compares masks of one model over the tensors that all of them list.
 
 examples:
   sparse-opt mask compare fisher.safetensors momentum.safetensors
@@ -55,7 +55,7 @@ def add_parser(actions: Any) -> None:
         "compare", help="measure the overlap of masks, and compare it with chance", epilog=_EPILOG
     )
     compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two or more mask files")
-    compare.add_argument("--common", action="store_true", help="over the tensors that all masks list")
+    compare.add_argument("--common", action="store_true", help="compare over the tensors that all masks list")
     compare.add_argument("--per_tensor", action="store_true", help="list every tensor")
     compare.add_argument("--png", type=Path, metavar="FILE", help="write a heat map of all pairs")
     compare.add_argument(

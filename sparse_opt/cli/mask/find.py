@@ -31,23 +31,23 @@ _EPILOG = """methods on a delta log (--delta_log_dir); W_0 is the first logged s
   magnitude   abs(W_t - W_0)
   momentum    abs(m) (1 + abs(m) / s), mean m and deviation s of the last steps' changes (--momentum_window)
   fisher      Var(W_i - W_0) + abs(mean(W_i - W_0)) over the logged steps up to t; a proxy
-  oracle      magnitude at the last logged step: what training chose in the end
+  oracle      magnitude at the last logged step
 
-methods on a model that was not trained (--model_name):
-  random            every tensor keeps the same share, drawn with --seed
+methods on a model before training (--model_name):
+  random            the same share of every tensor, drawn with --seed
   weight_magnitude  abs(w)
-and on a dataset as well (--dataset), one sequence at a time, g the gradient of the mean loss of its completion; of
-preference pairs the chosen completion is taken:
+methods on a model and a dataset (--dataset), one sequence at a time, with g the gradient of the mean loss of its
+completion (of preference pairs, the chosen one):
   snip              abs(w mean(g))
   fisher_gradient   mean(g^2)
-  wanda             abs(w) norm(x), x the input that w multiplies; scores the weights of linear layers alone
+  wanda             abs(w) norm(x), x the input that w multiplies; scores only the weights of linear layers
 
-A run or tile pattern keeps whole aligned units by the sum of their scores, for the fast paths of the kernels; what
-share of the element-wise mask's score it holds is printed. A method that needs more logged steps than there are is
-refused. Every device finds the same mask in a delta log.
+A run or tile pattern keeps whole aligned units by the sum of their scores, for the fast paths of the kernels; the
+share of the element-wise mask's score that it captures is printed. It is an error if a method needs more logged steps
+than there are. All devices find the same mask in a delta log.
 
---compute_jaccard compares the mask with the oracle mask of the log, found with the same options: their Jaccard index,
-beside what chance gives at the same density of every tensor.
+--compute_jaccard prints the Jaccard index of the mask and the oracle mask of the log, found with the same options, and
+the expected index of random masks with the same density of every tensor.
 
 --output is a file that ends in .safetensors, or a folder, where the file is named after sparsity, method and step:
 sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
@@ -79,17 +79,19 @@ _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
 
 def add_parser(actions: Any) -> None:
     """Add the action to those of `sparse-opt mask`."""
-    find = actions.add_parser("find", help="find one in a delta log, or from an untrained model", epilog=_EPILOG)
+    find = actions.add_parser("find", help="find a mask in a delta log, or from an untrained model", epilog=_EPILOG)
     methods = (*LOG_METHODS, *MODEL_METHODS)
     find.add_argument("--method", choices=methods, default="magnitude", metavar="METHOD", help="score (%(default)s)")
     find.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="delta log of a dense run")
-    find.add_argument("--model_name", metavar="M", help="hub name or local folder; with a log: what it has to be of")
+    find.add_argument(
+        "--model_name", metavar="M", help="hub name or local folder; with a log: the model it must belong to"
+    )
     size = find.add_mutually_exclusive_group()
-    size.add_argument("--sparsity_percent", type=float, metavar="P", help="percent of elements to leave out (90)")
-    size.add_argument("--top_percent", type=float, metavar="P", help="percent of elements to keep, instead")
+    size.add_argument("--sparsity_percent", type=float, metavar="P", help="percent of inactive elements (90)")
+    size.add_argument("--top_percent", type=float, metavar="P", help="instead: percent of active elements")
     find.add_argument("--target_step", type=int, metavar="N", help="logged step to score (the last)")
     find.add_argument("--momentum_window", type=int, metavar="W", help="changes to average (25, or all if fewer)")
-    find.add_argument("--min_tensor_keep", type=float, metavar="SHARE", help="least share of every tensor (0.0025)")
+    find.add_argument("--min_tensor_keep", type=float, metavar="SHARE", help="minimum share of every tensor (0.0025)")
     find.add_argument(
         "--pool",
         choices=("global", "tensor"),
@@ -98,12 +100,12 @@ def add_parser(actions: Any) -> None:
     find.add_argument("--pattern", choices=PATTERNS, default="element", help="unit that is kept whole (%(default)s)")
     add_tensor_choice(find)
     find.add_argument("--dataset", metavar="F", help="calibration data: hub name, or .json, .jsonl or .parquet file")
-    find.add_argument("--dataset_split", metavar="NAME", help="of a hub dataset (train)")
+    find.add_argument("--dataset_split", metavar="NAME", help="split of a hub dataset (train)")
     find.add_argument("--n_samples", type=int, metavar="K", help="calibration sequences, drawn with --seed (128)")
-    find.add_argument("--max_length", type=int, metavar="T", help="tokens of a calibration sequence at most (1024)")
-    find.add_argument("--dtype", choices=("fp32", "bf16"), help="of the untrained model (fp32)")
-    find.add_argument("--seed", type=int, help="of what is drawn (0)")
-    find.add_argument("--device", default="auto", help="where scores are made: auto, cpu, cuda (%(default)s)")
+    find.add_argument("--max_length", type=int, metavar="T", help="longest calibration sequence in tokens (1024)")
+    find.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the untrained model (fp32)")
+    find.add_argument("--seed", type=int, help="seed of random masks and of the calibration sequences (0)")
+    find.add_argument("--device", default="auto", help="device that computes scores: auto, cpu, cuda (%(default)s)")
     find.add_argument("--compute_jaccard", action="store_true", help="compare with the log's oracle mask")
     find.add_argument("--debug", action="store_true", help="show threshold, counts and scores of every tensor")
     add_output(find)
@@ -155,7 +157,7 @@ def _settle_options(args: Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, default)
         elif method not in methods:
-            raise ConfigError(f"option '{name}' has no part in method '{method}', only in {', '.join(methods)}")
+            raise ConfigError(f"option '{name}' is not valid with method '{method}', only with {', '.join(methods)}")
     for name, least in (("n_samples", 1), ("max_length", 2), ("momentum_window", 2)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -163,15 +165,15 @@ def _settle_options(args: Namespace) -> None:
     if not 0.0 <= args.min_tensor_keep <= 1.0:
         raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: expected 0 to 1")
     if method == "random" and args.debug:
-        raise ConfigError("option 'debug' has no part in method 'random', which makes no scores")
+        raise ConfigError("option 'debug' is not valid with method 'random', which computes no scores")
     if method in LOG_METHODS and args.delta_log_dir is None:
         raise ConfigError(f"method '{method}' needs --delta_log_dir, the delta log of a dense run")
     if method in MODEL_METHODS and args.model_name is None:
         raise ConfigError(f"method '{method}' needs --model_name")
     if method in CALIBRATION_METHODS and args.dataset is None:
-        raise ConfigError(f"method '{method}' needs --dataset, to calibrate on")
+        raise ConfigError(f"method '{method}' needs --dataset, the calibration data")
     if method in MODEL_METHODS and args.delta_log_dir is not None and not args.compute_jaccard:
-        raise ConfigError(f"option 'delta_log_dir' has no part in method '{method}' without --compute_jaccard")
+        raise ConfigError(f"option 'delta_log_dir' is not valid with method '{method}' without --compute_jaccard")
     if args.compute_jaccard and args.delta_log_dir is None:
         raise ConfigError("option 'compute_jaccard' needs --delta_log_dir, the log whose oracle mask to compare with")
 
@@ -193,7 +195,7 @@ def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.devic
         _require_log_of(log, {name: shapes[name] for name in parameters if name in shapes}, args.model_name)
         missing = [name for name in parameters if name not in shapes]
         if missing:
-            raise MaskError(f"{log.directory}: is no log of {args.model_name}, which has no parameter {missing[0]}")
+            raise MaskError(f"{log.directory}: not a log of {args.model_name}, which has no parameter {missing[0]}")
 
     def find() -> FoundMask:
         found = find_from_log(
@@ -242,10 +244,11 @@ def _require_log_of(log: StateLog, shapes: Mapping[str, tuple[int, ...]], model:
     logged = {spec.name: spec.shape for spec in log.layout.tensors}
     for name, shape in shapes.items():
         if name not in logged:
-            raise MaskError(f"{log.directory}: is no log of {model}: it has no tensor {name}")
+            raise MaskError(f"{log.directory}: not a log of {model}: it has no tensor {name}")
         if logged[name] != shape:
             raise MaskError(
-                f"{log.directory}: is no log of {model}: {name} is {list(logged[name])} in it, {list(shape)} there"
+                f"{log.directory}: not a log of {model}: {name} is {list(logged[name])} in the log, "
+                f"{list(shape)} in the model"
             )
 
 
@@ -302,7 +305,7 @@ def _lines(args: Namespace, found: FoundMask, overlap: Overlap | None) -> list[s
         lines.append(f"Jaccard with the oracle mask {overlap.jaccard:.4f}, {overlap.jaccard_chance:.4f} by chance")
     if args.debug:
         if found.threshold is not None:
-            lines.append(f"threshold of all tensors together {found.threshold:.6g}")
+            lines.append(f"threshold over all tensors {found.threshold:.6g}")
         lines += ["", _tensor_table(found)]
     return lines
 

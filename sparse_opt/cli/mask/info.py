@@ -10,8 +10,8 @@ from ..output import print_json
 from ..parser import add_json_flag
 from .output import density_table, headline, stats_json, summary
 
-_EPILOG = """The density profile by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms,
-lm_head) and by layer; the part 'other' holds parameters of no known part, the layer 'none' those outside of layers.
+_EPILOG = """Prints the density by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms,
+lm_head) and by layer; the part 'other' has parameters of no known part, the layer 'none' those outside of layers.
 --png draws a heat map of layers by parts.
 
 examples:
