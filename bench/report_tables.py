@@ -6,7 +6,6 @@ A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`; everythi
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import sys
@@ -141,16 +140,6 @@ def tile_table(results: Path) -> str:
     return "\n".join([*lines, *([""] if missed else []), *missed])
 
 
-def dram_table(results: Path) -> str:
-    """The counted bytes next to those of the floors; without a run, how to make one."""
-    path = results / "dram_bytes.json"
-    if not path.is_file():
-        return "Not counted yet: `python -m sparse_opt.bench.kernels.dram_bytes` on a GPU whose counters can be read."
-    report = _load(path)
-    table = render(dram_bytes.COLUMNS, report["rows"], n_words=2, markdown=True)
-    return f"{machine_line(report['environment'])}.\n\n{table}"
-
-
 PYTEST_COLUMNS: Columns = {
     "case": lambda bench: bench["group"].partition(" on ")[0],
     "backend": "{params[backend]}",
@@ -236,22 +225,37 @@ def trl_memory_table(results: Path) -> str:
     return f"{where}\n\n{render(trl_memory.COLUMNS, report['results'], markdown=True)}"
 
 
-def delta_table(results: Path, device: str) -> str:
-    """Patches of the last run on a CPU or a GPU: speeds, sizes, missed targets; without a run, how to make one."""
-    path = results / f"delta_{device}.json"
-    if not path.is_file():
-        return f"Not measured yet: `sparse-opt bench delta` on a {device.upper()}."
-    report = _load(path)
-    return f"{machine_line(report['environment'])}. {delta_report.patch_text(report)}"
+def _if_measured(file: str, text: Callable[[dict[str, Any]], str], missing: str) -> Callable[[Path], str]:
+    """The table of one results file: machine and text; `missing` without the file."""
+
+    def table(results: Path) -> str:
+        path = results / file
+        if not path.is_file():
+            return missing
+        report = _load(path)
+        return f"{machine_line(report['environment'])}.{text(report)}"
+
+    return table
 
 
-def delta_logging_table(results: Path) -> str:
-    """A training loop with and without a log; without a run on a GPU, how to make one."""
-    path = results / "delta_logging.json"
-    if not path.is_file():
-        return "Not measured yet: `sparse-opt bench delta_logging` on a GPU."
-    report = _load(path)
-    return f"{machine_line(report['environment'])}. {logging_report.document_text(report)}"
+dram_table = _if_measured(
+    "dram_bytes.json",
+    lambda report: f"\n\n{render(dram_bytes.COLUMNS, report['rows'], n_words=2, markdown=True)}",
+    "Not counted yet: `python -m sparse_opt.bench.kernels.dram_bytes` on a GPU whose counters can be read.",
+)
+delta_tables = {
+    f"delta_{device}": _if_measured(
+        f"delta_{device}.json",
+        lambda report: f" {delta_report.patch_text(report)}",
+        f"Not measured yet: `sparse-opt bench delta` on a {device.upper()}.",
+    )
+    for device in ("gpu", "cpu")
+}
+delta_logging_table = _if_measured(
+    "delta_logging.json",
+    lambda report: f" {logging_report.document_text(report)}",
+    "Not measured yet: `sparse-opt bench delta_logging` on a GPU.",
+)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -267,8 +271,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "dram_bytes": dram_table,
     "pytest_cpu": pytest_table,
     "pytest_spread": spread_table,
-    "delta_gpu": functools.partial(delta_table, device="gpu"),
-    "delta_cpu": functools.partial(delta_table, device="cpu"),
+    **delta_tables,
     "delta_logging": delta_logging_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,

@@ -31,6 +31,7 @@ from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 
 from ..common.harness import Benchmark, Report, comma_separated, out_of_range
+from ..common.peers import why_failed
 from ..common.report import Columns, machine_line, render
 from ..common.shapes import LLAMA_3_2_3B, scaled, total_numel
 from ..common.timing import Prepared, Timing, measure
@@ -180,8 +181,7 @@ class DeltaBench:
             try:
                 rows += self._rows([peer.make()], step, PEER_ROUNDS)[0]
             except Exception as error:  # another package's error, of any type: reported, and the run continues
-                first_line = str(error).strip().partition("\n")[0]
-                self.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
+                self.left_out[peer.name] = why_failed(error)
                 self.lost_device = peer.name if _is_lost(self.device) else ""
 
     def _rows(self, coders: Sequence[Coder], step: Step, n_rounds: int) -> tuple[list[dict[str, Any]], float]:

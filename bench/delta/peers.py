@@ -1,17 +1,10 @@
-"""The coders of `sparse-opt bench delta`: the three levels of patches, and other encodings of changes.
-
-A peer of another package that is not installed, or does not support the device, is listed with this reason.
-"""
+"""The coders of `sparse-opt bench delta`: the three levels of patches, and other encodings of changes."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import io
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +19,7 @@ from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.ops import delta_apply_, delta_encode
 from sparse_opt.tensors import as_bits, dtype_name
 
+from ..common.peers import Peer
 from .data import Step
 
 
@@ -287,35 +281,6 @@ NVCOMP: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A coder of another package.
-
-    Args:
-        name: name in the table.
-        packages: names for pip, any of which is sufficient.
-        module: name for `import`.
-        device_type: the supported device type; None for any.
-        make: makes the coder; errors of the package propagate.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    module: str
-    device_type: str | None
-    make: Callable[[], Coder]
-
-    def why_absent(self, device: torch.device) -> str:
-        """Empty if the peer can run here, else the reason why not."""
-        if self.device_type not in (None, device.type):
-            return f"made for {self.device_type}, this is {device.type}"
-        return "" if _is_there(self.module) else f"not installed ({' or '.join(self.packages)})"
-
-    def version(self) -> str:
-        installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
-        return ", ".join(f"{name} {installed[name]}" for name in self.packages if name in installed)
-
-
 def peers(device: torch.device, threads: int) -> list[Peer]:
     """All coders of other packages, including those that cannot run here."""
     nvcomp = ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13")
@@ -328,14 +293,6 @@ def peers(device: torch.device, threads: int) -> list[Peer]:
             for name in NVCOMP
         ),
     ]
-
-
-def _is_there(module: str) -> bool:
-    """Whether a module can be imported; False as well if its parent package is missing."""
-    parent = module.rpartition(".")[0]
-    if parent and not _is_there(parent):
-        return False
-    return importlib.util.find_spec(module) is not None
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -190,7 +190,7 @@ def test_the_spread_of_runs(tmp_path, capsys):
     assert "expected two or more" in capsys.readouterr().err
 
 
-def test_the_threshold_of_make_stands_above_the_spread_that_was_measured():
+def test_the_threshold_of_make_is_above_the_measured_spread():
     makefile = (CHECKOUT / "Makefile").read_text()
     threshold = next(line for line in makefile.splitlines() if line.startswith("BENCH_THRESHOLD"))
     statistic, percent = threshold.partition("?=")[2].strip().rstrip("%").split(":")

@@ -90,9 +90,7 @@ def test_a_failed_write_loses_nothing_and_the_log_continues(
 
 
 @pytest.mark.parametrize("call", ["append", "flush", "close", "wait"])
-def test_a_failure_is_raised_once(
-    tmp_path: Path, disk: Disk, state: dict[str, Tensor], call: str
-) -> None:
+def test_a_failure_is_raised_once(tmp_path: Path, disk: Disk, state: dict[str, Tensor], call: str) -> None:
     log = DeltaLog.create(tmp_path / "log", state)
     disk.full = True
     state["w"][:9] += 1

@@ -1,74 +1,42 @@
-"""Peers: AdamW implementations of other packages, timed in the same run.
-
-A peer that is not installed, or does not support the device, is listed with this reason.
-"""
+"""Peers: AdamW implementations of torch and of other packages, timed in the same run."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import floors
+from ...common.peers import Peer
 from ..cases import WrongResult
 from ..optimizers import LR, WEIGHT_DECAY, Named
 
 FUSED = "torch.optim.AdamW(fused=True).step"
 FOREACH = "torch.optim.AdamW(foreach=True).step"
 MASKED = "grad *= mask, torch.optim.AdamW(fused=True).step"
+STATE_ITEMSIZE = 1  # bytes of a moment of every peer; the scales of its blocks are not counted
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A dense AdamW from another package.
+def adamw(name: str, package: str, module: str, optimizer: str, **options: Any) -> Peer:
+    """A dense AdamW of another package for GPUs, with options besides learning rate and weight decay."""
 
-    Args:
-        name: name in the table.
-        package: name for pip and `import`.
-        module, optimizer: module and name of the class.
-        options: arguments in addition to learning rate and weight decay.
-        state_itemsize: bytes of a moment, for the minimum traffic of a step.
-    """
+    def make(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        found = getattr(importlib.import_module(module), optimizer)
+        made: torch.optim.Optimizer = found(params, lr=LR, weight_decay=WEIGHT_DECAY, **options)
+        return made
 
-    name: str
-    package: str
-    module: str
-    optimizer: str
-    options: Mapping[str, Any]
-    state_itemsize: int
-
-    def why_absent(self, device: torch.device) -> str:
-        """Empty if the peer can run on the device, else the reason why not."""
-        if importlib.util.find_spec(self.package) is None:
-            return "not installed"
-        return "" if device.type == "cuda" else f"made for a GPU, this is {device.type}"
-
-    def version(self) -> str:
-        return importlib.metadata.version(self.package)
-
-    def make(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make the optimizer; errors of the package propagate."""
-        found = getattr(importlib.import_module(self.module), self.optimizer)
-        optimizer: torch.optim.Optimizer = found(params, lr=LR, weight_decay=WEIGHT_DECAY, **self.options)
-        return optimizer
-
-    def nbytes(self, numel: int) -> float:
-        return floors.dense_adamw_bytes(numel, param_itemsize=2, state_itemsize=self.state_itemsize)
+    return Peer(name, (package,), package, "cuda", make)
 
 
 # https://github.com/pytorch/ao (torchao.optim), https://github.com/bitsandbytes-foundation/bitsandbytes,
-# https://github.com/databricks/flashoptim. All use 8-bit moments; the scales of their blocks are not counted.
+# https://github.com/databricks/flashoptim. All use 8-bit moments.
 PEERS = (
-    Peer("torchao AdamW8bit.step", "torchao", "torchao.optim", "AdamW8bit", {}, 1),
-    Peer("bitsandbytes AdamW8bit.step", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}, 1),
+    adamw("torchao AdamW8bit.step", "torchao", "torchao.optim", "AdamW8bit"),
+    adamw("bitsandbytes AdamW8bit.step", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
     # Without its extra weight bits: bf16 weights only, like the other peers.
-    Peer("FlashAdamW.step", "flashoptim", "flashoptim", "FlashAdamW", {"master_weight_bits": None}, 1),
+    adamw("FlashAdamW.step", "flashoptim", "flashoptim", "FlashAdamW", master_weight_bits=None),
 )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
 
+from ...common.peers import Peer, why_failed
 from ...common.shapes import Shapes, total_numel
 from ...common.timing import Prepared
 from .. import floors, inputs
@@ -258,7 +259,7 @@ class WeightRows:
             for name, step, size in ((peers.FOREACH, foreach, 0), (peers.MASKED, masked, 1))
         ]
 
-    def peer(self, peer: peers.Peer) -> None:
+    def peer(self, peer: Peer) -> None:
         """Time the step of another package, or record why not."""
         recorder = self.recorder
         if why := peer.why_absent(recorder.device):
@@ -267,10 +268,11 @@ class WeightRows:
         recorder.peer_versions[peer.name] = peer.version()
         try:
             step = peers.peer_step(peer, self._parameters(), self.grads)
-            recorder.time([Work(peer.name, TORCH, None, step, peer.nbytes(self.numel))])
+            size = peers.STATE_ITEMSIZE
+            nbytes = floors.dense_adamw_bytes(self.numel, param_itemsize=2, state_itemsize=size)
+            recorder.time([Work(peer.name, TORCH, None, step, nbytes)])
         except Exception as error:  # another package's error, of any type: reported, and the run continues
-            first_line = str(error).strip().partition("\n")[0]
-            recorder.left_out[peer.name] = f"FAILED: {type(error).__name__}: {first_line}"
+            recorder.left_out[peer.name] = why_failed(error)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

@@ -1,4 +1,4 @@
-"""The checks that stand before every timed result: they pass what is right, and find what is wrong."""
+"""The checks before every timed result pass right results and find wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The byte counts that figures are set beside."""
+"""The minimum byte counts that measurements are compared with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.bench.common.shapes import LLAMA_3_2_3B, total_numel
 from sparse_opt.bench.kernels import floors
+from sparse_opt.bench.kernels.inputs import random_case
+from sparse_opt.ops import STEP_OPS
 
 H200_COPY_RATE = 4275e9  # bytes a second, measured
 
@@ -117,6 +119,14 @@ def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
     assert floors.dense_adamw_bytes(n, param_itemsize=2, mask_itemsize=1) == n * (14 + 1 + 4)
     assert floors.dense_adamw_bytes(n, param_itemsize=2, state_itemsize=1) == n * (6 + 4)
     assert floors.dense_clip_bytes(n, grad_itemsize=2) == n * 6
+
+
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_the_floor_of_a_step_op_follows_from_its_states(op):
+    generator = torch.Generator().manual_seed(0)
+    case = random_case(op, {"w": (100, 32)}, torch.float32, 1.0, generator, dense_grads=False)
+    # The weight and each fp32 state are read and written; the fp32 gradient and the 2-byte index are read.
+    assert case.floor_bytes == 3200 * (2 * 4 + 2 * 4 * len(STEP_OPS[op].states) + 4 + 2)
 
 
 def test_narrow_moments_and_indices_save_what_they_are_narrower():

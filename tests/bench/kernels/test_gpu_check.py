@@ -1,4 +1,4 @@
-"""What runs on a GPU machine, tried out on a CPU; the parts that need a GPU are told apart and said."""
+"""The checks of a GPU machine on a CPU; the parts that need a GPU are skipped with a reason."""
 
 from __future__ import annotations
 

@@ -278,9 +278,9 @@ def test_random_masks_of_chosen_tensors(tmp_path, monkeypatch, bench, words):
         list(words[1:]) if words[:1] == ("--exclude",) else None,
         words == ("--mlp_only",),
     ]
-    said = {"--include": "random masks include *q_proj* *norm*", "--exclude": "random masks exclude *norm*"}
-    said["--mlp_only"] = "random masks of feed-forward blocks alone"
-    assert [text in out for text in said.values()] == [words[:1] == (flag,) for flag in said]
+    texts = {"--include": "random masks include *q_proj* *norm*", "--exclude": "random masks exclude *norm*"}
+    texts["--mlp_only"] = "random masks of feed-forward blocks alone"
+    assert [text in out for text in texts.values()] == [words[:1] == (flag,) for flag in texts]
 
 
 def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch, bench):

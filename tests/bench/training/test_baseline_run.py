@@ -211,7 +211,7 @@ def test_compiled_layers_train_the_same(job, tile_masks):
     assert compiled["n_tiled"] == plain["n_tiled"] == 6
 
 
-def test_compiling_wants_layers():
+def test_compiling_needs_layers():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(SparseOptError, match="Sequential has no list of layers of one class"):
         compile_layers(model)

@@ -1,4 +1,4 @@
-"""The bench of what the loops learn: what it can be asked for, its search for a learning rate, its file and tables."""
+"""`bench learning`: its options, its search for a learning rate, its results file and tables."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_next_rate_lies_beyond_the_end_of_the_best(tried, best, expected):
 
 
 class HereAndNow:
-    """A pool whose work is done when it is handed over."""
+    """A pool that does the work when it is submitted."""
 
     def __init__(self, after):
         self.after = after

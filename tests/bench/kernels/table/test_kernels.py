@@ -1,4 +1,4 @@
-"""`sparse-opt bench kernels`: its own end of the table that gpu_check prints too."""
+"""`sparse-opt bench kernels`: the table, which gpu_check also prints."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_one_part_alone(tmp_path):
     assert all(row["floor_ms"] > 0 for row in found["rows"])
 
 
-def test_a_part_that_there_is_not(capsys):
+def test_an_unknown_part_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         kernels.main(["--device", "cpu", "--only", "tile"])
     assert stopped.value.code == 2
     assert "--only tile: no part 'tile', expected some of weights,backward,tiles,deltas" in capsys.readouterr().err
 
 
-def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch):
+def test_a_missing_gpu_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         kernels.main(["--device", "cuda"])
@@ -108,7 +108,7 @@ def test_a_step_that_does_nothing_proves_nothing_about_base_weights(monkeypatch)
 
 
 def fine_fetches(monkeypatch, setting):
-    """The rows with fetches of 32 bytes, on a GPU that is not touched: `setting` stands in for what sets them."""
+    """The rows with fetches of 32 bytes, on a GPU that is not touched; `setting` replaces the library function."""
     monkeypatch.setattr(weights, "set_l2_fetch_granularity", setting)
     recorder = Recorder(torch.device("cuda"), [])
     rows = weights.WeightRows(recorder, {}, torch.Generator(), (), (), 0.0, 0, False)
@@ -127,7 +127,7 @@ def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
 
 
 def test_fetches_are_as_they_were_after_an_error(monkeypatch):
-    told = []
+    set_to = []
 
     def fail(*args):
         raise RuntimeError("out of memory")
@@ -135,8 +135,8 @@ def test_fetches_are_as_they_were_after_an_error(monkeypatch):
     monkeypatch.setattr(weights.inputs, "gather_case", fail)
     monkeypatch.setattr(weights.inputs, "narrowed", lambda active: active)
     with pytest.raises(RuntimeError, match="out of memory"):
-        fine_fetches(monkeypatch, lambda n_bytes, device: told.append(n_bytes) or 64)
-    assert told == [32, 64]
+        fine_fetches(monkeypatch, lambda n_bytes, device: set_to.append(n_bytes) or 64)
+    assert set_to == [32, 64]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Peers: what is absent, wrong or broken is told, and what is timed is checked."""
+"""Peers: absent, wrong and failing ones are listed with the reason, and timed ones are checked."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def peer_that(monkeypatch: pytest.MonkeyPatch, step, device: str = "cpu") -> pee
     module.Optimizer = Optimizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_peer", module)
     monkeypatch.setattr(peers.Peer, "why_absent", lambda self, device: "")
-    return peers.Peer("a peer", "torch", "a_peer", "Optimizer", {}, 1)
+    return peers.adamw("a peer", "torch", "a_peer", "Optimizer")
 
 
-def test_a_package_that_is_missing_or_made_for_a_gpu_is_told():
-    missing = peers.Peer("x", "no_such_package", "no_such_package", "X", {}, 1)
-    assert missing.why_absent(torch.device("cuda")) == "not installed"
-    there = peers.Peer("x", "torch", "torch.optim", "AdamW", {}, 1)
+def test_a_package_that_is_missing_or_made_for_a_gpu_is_named():
+    missing = peers.adamw("x", "no_such_package", "no_such_package", "X")
+    assert missing.why_absent(torch.device("cuda")) == "not installed (no_such_package)"
+    there = peers.adamw("x", "torch", "torch.optim", "AdamW")
     assert there.why_absent(torch.device("cuda")) == ""
-    assert there.why_absent(torch.device("cpu")) == "made for a GPU, this is cpu"
-    assert there.version() == torch.__version__
+    assert there.why_absent(torch.device("cpu")) == "made for cuda, this is cpu"
+    assert there.version() == f"torch {torch.__version__}"
 
 
 def test_a_step_that_moves_the_weights_is_timed(monkeypatch):

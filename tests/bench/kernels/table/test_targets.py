@@ -111,7 +111,7 @@ def test_an_encoder_is_judged_by_the_copy_rate_and_by_torch_at_the_same_density(
     }
 
 
-def test_the_slower_backend_is_told_by_how_much():
+def test_the_slower_backend_is_compared_with_the_faster():
     cuda, triton = row("indexed_swap_", 1.0), row("indexed_swap_", 1.2, backend="triton", is_auto=False)
     slower = [v for v in targets.judge([cuda, triton]) if v.unit == "x the faster backend"]
     assert [(v.backend, v.found, v.met) for v in slower] == [("triton", pytest.approx(1.2), False)]
@@ -119,7 +119,7 @@ def test_the_slower_backend_is_told_by_how_much():
     assert [v for v in targets.judge(encoders) if v.unit == "x the faster backend"] == []
     slower_cuda = [{**encoders[0], "ms": 1.5}, encoders[1]]
     assert [v.backend for v in targets.judge(slower_cuda) if v.unit == "x the faster backend"] == ["cuda"]
-    # A backend that is not taken by itself has no other target, and one that stands alone none of this kind.
+    # A backend that `auto` does not select has no other target; the only backend has none of this kind.
     assert [v.unit for v in targets.judge([triton])] == []
 
 

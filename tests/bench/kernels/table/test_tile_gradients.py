@@ -1,4 +1,4 @@
-"""Weight gradients by tiles beside dense ones: what is called, what is checked, and the bytes of the floor."""
+"""Weight gradients by tiles and dense ones: calls, checks, and the bytes of the floor."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_calls_pass_their_check(gradients, calls):
     assert gradients.out.isfinite().all()
 
 
-def test_matrices_without_tiles_are_no_trouble(operands):
+def test_matrices_may_have_no_tiles(operands):
     mask = TileMask.random(SHAPES, "tile128", 0.01, generator())
     assert mask.ends[-1] == 1
     check(TileGradients(operands, mask), "reference", "matrix")
@@ -139,7 +139,7 @@ def test_what_is_gathered_is_checked(operands, monkeypatch):
         gathered.check()
 
 
-def test_rows_of_all_kinds_stand_beside_each_other():
+def test_comparisons_have_rows_of_all_kinds():
     names = []
     recorder = Recorder(torch.device("cpu"), ["reference"])
     for works, n_rounds in comparisons(recorder, SHAPES, (16, 8), generator()):
@@ -161,7 +161,7 @@ def test_rows_of_all_kinds_stand_beside_each_other():
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_too_small_is_said():
+def test_a_gpu_that_is_too_small_is_reported():
     device = torch.device("cuda")
     assert tile_gradients.why_absent(SHAPES, 16, device) == ""
     assert "GiB of GPU memory" in tile_gradients.why_absent(linear_layers(LLAMA_3_2_3B), 2**24, device)
