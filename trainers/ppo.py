@@ -206,10 +206,10 @@ class PPOConfig(RolloutOptions):
         None, "peak learning rate of the value head, which follows the same schedule; none is learning_rate", at_least=0
     )
     kl_coefficient: float = option(
-        0.2, "price of a token's divergence from the reference, at the first step", at_least=0
+        0.2, "weight of a token's divergence from the reference in its reward, at the first step", at_least=0
     )
     kl_target: float | None = option(
-        6.0, "divergence of a whole completion that the coefficient is adapted to; none keeps the coefficient", above=0
+        6.0, "target divergence of a completion, for adapting the coefficient; none keeps the coefficient", above=0
     )
     kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted", above=0)
     early_stop_kl: float | None = option(
@@ -232,13 +232,13 @@ class PPOConfig(RolloutOptions):
 
     statistics_steps: int | None = option(
         None,
-        "measure the update's sparsity and ranks every so many steps; keeps the start weights on the CPU",
+        "measure the update's sparsity and ranks every so many steps; keeps the initial weights on the CPU",
         at_least=1,
     )
     statistics_include: list[str] | None = option(
-        None, "shell patterns of the weight matrices whose ranks are taken; none takes all"
+        None, "shell patterns of the weight matrices whose ranks are computed; none selects all"
     )
-    statistics_method: Literal["exact", "gram", "lowrank"] = option("gram", "how singular values are found")
+    statistics_method: Literal["exact", "gram", "lowrank"] = option("gram", "method for the singular values")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -60,20 +60,20 @@ class RLTConfig(Templates, GroupOptions):
     loss_type: LossType = option("grpo", "how the loss is averaged over tokens; grpo is the paper's")
 
     student_model: str | None = option(
-        None, "student: hub name or local folder, with the policy's vocabulary; none is the reference"
+        None, "student: hub name or local folder, with the policy's vocabulary; none uses the reference"
     )
     student_temperature: float | None = option(
         None,
-        "of the student's log-probabilities; none is the sampling temperature",
+        "temperature of the student's log-probabilities; none is the sampling temperature",
         aliases=("unbias_student_log_probs_temp",),
         above=0,
     )
     offload_untrained_models: bool = option(
-        False, "keep student and reference in the host's memory but while they are used"
+        False, "keep student and reference in the host's memory while they are not used"
     )
     generation_aggregation_steps: int | None = option(
         None,
-        "sample for so many forward passes of training at once; none samples the step's whole rollout at once",
+        "sample for this many forward passes of training at once; none samples the step's whole rollout at once",
         at_least=1,
     )
     activate_debugging_logs: bool = option(
@@ -83,13 +83,15 @@ class RLTConfig(Templates, GroupOptions):
         [1.0, 0.01], "weights of the solution's reductions", aliases=("answer_log_prob_coeff",)
     )
     solution_reductions: list[Reduction] = option(
-        ["mean", "min"], "of the student's log-probabilities", aliases=("reduction_log_prob_fn",)
+        ["mean", "min"], "reductions of the student's log-probabilities", aliases=("reduction_log_prob_fn",)
     )
     kl_coefficients: list[float] = option(
         [3.0, 0.03], "weights of the divergence's reductions", aliases=("kl_penalty_reward_coeff",)
     )
     kl_reductions: list[Reduction] = option(
-        ["mean", "max"], "of teacher's less student's log-probabilities", aliases=("reduction_kl_fn",)
+        ["mean", "max"],
+        "reductions of teacher's minus student's log-probabilities",
+        aliases=("reduction_kl_fn",),
     )
     format_penalty: float = option(1.0, "penalty of an explanation without its end tag", at_least=0)
 
@@ -97,7 +99,7 @@ class RLTConfig(Templates, GroupOptions):
         super().__post_init__()
         self.check_templates()
         if self.reward_functions:
-            raise ConfigError("option 'reward_functions': rlt has its own reward; give none")
+            raise ConfigError("option 'reward_functions': rlt has its own reward; expected none")
         for name in ("solution", "kl"):
             coefficients, reductions = getattr(self, f"{name}_coefficients"), getattr(self, f"{name}_reductions")
             if len(coefficients) != len(reductions):

@@ -91,7 +91,7 @@ def test_refuses_a_place_that_cannot_be_written(sparse_opt, tmp_path, monkeypatc
     # As root every folder can be written: let it be refused as another user would see it.
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
-    assert f"'output_dir': {tmp_path / 'new'} cannot be made in {tmp_path}: Permission denied" in line
+    assert f"'output_dir': {tmp_path / 'new'} cannot be created in {tmp_path}: Permission denied" in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""PPO's arithmetic compared with numpy in fp64, written token by token from the papers and TRL 0.8.6's documentation."""
+"""PPO's arithmetic compared with numpy in fp64, token by token from the papers and TRL 0.8.6's documentation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Encoding of prompts and completions as token ids, truncation, and collation into right-padded batches.
 
-The rules follow TRL where it has one, so that losses can be compared:
+The rules follow TRL, so that losses can be compared:
 
 - Messages go through the tokenizer's chat template, once, which also writes the special tokens; no second BOS is added.
   A tokenizer without a template gets the messages' contents joined by newlines, as plain text.

@@ -154,7 +154,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _used_by(func)  # called where the Python functions are passed by
+        raise _used_by(func)  # reached if a call bypasses the Python functions
 
 
 def _used_by(func: Any) -> _LogitsAreUsedError:

@@ -114,6 +114,11 @@ def parameter_shapes(source: str | Path) -> dict[str, tuple[int, ...]]:
     return {n: tuple(p.shape) for n, p in parameters.items() if firsts[n] == n and p.is_floating_point()}
 
 
+def max_positions(config: Any) -> int | None:
+    """The number of positions of a model with this configuration; None if it has no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_tokenizer_from(source: str | Path) -> Any:
     """The tokenizer of a model by hub name or local folder.
 

@@ -60,7 +60,7 @@ class UpdateStatistics:
         matrices = [name for name, dims in shapes.items() if is_weight_matrix(name, dims)]
         self.matrices = set(select_names(matrices, include=include))
         if not self.matrices:
-            raise DataError(f"no trained weight matrix is chosen by {include}; there are {len(matrices)}")
+            raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class UpdateStatistics:
         | key | |
         |---|---|
         | share_changed | share of weights whose bits differ from the start's |
-        | share_changed_bf16 | the same with both rounded to bf16 first; None where the weights are 16-bit themselves |
+        | share_changed_bf16 | the same with both rounded to bf16 first; None if the weights are 16-bit |
         | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
         | frobenius_norm | of the whole update |
         | effective_rank_share | mean over the chosen matrices of effective rank / min(m, n) |

@@ -12,7 +12,7 @@ from sparse_opt.errors import ConfigError, DataError
 
 from ..data.order import chunks
 from ..policy.models import DTYPES
-from ..policy.pretrained import load_pretrained, load_tokenizer_from
+from ..policy.pretrained import load_pretrained, load_tokenizer_from, max_positions
 
 # Tokenizers without a length limit report a huge one.
 _NO_LIMIT = 10**9
@@ -47,8 +47,7 @@ class RewardModel:
         self.device = device
         self.rows_per_pass = rows_per_pass
         self._set_padding(name)
-        reach = getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
-        limit = min(reach, self.tokenizer.model_max_length)
+        limit = min(max_positions(model.config) or _NO_LIMIT, self.tokenizer.model_max_length)
         self.max_length = limit if limit < _NO_LIMIT else None
         self.tokenizer.truncation_side = "left"
 

@@ -14,7 +14,7 @@ from sparse_opt.errors import ConfigError
 from ..data.encoding import TokenSequence, collate
 from ..data.teacher_data import StudentSequence, TeacherExample
 from ..policy.logprobs import token_logprobs
-from ..policy.pretrained import load_config_from, load_tokenizer_from
+from ..policy.pretrained import load_config_from, load_tokenizer_from, max_positions
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,11 @@ def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
 
 def require_student_room(name: str, examples: Sequence[TeacherExample], max_completion_length: int) -> None:
     """Raise ConfigError if the student's longest sequence has more tokens than its model has positions."""
-    config = load_config_from(name).get_text_config()
-    reach = getattr(config, "max_position_embeddings", None)
+    limit = max_positions(load_config_from(name))
     longest = max(len(example.student_sequence([]).ids) for example in examples)
-    if reach is not None and longest + max_completion_length > reach:
+    if limit is not None and longest + max_completion_length > limit:
         raise ConfigError(
             f"a question with its solution is {longest} tokens to the student, and max_completion_length "
             f"{max_completion_length} makes {longest + max_completion_length}, more than the max_position_embeddings "
-            f"of {name}, {reach}"
+            f"of {name}, {limit}"
         )

@@ -13,6 +13,7 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from ..data.encoding import TokenBatch, TokenSequence, collate
 from ..policy.logprobs import token_logprobs
+from ..policy.pretrained import max_positions
 
 
 @dataclass(frozen=True)
@@ -260,10 +261,10 @@ def cut_at_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 
 def require_room(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     """Raise ConfigError if the longest prompt with its completion exceeds the model's positions."""
-    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(model.config)
     longest = max(map(len, prompts))
-    if reach is not None and longest + sampling.max_new_tokens > reach:
+    if limit is not None and longest + sampling.max_new_tokens > limit:
         raise ConfigError(
             f"a prompt of {longest} tokens and max_new_tokens {sampling.max_new_tokens} make "
-            f"{longest + sampling.max_new_tokens}, more than the model's max_position_embeddings, {reach}"
+            f"{longest + sampling.max_new_tokens}, more than the model's max_position_embeddings, {limit}"
         )

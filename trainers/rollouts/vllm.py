@@ -150,7 +150,7 @@ class VLLMEngine:
             max_tokens=sampling.max_new_tokens,
             min_tokens=sampling.min_new_tokens,
             stop_token_ids=list(self.eos_ids),
-            ignore_eos=True,  # the ids above are all there are
+            ignore_eos=True,  # only the ids above end a completion
             detokenize=False,
         )
 
@@ -201,7 +201,7 @@ def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
     """Load the weights into vLLM's model; return the names of its weights that were not loaded."""
     loaded = model.load_weights(weights)
     if loaded is None:
-        raise SparseOptError(f"vLLM's {type(model).__name__} does not say which weights it took")
+        raise SparseOptError(f"vLLM's {type(model).__name__} does not report the weights that it loaded")
     return {name for name, _ in model.named_parameters()} - set(loaded)
 
 

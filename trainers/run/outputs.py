@@ -57,12 +57,12 @@ def check_new_folder(path: Path, option: str) -> None:
     except OSError as error:
         raise ConfigError(f"option '{option}': {path} cannot be used: {error.strerror}") from error
     if not parent.is_dir():
-        raise ConfigError(f"option '{option}': {path} cannot be made: {parent} is not a folder")
+        raise ConfigError(f"option '{option}': {path} cannot be created: {parent} is not a folder")
     try:
         # Only an attempt is conclusive: a file system may refuse what the permission bits allow.
         os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=parent))
     except OSError as error:
-        raise ConfigError(f"option '{option}': {path} cannot be made in {parent}: {error.strerror}") from error
+        raise ConfigError(f"option '{option}': {path} cannot be created in {parent}: {error.strerror}") from error
 
 
 def _not_empty(path: Path, option: str) -> ConfigError:

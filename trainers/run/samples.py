@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..data.encoding import TokenSequence
+from ..policy.pretrained import max_positions
 from ..rollouts import Sampling, make_engine
 from .training_run import TrainingRun
 
 # Few prompts, so that sampling takes little time.
 N_SAMPLES = 4
-LONGEST = 128  # tokens; less where the data's own completions are less than half as long
+LONGEST = 128  # tokens; less if the data's completions are less than half as long
 
 
 def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
@@ -22,18 +23,18 @@ def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> 
     Raises:
         ConfigError: neither the tokenizer nor the model has an EOS token.
     """
-    reach = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(run.model.config)
     fitting = [
         sequence
         for sequence in sequences
-        if sequence.prompt_length and (reach is None or sequence.prompt_length < reach)
+        if sequence.prompt_length and (limit is None or sequence.prompt_length < limit)
     ][:N_SAMPLES]
     if not fitting:
         return []
     prompts = [sequence.ids[: sequence.prompt_length] for sequence in fitting]
     longest = min(LONGEST, 2 * max(len(sequence.ids) - sequence.prompt_length for sequence in fitting))
-    if reach is not None:
-        longest = min(longest, reach - max(map(len, prompts)))
+    if limit is not None:
+        longest = min(longest, limit - max(map(len, prompts)))
     engine = make_engine("generate", run.model, run.tokenizer)
     completions = engine.generate(prompts, 1, Sampling(max_new_tokens=longest, temperature=0.0))
     decode = run.tokenizer.decode

@@ -100,5 +100,5 @@ def test_adapters_count_as_the_weights_they_are_merged_into():
 
 
 def test_patterns_that_choose_nothing_are_refused():
-    with pytest.raises(DataError, match=r"no trained weight matrix is chosen by \['\*\.nothing'\]; there are 16"):
+    with pytest.raises(DataError, match=r"no trained weight matrix matches \['\*\.nothing'\]; there are 16"):
         UpdateStatistics(small(LlamaConfig), include=["*.nothing"])
