@@ -33,7 +33,7 @@ void BoundParams::check_numels() const {
 }
 
 bool BoundParams::take_grads() {
-  std::vector<at::Tensor> grads;
+  c10::List<at::Tensor> grads;
   grads.reserve(params_.size());
   for (const at::Tensor& param : params_) {
     const at::Tensor& grad = param.grad();
@@ -44,20 +44,19 @@ bool BoundParams::take_grads() {
     grads.push_back(grad.contiguous());
   }
   const bool taken = grads.size() == params_.size();
+  c10::IValue previous;  // freed after the lock is released
   const std::lock_guard lock(mutex_);
-  grads_.swap(grads);  // the previous ones are freed after the lock is released
+  previous = std::exchange(grads_, taken ? c10::IValue(std::move(grads)) : c10::IValue());
   return taken;
 }
 
 void BoundParams::release_grads() {
-  std::vector<at::Tensor> grads;
-  const std::lock_guard lock(mutex_);
-  grads_.swap(grads);
+  held_grads(false);
 }
 
 c10::IValue BoundParams::held_grads(bool keep) {
   const std::lock_guard lock(mutex_);
-  return keep ? grads_ : std::exchange(grads_, {});
+  return keep ? grads_ : std::exchange(grads_, c10::IValue());
 }
 
 void BoundParams::bump_versions() const {

@@ -56,8 +56,8 @@ class BoundParams {
   std::optional<at::Tensor> index_bases_;
   const std::vector<std::pair<const char*, c10::IValue>> bound_;  // the arguments of step() that do not change
 
-  std::mutex mutex_;  // for grads_; no thread may wait for it while it holds the interpreter's lock
-  std::vector<at::Tensor> grads_;
+  std::mutex mutex_;   // for grads_; no thread may wait for it while it holds the interpreter's lock
+  c10::IValue grads_;  // of all parameters, or None
 };
 
 }  // namespace sparse_opt
