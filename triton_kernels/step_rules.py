@@ -2,8 +2,8 @@
 
 A rule's device function is called as update(p, g, state0, state1, factors, scalars, lr, steps, tensor): fp32 blocks of
 the weights, gradients and states (None where the op has no such state), the rule's numbers, and pointers to its scalars
-of this tensor, the learning rate and the step numbers. It returns (p, state0, state1), with the operations and their
-order of `sparse_opt.ops.step_ops`.
+of this tensor, the learning rate and the step numbers. It returns p and the states that are not None, with the
+operations and their order of `sparse_opt.ops.step_ops`.
 """
 
 from __future__ import annotations
@@ -118,14 +118,16 @@ def adamw(exp_avg: Tensor, exp_avg_sq: Tensor, *, beta1: float, beta2: float, ep
 def _sgd(p, g, b, none, factors, scalars, lr, steps, tensor, NESTEROV: tl.constexpr = False):
     momentum, one_minus_dampening, weight_decay = factors
     g = tl.where(weight_decay != 0.0, g + p * weight_decay, g)
-    if b is not None:
+    if b is None:
+        return p - g * tl.load(lr)
+    else:
         step = tl.load(steps + tensor)
         b = tl.where(step == 1.0, g, b * momentum + g * one_minus_dampening)
         if NESTEROV:
             g = g + b * momentum
         else:
             g = b
-    return p - g * tl.load(lr), b, none
+        return p - g * tl.load(lr), b
 
 
 @triton.jit

@@ -27,10 +27,7 @@ def _load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRA
 
 @triton.jit
 def _load_state(state, slots, mask):
-    if state is None:
-        return None
-    else:
-        return widen(tl.load(state + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
+    return widen(tl.load(state + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
 
 
 @triton.jit
@@ -90,8 +87,11 @@ def _step_kernel(
     positions = positions_of(indices, index_bases, tensor, slots, mask, RUN)
     param_at = address_of(param_table, blocks, tensor, PARAM) + positions
     g = _load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
-    s0 = _load_state(state0, slots, mask)
-    s1 = _load_state(state1, slots, mask)
+    s0, s1 = None, None
+    if state0 is not None:
+        s0 = _load_state(state0, slots, mask)
+    if state1 is not None:
+        s1 = _load_state(state1, slots, mask)
     held = tl.load(param_at, mask=mask, other=0.0)
     if master is not None:
         p = tl.load(master + slots, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -104,7 +104,13 @@ def _step_kernel(
         g = g * tl.load(clip_coef)
     if scalars is not None:
         scalars += WIDTH * tensor
-    p, s0, s1 = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
+    # Triton 3.6 compiles no function that returns None: a rule returns the states that it has.
+    if state1 is not None:
+        p, s0, s1 = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
+    elif state0 is not None:
+        p, s0 = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
+    else:
+        p = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
 
     stored = round_nearest(p, PARAM)
     r0, r1, r2 = None, None, None
