@@ -46,6 +46,7 @@ def test_lists_take_words_and_commas_and_repeated_patterns_add_up():
     args = parse("--include", "a", "b", "--include", "c", "exclude=d,e", "--steps", "1", "2", "device=cpu")
     assert (args.include, args.exclude, args.steps, args.device) == (["a", "b", "c"], ["d", "e"], [1, 2], "cpu")
     assert parse("--steps", "1", "steps=none").steps is None
+    assert parse("--include", "device", "json").include == ["device", "json"]
 
 
 def test_files_are_positional_and_may_hold_an_equals_sign(tmp_path):

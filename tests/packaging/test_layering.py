@@ -34,6 +34,7 @@ LAYERS = (
         "pt_file",
         "cuda_archs",
         "option_values",
+        "option_parser",
         "config",
         "triton_kernels",
         "_C",

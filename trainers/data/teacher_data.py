@@ -19,8 +19,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_opt.config import option, parse_config, read_yaml, require_number_ranges
+from sparse_opt.config import option, parse_config, require_number_ranges
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
+from sparse_opt.option_parser import read_yaml
 
 from ..policy.pretrained import load_tokenizer_from
 from ..run.outputs import write_text, writing

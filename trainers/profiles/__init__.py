@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from sparse_opt.config import Setting, read_settings
 from sparse_opt.errors import ConfigError
+from sparse_opt.option_parser import Setting, read_settings
 from sparse_opt.option_values import nearest
 
 NAMES = ("conservative", "balanced", "aggressive")

@@ -20,10 +20,11 @@ import torch
 import xxhash
 from torch import nn
 
-from sparse_opt.config import Setting, option, require_count
+from sparse_opt.config import option, require_count
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import one_line, written_aside
+from sparse_opt.option_parser import Setting
 
 from ..data.encoding import require_known_tokens
 from ..data.order import chunks

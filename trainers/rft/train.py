@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_opt.config import Setting, option
+from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.option_parser import Setting
 
 from .. import sft
 from ..options import model_slug

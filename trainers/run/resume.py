@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from sparse_opt.config import read_yaml, to_yaml
+from sparse_opt.config import to_yaml
 from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.option_parser import read_yaml
 
 from .outputs import METRICS_FILE, OPTIONS_FILE, SUMMARY_FILE, read_rows
 

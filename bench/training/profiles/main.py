@@ -27,8 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sparse_opt.config import CommandParser, add_options, option, require_number_ranges
+from sparse_opt.config import add_options, option, require_number_ranges
 from sparse_opt.errors import ConfigError
+from sparse_opt.option_parser import CommandParser
 from sparse_opt.trainers.policy.models import resolve_device
 from sparse_opt.trainers.profiles import NAMES, profile_settings
 
