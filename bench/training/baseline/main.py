@@ -61,9 +61,9 @@ from .inputs import (
     words_config,
     write_pairs,
 )
+from .modes import Job, Mode
 from .plot import plot, why_unplottable
 from .report import ratios, summary, text, wrong_results
-from .run import Job, Mode
 
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")

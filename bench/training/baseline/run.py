@@ -25,155 +25,28 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
+from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate, load_examples
 from sparse_opt.trainers.data.order import ShuffledOrder
 from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.grpo import group_advantages, grpo_loss
-from sparse_opt.trainers.options import TrainingOptions
-from sparse_opt.trainers.policy.adapters import add_lora, add_shira
 from sparse_opt.trainers.policy.logprobs import completion_logprobs, token_logprobs
-from sparse_opt.trainers.policy.models import compile_layers, frozen_copy, load_policy, load_tokenizer
+from sparse_opt.trainers.policy.models import compile_layers, load_policy, load_tokenizer
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
 from sparse_opt.trainers.run.timing import StepTimer
 
 from ...common.harness import job_main
+from .modes import Job, Trained, prepare
 
-Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
-MAX_GRAD_NORM = 1.0
 DPO_BETA, GRPO_BETA = 0.1, 0.04
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What one mode trains, and for how long. Paths are strings, so that it goes through JSON."""
-
-    algorithm: Literal["dpo", "grpo"]
-    mode: Mode
-    model_name: str
-    checkpoint: str | None = None
-    dataset: str
-    subset_size: int | None = None
-    mask: str
-    sequence_length: int
-    n_generations: int = 2
-    max_new_tokens: int = 1
-    n_steps: int
-    batch_size: int
-    learning_rate: float
-    lora_rank: int = 1
-    shira_rank: int | None = None  # required by mode shira
-    gradient_checkpointing: bool = False
-    compile: bool = False  # the model's layers, with torch.compile
-    l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
-    kernel_time: bool = False
-    device: str
-    seed: int
-
-    def options(self) -> TrainingOptions:
-        """As the trainers' options, for what loads models and data."""
-        return TrainingOptions(
-            policy_name=self.model_name,
-            checkpoint=None if self.checkpoint is None else Path(self.checkpoint),
-            dataset=self.dataset,
-            gradient_checkpointing=self.gradient_checkpointing,
-        )
-
-
-@dataclass
-class Trained:
-    """The policy with the reference, clipping and optimizer of its mode."""
-
-    policy: nn.Module
-    reference: nn.Module
-    reference_weights: Callable[[], AbstractContextManager[Any]]  # the reference's weights are in `reference` inside
-    clip: Callable[[], Tensor]  # returns the norm
-    optimizer: torch.optim.Optimizer
-    n_tiled: int  # parameters whose weight gradients are computed by tiles
-    parts: Callable[[], dict[str, int]]  # bytes held between steps, by what they are for
-
-    @property
-    def n_trained(self) -> int:
-        """Values that the optimizer may change: weights, or those of adapters."""
-        if isinstance(self.optimizer, SparseAdamW):
-            return self.optimizer.mask.nnz
-        return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
-
-
-def prepare(job: Job, policy: nn.Module) -> Trained:
-    """The policy under the job's mode: each in the leanest form that its users have.
-
-    - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model.
-    - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
-      dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
-    - tiles: the same under a mask of whole tiles, of which the optimizer computes the active ones alone.
-    - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
-    - shira: the same with peft's SHiRA, whose bf16 values are at random positions of the weights.
-
-    No mode has fp32 master weights.
-    """
-    if job.mode in ("sparse", "tiles"):
-        mask = MaskSet.load(job.mask, policy)
-        sparse = SparseAdamW(policy, mask, lr=job.learning_rate, grad_dtype=torch.bfloat16)
-        return Trained(
-            policy,
-            policy,
-            sparse.base_weights,
-            lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM),
-            sparse,
-            len(sparse.tiled_parameters),
-            lambda: {"weights": _nbytes(policy.parameters()), **sparse.nbytes()},
-        )
-    reference, reference_weights = policy, None
-    if job.mode == "lora":
-        torch.manual_seed(job.seed)
-        reference_weights = add_lora(policy, job.lora_rank).disable_adapter
-    elif job.mode == "shira":
-        assert job.shira_rank is not None
-        reference_weights = add_shira(policy, job.shira_rank, job.seed).disable_adapter
-    else:
-        reference = frozen_copy(policy)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=job.learning_rate, fused=True)
-
-    def parts() -> dict[str, int]:
-        moments = [value for state in adamw.state.values() for key, value in state.items() if key != "step"]
-        return {
-            "weights": _nbytes(policy.parameters()),
-            "reference": 0 if reference is policy else _nbytes(reference.parameters()),
-            "indices": _nbytes(_shira_indices(policy)),
-            "state": _nbytes(moments),
-            "grad": _nbytes(trained),  # a gradient has its weight's dtype
-        }
-
-    return Trained(
-        policy,
-        reference,
-        reference_weights or nullcontext,
-        lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
-        adamw,
-        0,
-        parts,
-    )
-
-
-def _shira_indices(model: nn.Module) -> list[Tensor]:
-    """The row and column of each of SHiRA's values, which peft keeps next to the parameters; none without SHiRA."""
-    return [indices for module in model.modules() for indices in getattr(module, "shira_indices", {}).values()]
-
-
-def _nbytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 class Sections:

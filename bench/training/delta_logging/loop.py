@@ -18,7 +18,8 @@ from sparse_opt.trainers.policy.models import disable_dropout, make_masks_skippa
 from ...common.harness import WrongResult
 from ...common.shapes import LLAMA_3_2_3B_SIZES, random_model
 from ..baseline.inputs import SMALL, word_tokenizer, words_config
-from ..baseline.run import Job, Mode, Sections, Step, dpo_step, prepare
+from ..baseline.modes import Job, Mode, prepare
+from ..baseline.run import Sections, Step, dpo_step
 
 N_BATCHES = 8
 _FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`

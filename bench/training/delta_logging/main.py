@@ -37,7 +37,7 @@ from sparse_opt.delta.writer import HostCopy, StepInfo
 
 from ...common.harness import Benchmark, Report, WrongResult, comma_separated, one_of_each, out_of_range
 from ...common.timing import Prepared, measure
-from ..baseline.run import Mode
+from ..baseline.modes import Mode
 from .loop import Loop, Memory, file_system, make_loop, make_model
 from .report import judge, text
 

@@ -24,8 +24,9 @@ from sparse_opt.bench.training.baseline.inputs import (
     words_config,
     write_pairs,
 )
+from sparse_opt.bench.training.baseline.modes import Job, prepare
 from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, ratios, summary, text, wrong_results
-from sparse_opt.bench.training.baseline.run import Job, Sections, compile_layers, covered, even_share, prepare, run
+from sparse_opt.bench.training.baseline.run import Sections, compile_layers, covered, even_share, run
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.data.encoding import TokenSequence, collate
 from sparse_opt.trainers.policy.logprobs import token_logprobs

@@ -10,15 +10,13 @@ from sparse_opt.bench.common.shapes import LLAMA_3_2_3B, llama_matrices
 from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.table import targets, tile_gradients
 from sparse_opt.bench.kernels.table.recorder import Recorder
-from sparse_opt.bench.kernels.table.tile_gradients import (
-    GatheredGradients,
+from sparse_opt.bench.kernels.table.tile_gradients import GatheredGradients, TileGradients, check, comparisons
+from sparse_opt.bench.kernels.table.tile_operands import (
     Operands,
-    TileGradients,
     TileMask,
-    check,
-    comparisons,
     input_groups,
     linear_layers,
+    operand_bytes,
 )
 
 # Two layers; widths that are no multiple of a tile, and matrices of one tile.
@@ -74,7 +72,7 @@ def test_tiles_and_the_bytes_of_their_floor(operands, pattern, density):
     rows = sum(int(e.any(dim=1).sum()) for e in elements)
     assert mask.floor_bytes(operands) == 2 * 24 * (columns + rows) + 4 * mask.nnz
     if density == 1:
-        assert mask.floor_bytes(operands) == tile_gradients.operand_bytes(operands) + 4 * mask.nnz
+        assert mask.floor_bytes(operands) == operand_bytes(operands) + 4 * mask.nnz
 
 
 @pytest.mark.parametrize("calls", ["layer", "input", "matrix"])
