@@ -33,6 +33,13 @@ def named_parameters_of(
     return dict(model_or_named)
 
 
+def floating_parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> floating-point parameter, tied ones once under their first name, in the model's order."""
+    parameters = named_parameters_of(model)
+    firsts = canonical_names(parameters)
+    return {name: p for name, p in parameters.items() if firsts[name] == name and p.is_floating_point()}
+
+
 def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return name -> first name of the same storage; a tensor that is not tied has its own name."""
     first: dict[Any, str] = {}

@@ -92,7 +92,7 @@ class Table:
         return [[_text(record[key], column.kind) for key, column in self.columns.items()] for record in self.records]
 
     @property
-    def words(self) -> int:
+    def n_words(self) -> int:
         """Number of columns, from the left, that are text."""
         kinds = [column.kind in ("text", "shape") for column in self.columns.values()]
         return [*kinds, False].index(False)

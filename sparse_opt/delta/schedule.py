@@ -78,10 +78,6 @@ class Schedule:
         end = n_steps if self.until is None else min(n_steps, self.until)
         return self.last or any(k <= end for k in self.every) or any(first <= end for first, _, _ in self.ranges)
 
-    def steps(self, n_steps: int) -> tuple[int, ...]:
-        """Return the steps to log in a run of n_steps, ascending."""
-        return tuple(step for step in range(1, n_steps + 1) if self.due(step, n_steps))
-
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."

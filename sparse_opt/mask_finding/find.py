@@ -12,7 +12,7 @@ from torch import nn
 from ..delta.state import StateLog, floating_parameters
 from ..errors import MaskError
 from ..masks.parameters import select_names
-from ..tensors import canonical_names, named_parameters_of
+from ..tensors import floating_parameters_of
 from .log_scores import LogMethod, LogScores, plan_scores
 from .model_scores import CalibrationSequence, ModelMethod, calibrated_scores, weight_scores
 from .select import FoundMask, SelectionOptions, find_mask, require_arguments
@@ -122,10 +122,8 @@ def find_from_model(
         MaskError: as `calibrated_scores` and `find_mask`; or no tensor is chosen.
     """
     require_arguments(sparsity, options)
-    parameters = named_parameters_of(model)
-    firsts = canonical_names(parameters)
-    candidates = [name for name, p in parameters.items() if firsts[name] == name and p.is_floating_point()]
-    chosen = {name: parameters[name] for name in _selected(candidates, "the model", include, exclude, mlp_only)}
+    parameters = floating_parameters_of(model)
+    chosen = {name: parameters[name] for name in _selected(parameters, "the model", include, exclude, mlp_only)}
     if method == "weight_magnitude":
         scores = weight_scores(chosen)
     else:

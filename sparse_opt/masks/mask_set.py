@@ -17,6 +17,7 @@ from ..tensors import (
     canonical_names,
     combined_digest,
     dtype_name,
+    floating_parameters_of,
     named_parameters_of,
     sharing_parameters,
     tensor_digest,
@@ -150,8 +151,7 @@ class MaskSet:
         if isinstance(model_or_shapes, nn.Module):
             params = named_parameters_of(model_or_shapes)
             require_own_memory(params, params)
-            firsts = canonical_names(params)
-            shapes = {n: tuple(p.shape) for n, p in params.items() if firsts[n] == n and p.is_floating_point()}
+            shapes = {name: tuple(p.shape) for name, p in floating_parameters_of(model_or_shapes).items()}
         else:
             for name, item in model_or_shapes.items():
                 shapes[name] = tuple(item.shape) if isinstance(item, Tensor) else tuple(map(int, item))

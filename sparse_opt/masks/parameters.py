@@ -103,11 +103,6 @@ class Component:
     conv1d: bool = False
 
     @property
-    def label(self) -> str:
-        """`layer 3 attention q`; outside of layers only the part."""
-        return PART_LABELS[self.part] if self.layer is None else f"layer {self.layer} {PART_LABELS[self.part]}"
-
-    @property
     def order(self) -> tuple[int, int, int]:
         """Sort key in the order of data flow: embeddings, layers with their parts as in `PARTS`, then the rest."""
         stage = 1 if self.layer is not None else (0 if self.part == "embeddings" else 2)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from sparse_opt.errors import DataError
 from sparse_opt.files import one_line
-from sparse_opt.tensors import canonical_names, named_parameters_of
+from sparse_opt.tensors import floating_parameters_of
 
 
 @contextmanager
@@ -109,9 +109,7 @@ def parameter_shapes(source: str | Path) -> dict[str, tuple[int, ...]]:
     config = load_config_from(source)
     with torch.device("meta"), reading(f"a causal language model from {source}"):
         model = AutoModelForCausalLM.from_config(config)
-    parameters = named_parameters_of(model)
-    firsts = canonical_names(parameters)
-    return {n: tuple(p.shape) for n, p in parameters.items() if firsts[n] == n and p.is_floating_point()}
+    return {name: tuple(p.shape) for name, p in floating_parameters_of(model).items()}
 
 
 def max_positions(config: Any) -> int | None:

@@ -215,6 +215,6 @@ def _give(
         print_json(data)
         return
     for item in shown:
-        print(f"{item.title}\n{table(item.headings, item.texts, n_words=max(1, item.words))}\n")
+        print(f"{item.title}\n{table(item.headings, item.texts, n_words=max(1, item.n_words))}\n")
     for path in written:
         print(f"wrote {path}")
