@@ -117,6 +117,15 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:300] + "..."
 
 
+def is_text(text: str) -> bool:
+    """Whether a string can be encoded as UTF-8, that is, has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path, *, before_publishing: Callable[[], object] | None = None) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`; on success it is fsynced and renamed, on any error removed.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ..errors import DeltaLogError
+from ..files import is_text
 from ..masks.mask_set import MaskSet
 from . import maintenance
 from .codec import Backend
@@ -24,7 +25,7 @@ from .lock import WriterLock, require_no_log
 from .lock import claim as claim
 from .maintenance import Problem as Problem
 from .reader import DeltaReader
-from .state import StateReader, is_text, read_state
+from .state import StateReader, read_state
 from .writer import Append, StepInfo, StepWriter
 
 ModelOrState = nn.Module | Mapping[str, Tensor]

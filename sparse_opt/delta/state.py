@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import DeltaLogError, listed
-from ..files import one_line
+from ..files import is_text, one_line
 from ..tensor_file import DTYPES, can_store
 from ..tensors import canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
 
@@ -212,15 +212,6 @@ def _require_name(name: object) -> None:
         raise DeltaLogError(f"state entry {name} has a name that is reserved by the file format")
     if not is_text(name):
         raise DeltaLogError(f"state entry {name!r} has a name that cannot be encoded as UTF-8")
-
-
-def is_text(text: str) -> bool:
-    """Whether a string can be encoded as UTF-8, that is, has no lone surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _require_plain(name: str, tensor: object) -> None:

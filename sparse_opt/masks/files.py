@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import MaskError
-from ..files import DamagedFile, one_line, write_safetensors, written_aside
+from ..files import DamagedFile, is_text, one_line, write_safetensors, written_aside
 from ..pt_file import check_pt, load_pt, save_pt
 from ..tensor_file import open_tensors
 from ..tensors import compact_json, metadata_digest
@@ -115,10 +115,8 @@ def read(path: Path) -> IndexMasks | BoolMasks:
     found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
     names = found.indices if isinstance(found, IndexMasks) else found.masks
     for text in (*names, *found.metadata, *found.metadata.values()):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a file with such a name cannot be written
-            raise MaskError(f"{path}: {text[:80]!r} is not valid text: {error.reason}") from error
+        if not is_text(text):  # a file with such a name cannot be written
+            raise MaskError(f"{path}: {text[:80]!r} cannot be encoded as UTF-8")
     return found
 
 

@@ -1,10 +1,9 @@
 // Damaged records through the CPU's decoder, for a build with sanitizers: fuzz_decoder ROUNDS SEED
 //
-// Every patch is first written by the encoder and decoded. Then ROUNDS times for each of them: either the bytes, the
-// size and the head of one tile are changed, and all other tiles must decode; or offsets or tables are, and nothing is
-// asked but that the decoder stays within its memory. All buffers have exactly the length that they are said to have,
-// and each begins, but for those of the tensors, at an address that is aligned or odd.
-// Prints how often each mode of each level was written.
+// Every patch is first written by the encoder and decoded. Then, ROUNDS times for each patch: either the bytes, the
+// size and the head of one tile are changed, and all other tiles must decode; or offsets or tables are changed, and the
+// decoder must stay within its memory. All buffers have exactly their stated length, and all except those of the
+// tensors begin at an address that is aligned or odd. Prints how often each mode of each level was written.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
