@@ -111,8 +111,8 @@ def get_layer_rank_stats(
 ) -> dict[str, RankStats]:
     """Return name -> statistics of the change of each weight matrix of a model, or of its state, since `init_state`.
 
-    Weight matrices are the floating-point parameters of two dimensions, and of three (experts) each slice, as
-    `name[0]`; norms are none. Tied ones are taken once, under their first name.
+    Weight matrices are the floating-point parameters of two dimensions and, as `name[0]`, the slices of those of three
+    (experts), norms excluded. Tied ones count once, under their first name.
 
     Args:
         init_state: the state to compare with; must have every weight matrix, in the same shape.

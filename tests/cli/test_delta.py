@@ -360,7 +360,7 @@ def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_lo
     assert "is 'small': expected one of fast, packed, tight" in refused(2, "--level", "small")
     assert "option 'against'" in refused(2, "--against", "base", source=files.delta_log)
     assert "holds no delta log" in refused(1, source=tmp_path)
-    assert "nothing.pt: there is no such file" in refused(1, "--base_state", pt_log / "nothing.pt")
+    assert "nothing.pt: file not found" in refused(1, "--base_state", pt_log / "nothing.pt")
     (pt_log / "deltas_step_2.pt").write_bytes(b"PK")
     assert "deltas_step_2.pt: step 2: damaged" in refused(1)
     assert [path.name for path in tmp_path.iterdir()] == ["deltas"]

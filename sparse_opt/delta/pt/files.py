@@ -33,8 +33,8 @@ def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
     """Return step -> file, ascending; step 0 is the base.
 
     Raises:
-        DeltaLogError: there is no base, or only one that is elsewhere; there is a differences file of step 0; or a step
-            has two files.
+        DeltaLogError: the base is missing, or `base_state` is given without files of differences; a file of differences
+            is of step 0; or a step has two files.
     """
     base = directory / BASE_FILE if base_state is None else base_state
     files: dict[int, Path] = {}
@@ -44,17 +44,17 @@ def list_pt_files(directory: Path, base_state: Path | None) -> dict[int, Path]:
             continue
         step = int(match[1])
         if step == 0:
-            raise DeltaLogError(f"{path}: is of step 0, whose state is {base}: remove one of them")
+            raise DeltaLogError(f"{path}: is of step 0, expected a later step: {base} is step 0")
         if step in files:
             raise DeltaLogError(f"{directory}: {files[step].name} and {path.name} are both of step {step}")
         files[step] = path
     if base_state is not None and not files:
-        raise DeltaLogError(f"{directory}: holds no deltas_step_*.pt file that could follow {base_state}")
+        raise DeltaLogError(f"{directory}: holds no deltas_step_*.pt file, expected at least one with {base_state}")
     if base_state is not None and not base.is_file():
-        raise DeltaLogError(f"{base}: there is no such file for the states of {directory} to start from")
+        raise DeltaLogError(f"{base}: file not found, expected the base state of {directory}")
     if not base.is_file():
         found = f"holds {pt_file_name(min(files))} but no {base.name}" if files else f"holds no {base.name}"
-        raise DeltaLogError(f"{directory}: {found}, which the states of such a log start from")
+        raise DeltaLogError(f"{directory}: {found}, expected the base state of a log of .pt files")
     return {0: base} | dict(sorted(files.items()))
 
 
