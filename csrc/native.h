@@ -176,13 +176,13 @@ struct DeltaCall {
   at::TensorOptions options(at::ScalarType dtype) const { return at::TensorOptions().device(device()).dtype(dtype); }
   at::Device device() const { return values_options.device(); }
 
-  // Room for `changes` of them.
+  // Allocates indices and values for `changes` changes.
   std::tuple<at::Tensor, at::Tensor> allocate(int64_t changes) {
     at::Tensor indices = at::empty({changes}, options(args.wide_indices ? at::kLong : at::kInt));
     at::Tensor values = at::empty({changes}, values_options);
     args.indices = indices.data_ptr();
     args.values = values.data_ptr();
-    args.room = changes;
+    args.capacity = changes;
     return {indices, values};
   }
 };

@@ -55,9 +55,9 @@ struct Cuda {
   static void run_take(const MoveArguments& args) { cuda::indexed_take(args, stream()); }
   static void run_apply(const MoveArguments& args) { cuda::delta_apply(args, stream()); }
 
-  // Memory for the changes is needed before their number is known: as much as there can be if that is little; else as
-  // the last call of this size lets expect, so that the GPU need not wait for the host; or as a sample does, where
-  // there was no such call, or the sample shows that this one has more changes.
+  // Memory for the changes is allocated before their number is known. Small tensors: for as many changes as elements.
+  // Else, speculatively, for the last call's number for this size, so that the GPU does not wait for the host. If there
+  // was no such call, or the sample shows more changes, for the number that the sample predicts.
   static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
     DeltaArguments& args = call.args;
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
@@ -65,61 +65,63 @@ struct Cuda {
     const at::Tensor progress = at::empty({cuda::delta_progress_bytes(args)}, call.options(at::kByte));
     const at::Tensor bounds = host_memory(args.count, at::kLong), counts = at::empty({args.count}, at::kLong);
     at::Tensor indices, values;
-    const auto encode = [&](int64_t room) {
+    const auto encode = [&](int64_t capacity) {
       indices = values = at::Tensor();
-      std::tie(indices, values) = call.allocate(std::min(numel, room));
+      std::tie(indices, values) = call.allocate(std::min(numel, capacity));
       cuda::delta_encode(args, stream());
     };
     args.progress = progress.data_ptr();
     args.bounds = bounds.mutable_data_ptr<int64_t>();
-    std::fill(args.bounds, args.bounds + args.count, kNothing);
+    std::fill(args.bounds, args.bounds + args.count, kNotWritten);
     cuda::delta_prepare(args, stream());
     std::atomic<int64_t>& last = last_found(call.device(), numel);
-    if (numel * change_bytes <= kSmallRoom) {
+    if (numel * change_bytes <= kSmallCapacity) {
       encode(numel);
     } else {
       const Sample sample(call);
       const int64_t found = last.load(std::memory_order_relaxed), guess = found + found / 8 + 16384;
-      // A guess that is too high asks for memory in vain: not for much.
+      // A guess that is too high over-allocates by at most numel / 8.
       args.speculative = found > 0 && guess <= numel / 8;
       if (args.speculative) encode(guess);
-      if (!args.speculative || sample.estimate() > args.room) {
+      if (!args.speculative || sample.estimate() > args.capacity) {
         args.speculative = false;
-        encode(sample.likely_most());
+        encode(sample.upper_estimate());
       }
     }
     const int64_t total = read_counts(call, counts.mutable_data_ptr<int64_t>());
-    if (total > args.room) {
+    if (total > args.capacity) {
       args.speculative = false;
-      std::fill(args.bounds, args.bounds + args.count, kNothing);
+      std::fill(args.bounds, args.bounds + args.count, kNotWritten);
       cuda::delta_prepare(args, stream());
       encode(total);
       read_counts(call, counts.mutable_data_ptr<int64_t>());
     }
     last.store(total + 1, std::memory_order_relaxed);
-    const bool spacious = total < args.room - args.room / 4;  // what is kept should not hold much other memory
+    // The returned tensors should not keep much unused memory allocated.
+    const bool oversized = total < args.capacity - args.capacity / 4;
     indices.resize_({total});
     values.resize_({total});
-    return {spacious ? indices.clone() : indices, spacious ? values.clone() : values, counts};
+    return {oversized ? indices.clone() : indices, oversized ? values.clone() : values, counts};
   }
 
  private:
-  static constexpr int64_t kSmallRoom = int64_t{64} << 20;  // bytes
-  static constexpr int kNothing = -1;                       // in the host's memory, until the GPU has written there
+  static constexpr int64_t kSmallCapacity = int64_t{64} << 20;  // bytes
+  static constexpr int kNotWritten = -1;                        // in the host's memory, until the GPU writes there
 
-  // What the GPU writes to `word`, in the host's memory. It may still be at work behind that: what follows on its
-  // stream waits for that, and the host need not.
+  // Polls `word`, in the host's memory, until the GPU has written it, which may be before its kernel ends: later work
+  // on the stream waits for that, and the host need not.
   template <typename T>
-  static T arrived(const T* word) {
-    constexpr int kLooks = 4096;  // until it is asked whether anything is still to come
-    for (int look = 1;; ++look) {
+  static T poll(const T* word) {
+    constexpr int kPollsPerQuery = 4096;
+    for (int polls = 1;; ++polls) {
       const T found = *static_cast<const volatile T*>(word);
-      if (found != kNothing) return found;
-      if (look % kLooks != 0) continue;
+      if (found != kNotWritten) return found;
+      if (polls % kPollsPerQuery != 0) continue;
       const cudaError_t state = cudaStreamQuery(stream());
       if (state == cudaErrorNotReady) continue;
       C10_CUDA_CHECK(state);
-      TORCH_INTERNAL_ASSERT(*static_cast<const volatile T*>(word) != kNothing, "delta_encode: a kernel wrote nothing");
+      TORCH_INTERNAL_ASSERT(*static_cast<const volatile T*>(word) != kNotWritten,
+                            "delta_encode: a kernel wrote nothing");
     }
   }
 
@@ -127,7 +129,8 @@ struct Cuda {
   static int64_t read_counts(const DeltaCall& call, int64_t* counts) {
     int64_t total = 0;
     for (int64_t i = 0; i < call.args.count; ++i) {
-      const int64_t end = call.numels[i] == 0 ? total : arrived(call.args.bounds + i);  // nothing writes an empty one's
+      const int64_t end =
+          call.numels[i] == 0 ? total : poll(call.args.bounds + i);  // those of empty ones are not written
       counts[i] = end - total;
       total = end;
     }
@@ -138,34 +141,34 @@ struct Cuda {
     return at::empty({n}, at::TensorOptions().dtype(dtype).pinned_memory(true));
   }
 
-  // One more than the changes that the last call found whose tensors had so many elements; 0 before the first. Some
-  // sizes share an entry: it is where a guess comes from, and nothing else.
+  // One more than the number of changes in the last call for this device and numel; 0 before the first. Several sizes
+  // may share an entry, because it only serves as a guess.
   static std::atomic<int64_t>& last_found(const at::Device& device, int64_t numel) {
     static std::array<std::atomic<int64_t>, 256> found;
     return found[c10::get_hash(device.index(), numel) % found.size()];
   }
 
-  // The changes in some of the blocks, on their way to the host.
+  // The number of changes in every kStride-th block, which the GPU writes to the host's memory.
   class Sample {
    public:
     explicit Sample(DeltaCall& call) : counts_(host_memory(call.blocks() / kStride + call.args.count + 1, at::kInt)) {
       int* count = counts_.mutable_data_ptr<int>();
-      std::fill(count, count + counts_.numel(), kNothing);
+      std::fill(count, count + counts_.numel(), kNotWritten);
       call.args.sample_stride = kStride;
       call.args.sampled = count;
       size_ = cuda::delta_sample(call.args, stream());
     }
 
     Sample(const Sample&) = delete;
-    // Others may have the memory as soon as this is gone, so that the GPU must be done with it, also after an error.
+    // The memory may be reused after this, so the GPU must be done with it, also after an error.
     ~Sample() {
-      if (!arrived_) cudaStreamSynchronize(stream());
+      if (!complete_) cudaStreamSynchronize(stream());
     }
 
     int64_t estimate() const { return kStride * found(); }
 
-    // Six per cent and eight standard deviations more, were the changes independent.
-    int64_t likely_most() const {
+    // The estimate plus six per cent and eight standard deviations, as if the changes were independent.
+    int64_t upper_estimate() const {
       const auto found = static_cast<double>(this->found());
       return static_cast<int64_t>(kStride * (1.0625 * found + 8.0 * std::sqrt(found) + 1024.0));
     }
@@ -174,12 +177,12 @@ struct Cuda {
     static constexpr int64_t kStride = 512;
     at::Tensor counts_;
     int64_t size_;
-    mutable bool arrived_ = false;
+    mutable bool complete_ = false;
 
     int64_t found() const {
       int64_t found = 0;
-      for (int64_t i = 0; i < size_; ++i) found += arrived(counts_.const_data_ptr<int>() + i);
-      arrived_ = true;
+      for (int64_t i = 0; i < size_; ++i) found += poll(counts_.const_data_ptr<int>() + i);
+      complete_ = true;
       return found;
     }
   };

@@ -1,7 +1,7 @@
 """The difference of two lists of tensors bit by bit, and its application.
 
-`delta_encode` marks what changed in a block with a bit for each element and counts it, adds the counts up, and writes
-each block's changes where they belong: one order, ascending, whatever the schedule.
+`delta_encode` marks the changes of each block with one bit per element and counts them, computes the running sums of
+the counts, and writes each block's changes at its sum: in ascending order, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tables import block_table, pointer_table
 
 @triton.jit
 def _compare(old, new, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """[BLOCK] bool: what differs in this program's block."""
+    """[BLOCK] bool: which elements of this program's block differ."""
     tensor, positions, mask = block_of(blocks, 0, 0, BLOCK, ALIGNED)
     old_at = address_of(old, blocks, tensor, BITS, ALIGNED)
     new_at = address_of(new, blocks, tensor, BITS, ALIGNED)
@@ -37,8 +37,9 @@ def _compare(old, new, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED:
     return before != after
 
 
-# Reads both tensors, 2 b bytes per element of b bytes; writes a bit per element and 4 bytes per block. With the writing
-# the floor of the two is that of one pass and a sixteenth more for 2 bytes, and what is changed of `new` once more.
+# Reads both tensors, 2 b bytes per element of b bytes; writes a bit per element and 4 bytes per block. With
+# _delta_write_kernel the bandwidth bound is that of one pass, a sixteenth more for b = 2, and the changes of `new`
+# again.
 @triton.jit
 def _delta_mark_kernel(
     old,  # [n] int64 addresses
@@ -59,7 +60,7 @@ def _delta_mark_kernel(
 
 @triton.jit
 def _ones(word):
-    """How many bits of a uint32 are set, as int32."""
+    """The number of set bits of a uint32, as int32."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -68,7 +69,7 @@ def _ones(word):
 
 @triton.jit
 def _kth_one(words, through, k, WORDS: tl.constexpr):
-    """Where the k-th set bit of `words` is, from 0 on; `through` are their running sums of set bits, WORDS = 2^n."""
+    """The position of set bit number k of `words`; `through` are the running sums of their set bits, WORDS = 2^n."""
     which = k * 0
     for i in tl.static_range(1, 16):
         if WORDS >> i > 0:
@@ -86,8 +87,8 @@ def _kth_one(words, through, k, WORDS: tl.constexpr):
     return 32 * which + bit
 
 
-# A program looks for its changes, CHANGES at a time: most elements are none, and what it stores fills sectors. Reads a
-# bit per element and the 64-byte granules of `new` that hold a change, writes an index and b bytes per change.
+# A program finds its changes, CHANGES at a time, because most elements are unchanged; its stores fill sectors. Reads a
+# bit per element and the 64-byte granules of `new` that contain a change, writes an index and b bytes per change.
 @triton.jit
 def _delta_write_kernel(
     new,  # [n] int64 addresses
@@ -108,21 +109,21 @@ def _delta_write_kernel(
     tensor = tl.load(blocks + 2 * program + 1) >> 32
     first = tl.load(offsets + program)
     count = (tl.load(offsets + program + 1) - first).to(tl.int32)
-    after = address_of(new, blocks, tensor, BITS) + begin
+    new_at = address_of(new, blocks, tensor, BITS) + begin
     for done in range(0, count, CHANGES):
         k = done + tl.arange(0, CHANGES)
         position = _kth_one(words, through, k, WORDS)
-        value = tl.load(after + position, mask=k < count, other=0)
+        value = tl.load(new_at + position, mask=k < count, other=0)
         tl.store(indices + first + k, (begin + position).to(indices.dtype.element_ty), mask=k < count)
         tl.store(values + first + k, value, mask=k < count)
 
 
-# Per change, with i and b the bytes of an index and an element: read i + b, written the 64-byte granules that are hit,
-# which are fetched first where they are written in part.
+# Per change, with i and b the bytes of an index and an element: reads i + b, writes the 64-byte granules that contain a
+# change, which are fetched first if they are written in part.
 @triton.jit(do_not_specialize=["dense_table", "start", "end"])
 def _delta_apply_kernel(
-    dense_table,  # [n] int64 addresses, or the tensor's bits where there is one
-    blocks,  # [programs, 2] int64, or None where there is one tensor
+    dense_table,  # [n] int64 addresses, or the bits of the only tensor
+    blocks,  # [programs, 2] int64, or None for one tensor
     indices,  # [changed]
     values,  # [changed] bits
     start: tl.int64,
@@ -142,7 +143,7 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """`sparse_opt.ops.delta_encode`. Waits for the device once, to know how much memory the result takes."""
+    """`sparse_opt.ops.delta_encode`. Waits for the device once, for the size of the result."""
     device, dtype = new[0].device, new[0].dtype
     index_dtype = torch.int64 if any(t.numel() > 2**31 - 1 for t in new) else torch.int32
     with torch.cuda.device_of(new[0]):

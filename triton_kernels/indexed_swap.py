@@ -13,13 +13,13 @@ from .launch import SLOT_OPTIONS, SLOTS, TRITON_BITS_DTYPE
 from .segments import address_of, bits, bits_addresses, block_of, positions_of, segments
 
 
-# Bytes per active element, with i and b those of an index and an element: read i + b and the 64-byte granules of the
-# dense tensors, written, where the two differ, b and those granules again. int32 indices, 2-byte elements at density d:
+# Bytes per active element, with i and b those of an index and an element: reads i + b and the 64-byte granules of the
+# dense tensors; writes, if the two differ, b and those granules. int32 indices and 2-byte elements at density d:
 # 8 + 4 hit(d) / d, as in steps.py. The bandwidth bound is that times nnz over the copy rate.
 @triton.jit(do_not_specialize=["dense_table", "start", "end"])
 def _indexed_swap_kernel(
-    dense_table,  # [n] int64 addresses, or the tensor's bits where there is one
-    blocks,  # [programs, 2] int64, or None where there is one tensor
+    dense_table,  # [n] int64 addresses, or the bits of the only tensor
+    blocks,  # [programs, 2] int64, or None for one tensor
     indices,  # [nnz / RUN]
     index_bases,  # [nnz / FRAME + n] or None
     compact,  # [nnz] bits
@@ -34,7 +34,8 @@ def _indexed_swap_kernel(
     dense_at = address_of(dense_table, blocks, tensor, BITS) + positions
     outside = tl.load(compact + slots, mask=mask, other=0)
     held = tl.load(dense_at, mask=mask, other=0)
-    # Base weights differ from the model's in few bits for much of a run, and a store to a lone element is dear.
+    # Base weights differ from the model's in few bits for much of a run, and a store to a scattered element is
+    # expensive.
     changed = mask & (outside != held)
     tl.store(dense_at, outside, mask=changed)
     tl.store(compact + slots, held, mask=changed)

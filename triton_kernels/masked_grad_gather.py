@@ -14,13 +14,13 @@ from .rounding import round_nearest, widen
 from .segments import address_of, addresses, block_of, positions_of, segments
 
 
-# Bytes per active element, with i, o and p those of an index, a slot of `out` and a dense element: read i and the
-# 64-byte granules of the gradients (o more where it accumulates), written o. int32 indices, fp32 slots, bf16 gradients
-# at density d: 8 + 2 hit(d) / d, as in steps.py. The bandwidth bound is that times nnz over the copy rate.
+# Bytes per active element, with i and o those of an index and a slot of `out`: reads i and the 64-byte granules of the
+# gradients (and o, to accumulate), writes o. int32 indices, fp32 slots and bf16 gradients at density d: 8 + 2 hit(d) /
+# d, as in steps.py. The bandwidth bound is that times nnz over the copy rate.
 @triton.jit(do_not_specialize=["dense_table", "start", "end"])
 def _masked_grad_gather_kernel(
-    dense_table,  # [n] int64 addresses, or the tensor where there is one
-    blocks,  # [programs, 2] int64, or None where there is one tensor
+    dense_table,  # [n] int64 addresses, or the only tensor
+    blocks,  # [programs, 2] int64, or None for one tensor
     indices,  # [nnz / RUN]
     index_bases,  # [nnz / FRAME + n] or None
     out,  # [nnz]
@@ -52,12 +52,12 @@ def _masked_grad_gather_kernel(
         tl.store(found_inf, float("inf"), mask=bad != 0)
 
 
-# Reads 4 bytes per program of the gather, writes 4 per tensor: nothing beside the gather. A fixed order of additions,
-# where atomics would give other bits on each run.
+# Reads 4 bytes per program of the gather and writes 4 per tensor, which is negligible. The additions have a fixed
+# order; with atomics every run would give other bits.
 @triton.jit(do_not_specialize=["count"])
 def _sum_partials_kernel(
     partials,  # [programs] fp32
-    firsts,  # [n + 1] int64, or None where there is one tensor
+    firsts,  # [n + 1] int64, or None for one tensor
     count: tl.int64,  # programs of the one tensor
     sum_sq,  # [n]
     BLOCK: tl.constexpr,

@@ -1,7 +1,7 @@
-"""From a list of tensors to the programs of one launch, and back: which tensor and which slots a program has.
+"""The programs of one launch for a list of tensors, and the tensor and slots of a program.
 
-A list of one tensor needs no tables. Its address and segment are kernel arguments, so that a gradient hook, which
-sees another tensor on every call, uploads nothing.
+A list of one tensor needs no tables. Its address and segment are kernel arguments, so that a gradient hook, which has
+another tensor on every call, uploads nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FRAME = tl.constexpr(256)
 
 
 class Segments(NamedTuple):
-    """What a kernel is told of the segments: `blocks`, or for one tensor `start` and `end`."""
+    """A kernel's arguments for the segments: `blocks`, or for one tensor `start` and `end`."""
 
     blocks: Tensor | None  # [programs, 2] int64
     firsts: Tensor | None  # [n + 1] int64
@@ -34,7 +34,7 @@ class Segments(NamedTuple):
 def segments(
     tensors: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], device: torch.device, slots: int = SLOTS
 ) -> Segments:
-    """The programs of `slots` compact slots each that a list of segments takes."""
+    """The programs for a list of segments, of `slots` compact slots each."""
     if not len(tensors) == len(starts) == len(ends):
         raise ValueError(
             f"{len(starts)} starts and {len(ends)} ends for {len(tensors)} tensors, expected equal numbers"
@@ -88,9 +88,9 @@ def block_of(blocks, start, end, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = Fa
 
 @triton.jit
 def positions_of(indices, index_bases, tensor, slots, mask, RUN: tl.constexpr):
-    """[BLOCK] int64: where the slots lie in their dense tensor.
+    """[BLOCK] int64: the positions of the slots in their dense tensor.
 
-    Each index stands for RUN consecutive elements, or is an offset from the base of its FRAME slots.
+    Each index is the start of RUN consecutive elements, or an offset from the base of its FRAME slots.
     """
     if index_bases is not None:
         base = tl.load(index_bases + slots // FRAME + tensor, mask=mask, other=0)
@@ -105,9 +105,9 @@ def positions_of(indices, index_bases, tensor, slots, mask, RUN: tl.constexpr):
 
 @triton.jit
 def address_of(table, blocks, tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """The address of a dense tensor: out of the pointer table, or `table` itself where there is one tensor.
+    """The address of a dense tensor: from the pointer table, or `table` itself for one tensor.
 
-    ALIGNED: all are multiples of 16 bytes. The compiler loses that hint if it is set on what a function returned.
+    ALIGNED: all are multiples of 16 bytes. The compiler loses this hint if the caller sets it on the returned value.
     """
     if blocks is None:
         return table

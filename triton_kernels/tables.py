@@ -1,12 +1,12 @@
-"""Device tables of tensor addresses and of blocks, uploaded once and kept.
+"""Device tables of tensor addresses and of blocks, which are uploaded once and cached.
 
-One launch serves a whole list of tensors. Its programs find their tensor and slots in a block table, which depends on
-starts and ends alone, and the tensor's address in a pointer table. Both are small, and the same from step to step,
-so they are cached by content; an upload goes through pinned memory and never waits for the device.
+One launch covers a whole list of tensors. Its programs read their tensor and slots from a block table, which depends on
+starts and ends only, and the tensor's address from a pointer table. Both are small and the same in every step, so they
+are cached by content. An upload uses pinned memory and does not wait for the device.
 
-In a CUDA graph: an upload that is captured is a copy node, repeated by every replay from pinned memory that is kept
-alive, and eager calls do not see its table, which nothing fills before the first replay. A table that a capture finds
-in the cache is kept alive from then on, since the graph holds its address.
+In a CUDA graph: a captured upload is a copy node, which every replay repeats from pinned memory that is kept alive. Its
+table is not put into the cache, because it has no content before the first replay. A table that a capture finds in the
+cache is kept alive from then on, because the graph uses its address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CAPTURE_WORDS = 1 << 16
 
 
 class _Entry:
-    """A filled table, what callers are given of it, and the stream that filled it."""
+    """A filled table, the value that is returned to callers, and the stream that filled the table."""
 
     def __init__(self, table: Tensor, value: Any) -> None:
         self.table = table
@@ -46,7 +46,7 @@ class _Entry:
 
 
 class TableCache:
-    """The last `capacity` int64 tables by content, least recently used out first; safe to use from several threads."""
+    """The last `capacity` int64 tables by content, with the least recently used evicted first. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -63,7 +63,7 @@ class TableCache:
         build: Callable[[], Tensor],
         split: Callable[[Tensor], Any] = lambda table: table,
     ) -> Any:
-        """`split(table)`, where `table` is what `build()` made on the host, on `device`."""
+        """`split(table)`, where `table` is the result of `build()`, a tensor on the host, copied to `device`."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
             entry = self._entries.get(key)
@@ -88,7 +88,7 @@ class TableCache:
 
 
 class _Replayed:
-    """The memory that captured graphs read on every replay. A graph does not tell when it dies: it is never freed."""
+    """The memory that captured graphs read on every replay. It is never freed: a graph's end is not known."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
@@ -100,7 +100,7 @@ class _Replayed:
         self._kept[id(tensor)] = tensor
 
     def reserve(self) -> None:
-        """Pin the memory of later captures, while that is allowed."""
+        """Pin the memory of later captures outside of a capture, where that is allowed."""
         with self._lock:
             if self._pinned is None:
                 self._pinned = torch.empty(_CAPTURE_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -131,7 +131,7 @@ def _upload(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-# A step reads two lists, gradients and parameters; gradients come back to few addresses in turn.
+# A step reads two lists, gradients and parameters. The allocator places gradients at few different addresses.
 POINTER_TABLES = TableCache(64)
 # A row is 16 bytes per 512 or 1024 slots: 10 and 5 MB for 3.2e8 active elements.
 BLOCK_TABLES = TableCache(32)
@@ -152,9 +152,9 @@ def check_list(name: str, tensors: Sequence[Tensor], device: torch.device) -> No
 
 
 def pointer_table(name: str, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """[n] int64: the addresses of n >= 1 tensors, which are checked when one of them has moved.
+    """[n] int64: the addresses of n >= 1 tensors, which are checked if one of them has moved.
 
-    Call with the tensors' device current, for the upload goes to the current stream.
+    The tensors' device must be current, because the upload uses the current stream.
     """
     pointers = tuple([t.data_ptr() for t in tensors])
 
@@ -187,9 +187,9 @@ def operand_rows(grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tu
 def operand_table(
     grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: tuple[Operands, ...], device: torch.device
 ) -> Tensor:
-    """[n, 5] int64 of the `operand_rows` of n >= 1 pairs, which are checked when one of them has moved.
+    """[n, 5] int64 of the `operand_rows` of n >= 1 pairs, which are checked if one of them has moved.
 
-    Call with the tensors' device current, for the upload goes to the current stream.
+    The tensors' device must be current, because the upload uses the current stream.
     """
 
     def build() -> Tensor:
@@ -202,7 +202,7 @@ def operand_table(
 
 
 class Blocks(NamedTuple):
-    """A block is at most `block` slots of one tensor, cut where compact slots are multiples of `block`."""
+    """A block is at most `block` slots of one tensor, cut at compact slots that are multiples of `block`."""
 
     rows: Tensor  # [programs, 2] int64: first slot; tensor << 32 | slots
     firsts: Tensor  # [n + 1] int64: the first block of each tensor, and programs
@@ -226,7 +226,7 @@ def _build_blocks(starts: Sequence[int], ends: Sequence[int], block: int) -> Ten
 
 
 def block_table(starts: Sequence[int], ends: Sequence[int], block: int, device: torch.device) -> Blocks:
-    """The blocks of n segments. Empty segments have none. Call with `device` current."""
+    """The blocks of n segments. Empty segments have none. `device` must be current."""
     key = (tuple(starts), tuple(ends), block, device)
     n = len(starts)
     table: Blocks = BLOCK_TABLES.get(

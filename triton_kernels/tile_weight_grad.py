@@ -1,4 +1,4 @@
-"""Weight gradients of the active tiles alone, straight into a compact buffer."""
+"""Weight gradients of the active tiles only, written to a compact buffer."""
 
 from __future__ import annotations
 
@@ -18,64 +18,58 @@ from .tables import block_table, check_list, operand_rows, operand_table
 
 
 class TileOptions(NamedTuple):
-    """How the product of one tile is computed."""
+    """Tuned options of the kernel."""
 
-    step: int  # tokens of one product
+    step: int  # tokens of one tl.dot
     num_warps: int
     num_stages: int  # steps in shared memory at a time
-    max_registers: int | None = None  # of a thread, where operands are aligned; on NVIDIA GPUs
+    max_registers: int | None = None  # of a thread, if operands are aligned; on NVIDIA GPUs
 
     def compiler_options(self, aligned: bool) -> dict[str, Any]:
         options: dict[str, Any] = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            "enable_fp_fusion": False,  # as in SLOT_OPTIONS; a product's own FMAs stay
+            "enable_fp_fusion": False,  # as in SLOT_OPTIONS; does not affect tl.dot
         }
-        # Triton's AMD backend does not know this option, and refuses options that it does not know.
+        # Triton's AMD backend rejects options that it does not know, such as this one.
         if aligned and self.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.max_registers
         return options
 
 
-# By tile size and operand size, chosen by what fits on sm_90; on an H200 within 17 % of the CUDA kernel where calls are
-# large, to either side (docs/notebook.md). 16-bit operands keep 64 and 96 KiB of shared memory (tile 64 and 128), so
-# that three and two programs have room on a multiprocessor with 227 KiB; a group of 4 warps takes 64 rows of a wgmma;
-# two programs of 8 warps have 128 registers for each thread. fp32 operands are multiplied by FMAs out of registers,
-# which a long step would spill.
+# By tile size and operand size, chosen by the resources of sm_90; large calls on an H200 take 0.95 to 1.17 times as
+# long as with the CUDA kernel (docs/notebook.md). 16-bit operands use 64 and 96 KiB of shared memory (tiles of 64 and
+# 128), so that three and two programs fit on a multiprocessor with 227 KiB; 4 warps compute 64 rows of a wgmma; two
+# programs of 8 warps have 128 registers for each thread. fp32 operands are multiplied by FMAs from registers, which
+# would spill with more tokens in a step.
 TILE_OPTIONS = {
     (64, 2): TileOptions(64, 4, 4),
     (128, 2): TileOptions(64, 8, 3, 128),
     (64, 4): TileOptions(16, 4, 2),
     (128, 4): TileOptions(16, 8, 2),
 }
-# A tile's tokens are split where active tiles are few: into as many parts as make these programs for each
-# multiprocessor, none shorter than LEAST_TOKENS, and with sums of SCRATCH_BYTES at most. Fewer tokens than WHOLE_BELOW
-# stay together. Of 8192, in us, one matrix on an H200, with the launch that adds up the parts:
-#
-#   tiles of 128       5     14     24     38     76    100    152   of 64     19     58     96    154    230    308
-#   whole           62.3   68.3   72.4   73.8   75.7   77.2    124         37.7   45.0   47.2   55.1   57.6   71.7
-#   two parts       33.8   38.7   43.4   46.9   65.8   68.0    108         21.9   32.2   37.2   49.9   77.8   83.0
-#   three           25.6   29.6   35.4   40.7   53.7   81.2   98.5         16.8   28.9   39.4   60.6   65.7   86.9
-#   four            21.5   25.3   32.8   42.6   67.3   78.8    107         14.3   28.9   38.3   55.1   72.7   90.9
-#   eight           16.7   21.5   33.8   50.9   79.7   94.9    128         13.5   34.9   43.2   60.7   76.5   92.9
+# If active tiles are few, the tokens of a tile are split into as many parts as give PROGRAMS programs for each
+# multiprocessor, with at least LEAST_TOKENS each and sums of at most SCRATCH_BYTES. Calls of fewer than WHOLE_BELOW
+# tokens are not split. Chosen on an H200: "Tuning tables" in docs/notebook.md. bench/kernels/tile_gradients.py times
+# such calls.
 PROGRAMS = {64: 3, 128: 1}
-WHOLE_BELOW = 2048  # tokens; with 1024, calls of three matrices took 2.7 ms in parts of tiles of 128, and 2.4 whole
+WHOLE_BELOW = 2048  # tokens
 LEAST_TOKENS = 512
 MOST_SPLITS = 8
 SCRATCH_BYTES = 64 << 20
-# Rows of a tile that one program adds up, of the parts' sums.
+# Rows of a tile of which one program adds up the parts' sums.
 BAND = 16
 BAND_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
-# Multiprocessors where there are none: in the interpreter, splits are to be as on an H200.
+# The interpreter, which has no multiprocessors, uses the splits of an H200.
 _MULTIPROCESSORS = 132
-# The interpreter multiplies the bits of bf16.
+# The interpreter's tl.dot would multiply the bits of bf16 as integers.
 _WIDEN = tl.constexpr(interpreted())
 
 
 @triton.jit
 def _sizes_of(operands, matrix, rows, columns):
-    """(rows, columns) of a matrix: out of the operand table, or as they are where there is one matrix."""
+    """(rows, columns) of a matrix: from the operand table, or as passed for one matrix."""
     if operands is None:
         return rows, columns
     else:
@@ -94,7 +88,7 @@ def _store_columns(
     WIDTH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Store a part of a tile's columns: their (sums of squares, 1 where a value is not finite), [ROWS] each."""
+    """Store a part of a tile's columns. Return (sums of squares, 1 if a value is not finite), [ROWS] each."""
     column = first_column + tl.arange(0, WIDTH)
     at = at[:, None] + column[None, :]
     mask = None if WHOLE else row_mask[:, None] & (column < width)[None, :]
@@ -139,8 +133,8 @@ def _store_rows(
     at = out + (tl.load(tiles + 4 * tile + 2) + row * tl.load(tiles + 4 * tile + 3))
     if scale is not None:
         scale = tl.load(scale)
-    # Addresses and held values of a whole tile would take twice the registers of its sums (compiled for sm_90: 254 a
-    # thread for a tile of 128, 128 in quarters), and the other program that fits on the multiprocessor would not run.
+    # Addresses and loaded values of a whole tile would take twice the registers of its sums (compiled for sm_90: 254 a
+    # thread for a tile of 128, 128 in quarters), and a second program would not fit on the multiprocessor.
     QUARTER: tl.constexpr = TILE // 4
     left, right = _halves(g, ROWS, TILE)
     parts = _halves(left, ROWS, TILE // 2) + _halves(right, ROWS, TILE // 2)
@@ -155,27 +149,27 @@ def _store_rows(
     if partials is not None:
         tl.store(partials + tl.program_id(0) + tl.arange(0, 1), tl.sum(squares[None, :], axis=1))
     if found_inf is not None:
-        # Programs that race here write the same value.
+        # All programs that write here write the same value.
         tl.store(found_inf + tl.arange(0, 1), float("inf"), mask=tl.max(bad[None, :], axis=1) != 0)
 
 
-# Bytes of a tile of n x n, T tokens, 2-byte operands and S splits: 2 * 2 n T read from the L2 cache, n^2 slots written
-# (and read where it accumulates), and 4 n^2 S written and read where S > 1. From memory comes what some tile needs of
-# the operands, once, as programs that run together are at about the same token. The floor is the larger of the two over
-# their rates: n^2 T multiply-adds are n / 4 for each byte from L2.
+# Bytes for a tile of n x n, T tokens, 2-byte operands and S splits: 2 * 2 n T read from the L2 cache, n^2 slots written
+# (and read, to accumulate), and 4 n^2 S written and read if S > 1. The parts of the operands that any tile needs are
+# read from memory once, because programs that run together are at about the same token. The bandwidth bound is the
+# larger of the two times: n^2 T multiply-adds are n / 4 for each byte from L2.
 #
-# Tokens are masked even where they are whole steps: the pipeliner puts a condition on its loads anyway, and another
-# number of tokens must not compile another kernel.
+# Tokens are masked even in whole steps: the pipeliner makes its loads conditional anyway, and another number of tokens
+# must not compile another kernel.
 @triton.jit(do_not_specialize=["start", "tokens", "rows", "columns"])
 def _tile_weight_grad_kernel(
-    operands,  # [n, 5] int64: addresses of grad_output and input, tokens, rows, columns; None where there is one matrix
+    operands,  # [n, 5] int64: addresses of grad_output and input, tokens, rows, columns; None for one matrix
     blocks,  # [active tiles, 2] int64: tile; matrix << 32 | 1; or None
     grad_output,  # [tokens, rows] of the one matrix, or None
-    x,  # [tokens, columns], likewise
+    x,  # [tokens, columns] of the one matrix, or None
     tiles,  # [k, 4] int64: first row, first column, first slot, slots from row to row
     out,  # [nnz]
     scale,  # [1] or None
-    sums,  # [splits, active tiles, TILE, TILE] fp32, or None where one program has all tokens of its tile
+    sums,  # [splits, active tiles, TILE, TILE] fp32, or None without splits
     partials,  # [active tiles] fp32 or None
     found_inf,  # [1] or None
     start: tl.int64,  # first tile of the one matrix
@@ -186,8 +180,8 @@ def _tile_weight_grad_kernel(
     ACCUMULATE: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements: sizes are multiples, addresses are those of 16 bytes; or 1
-    WHOLE: tl.constexpr,  # no tile is cut off at an edge
+    ALIGN: tl.constexpr,  # sizes are multiples of it, addresses multiples of 16 bytes; or 1
+    WHOLE: tl.constexpr,  # no tile extends past an edge
 ):
     number = tl.program_id(0).to(tl.int64)
     if operands is None:
@@ -203,7 +197,7 @@ def _tile_weight_grad_kernel(
         tokens = tl.load(entry + 2)
         rows = tl.load(entry + 3)
         columns = tl.load(entry + 4)
-    # What the compiler is to know of an argument has to be computed.
+    # The compiler derives that an argument is a multiple of ALIGN from a computation only.
     rows = rows // ALIGN * ALIGN
     columns = columns // ALIGN * ALIGN
     first_row = tl.multiple_of(tl.load(tiles + 4 * tile), TILE)
@@ -211,7 +205,7 @@ def _tile_weight_grad_kernel(
 
     steps_each = tl.cdiv(tl.cdiv(tokens, STEP), tl.num_programs(1))
     first_token = tl.program_id(1) * steps_each * STEP
-    left = tl.minimum(tokens - first_token, steps_each * STEP)  # negative where nothing is left
+    left = tl.minimum(tokens - first_token, steps_each * STEP)  # negative if no tokens are left
     token = tl.arange(0, STEP)
     row = first_row + tl.arange(0, TILE)
     column = first_column + tl.arange(0, TILE)
@@ -256,7 +250,7 @@ def _tile_weight_grad_kernel(
         tl.store(sums + place + lane[:, None] * TILE + lane[None, :], acc)
 
 
-# Reads the sums once, 4 n^2 bytes for each tile and split, out of the L2 cache.
+# Reads the sums once, 4 n^2 bytes for each tile and split, from the L2 cache.
 @triton.jit(do_not_specialize=["start", "rows", "columns", "active", "splits"])
 def _add_splits_kernel(
     operands,  # as in _tile_weight_grad_kernel
@@ -317,19 +311,19 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _splits(active: int, tokens: int, tile_size: int, device: torch.device) -> int:
-    """Into how many parts the tokens of each tile are cut."""
+    """The number of parts into which the tokens of each tile are cut."""
     if tokens < WHOLE_BELOW:
         return 1
     multiprocessors = _multiprocessors(device)
-    wanted = PROGRAMS[tile_size] * multiprocessors // active
-    if tile_size == 128 and wanted < 2 and tokens >= 6144:
-        # Long tiles also gain where two programs share a multiprocessor, and where parts make the last round shorter.
+    splits = PROGRAMS[tile_size] * multiprocessors // active
+    if tile_size == 128 and splits < 2 and tokens >= 6144:
+        # Splits of many tokens also pay if two programs share a multiprocessor, or if they shorten the last round.
         if active <= multiprocessors:
-            wanted = 2 * multiprocessors // active
+            splits = 2 * multiprocessors // active
         elif 3 * active <= 4 * multiprocessors:
-            wanted = 3
-    room = SCRATCH_BYTES // (4 * tile_size * tile_size * active)
-    return max(1, min(wanted, tokens // LEAST_TOKENS, MOST_SPLITS, room))
+            splits = 3
+    max_by_scratch = SCRATCH_BYTES // (4 * tile_size * tile_size * active)
+    return max(1, min(splits, tokens // LEAST_TOKENS, MOST_SPLITS, max_by_scratch))
 
 
 def tile_weight_grad_(
@@ -346,7 +340,7 @@ def tile_weight_grad_(
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`sparse_opt.ops.tile_weight_grad_` in one launch, one more where tokens are split, and one for `sum_sq`."""
+    """`sparse_opt.ops.tile_weight_grad_` in one launch, a second one if tokens are split, and one for `sum_sq`."""
     n = len(grad_outputs)
     if not n == len(inputs) == len(starts) == len(ends):
         raise ValueError(
@@ -377,7 +371,7 @@ def tile_weight_grad_(
             operands = operand_table(grad_outputs, inputs, matrices, device)
             blocks, firsts, _ = block_table(starts, ends, 1, device)
 
-        # Constants, as they hardly change in a model: its sizes stay, and torch's addresses are aligned.
+        # Compile-time constants, because they hardly change in a model: its sizes are fixed, torch's addresses aligned.
         vector = 16 // operand_size
         align = vector
         whole = True

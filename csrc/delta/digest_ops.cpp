@@ -1,4 +1,4 @@
-// Digests of tensors: the op, and what it calls on each device.
+// The op that computes the digests of tensors, on each device.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -16,14 +16,14 @@
 #endif
 
 TORCH_LIBRARY_FRAGMENT(sparse_opt_native, m) {
-  // Of sparse_opt/delta/digest.py: uint8 [chunks, 16] of all tensors, one after the other.
+  // For sparse_opt/delta/digest.py. Returns uint8 [chunks, 16], the chunks of all tensors one after the other.
   m.def("chunk_digests(Tensor[] tensors) -> Tensor");
 }
 
 namespace sparse_opt {
 namespace {
 
-// Any dtypes, on one device. Holds the lists that the arguments point to.
+// The arguments of a call, and the lists that they point to. Tensors may have any dtypes and are on one device.
 struct DigestCall {
   std::vector<void*> pointers;
   std::vector<int64_t> sizes, first_chunk = {0};
@@ -31,13 +31,13 @@ struct DigestCall {
   ChunkDigestArguments args;
 
   explicit DigestCall(at::TensorList tensors) {
-    SPARSE_OPT_CHECK(!tensors.empty(), "tensors holds no tensor, wanted at least one");
+    SPARSE_OPT_CHECK(!tensors.empty(), "tensors holds no tensor, expected at least one");
     const at::Device device = tensors[0].device();
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor& t = tensors[i];
-      SPARSE_OPT_CHECK(t.device() == device, "tensors[", i, "] is on ", t.device(), ", wanted ", device);
-      SPARSE_OPT_CHECK(t.is_contiguous(), "tensors[", i, "] has strides ", t.strides(), ", wanted contiguous");
-      pointers.push_back(const_cast<void*>(t.const_data_ptr()));  // as Segments takes them; nothing is written
+      SPARSE_OPT_CHECK(t.device() == device, "tensors[", i, "] is on ", t.device(), ", expected ", device);
+      SPARSE_OPT_CHECK(t.is_contiguous(), "tensors[", i, "] has strides ", t.strides(), ", expected contiguous");
+      pointers.push_back(const_cast<void*>(t.const_data_ptr()));  // Segments has void*; nothing is written
       sizes.push_back(static_cast<int64_t>(t.nbytes()));
       first_chunk.push_back(first_chunk.back() + digest_chunks(sizes.back()));
     }
@@ -62,7 +62,7 @@ at::Tensor chunk_digests_cpu(at::TensorList tensors) {
 
 #ifdef SPARSE_OPT_WITH_CUDA
 at::Tensor chunk_digests_cuda(at::TensorList tensors) {
-  const c10::cuda::CUDAGuard guard(tensors[0].device());  // the dispatcher has found a tensor
+  const c10::cuda::CUDAGuard guard(tensors[0].device());  // the dispatcher chose this function by a tensor
   const DigestCall call(tensors);
   cuda::chunk_digests(call.args, c10::cuda::getCurrentCUDAStream().stream());
   return call.digests;

@@ -1,5 +1,5 @@
-// The patch codec's ops, written once for all devices: check, collect pointers, run. `Device` supplies
-//   Guard(at::Device), alive during the work, and
+// The patch codec's ops for all devices: they check the arguments, collect pointers and call `Device`, which defines
+//   Guard(at::Device), alive during the call, and
 //   static encode(PatchCall&), count_changes(PatchCall&), sample(PatchCall&, PatchSample) and apply(PatchCall&).
 #pragma once
 
@@ -14,7 +14,7 @@ namespace sparse_opt {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Kernels access whole elements, which must be aligned: torch has tensors that are not, such as those of a mapped file.
+// Kernels require aligned elements. Some of torch's tensors are not aligned, for example those of a mapped file.
 inline int64_t misalignment(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -34,8 +34,8 @@ struct PatchCall {
 
   PatchCall(const char* name, at::TensorList tensors, int64_t level, bool is_float, int64_t class_shift)
       : device(checked_device(name, tensors)) {
-    SPARSE_OPT_CHECK(0 <= level && level <= 2, "level is ", level, ", wanted 0, 1 or 2");
-    SPARSE_OPT_CHECK(0 <= class_shift && class_shift <= 64, "class_shift is ", class_shift, ", wanted 0 to 64");
+    SPARSE_OPT_CHECK(0 <= level && level <= 2, "level is ", level, ", expected 0, 1 or 2");
+    SPARSE_OPT_CHECK(0 <= class_shift && class_shift <= 64, "class_shift is ", class_shift, ", expected 0 to 64");
     args.level = static_cast<PatchLevel>(level);
     args.is_float = is_float;
     args.class_shift = static_cast<int>(class_shift);
@@ -61,17 +61,17 @@ struct PatchCall {
   }
 
   void set_width(int64_t width) {
-    SPARSE_OPT_CHECK(0 <= width && width < 8 * args.element_size, "width is ", width, ", wanted less than ",
+    SPARSE_OPT_CHECK(0 <= width && width < 8 * args.element_size, "width is ", width, ", expected less than ",
                      8 * args.element_size);
     args.width = static_cast<int>(width);
   }
 
-  // The tables of `tight`; what they hold is checked where they are read from a file.
+  // The tables of `tight`. Their values are checked when they are read from a file.
   void set_tables(const OptionalTensor& row_of, const OptionalTensor& rows, const OptionalTensor& class_table,
                   const OptionalTensor& values) {
     if (args.level != PatchLevel::kTight) return;
     SPARSE_OPT_CHECK(row_of.has_value() && rows.has_value() && class_table.has_value() && values.has_value(),
-                     "level 2 wants row_of, rows, class_table and values");
+                     "level 2 requires row_of, rows, class_table and values");
     const int symbols = patch_symbols(args.element_size);
     check_flat("row_of", *row_of, args.count, device);
     check_dtype("row_of", *row_of, at::kUInt16);
@@ -109,12 +109,12 @@ struct PatchCall {
   }
 
   static at::Device checked_device(const char* name, at::TensorList tensors) {
-    SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, wanted at least one");
+    SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, expected at least one");
     return tensors[0].device();
   }
 };
 
-// heads, sizes and records on the device, and int64 [count] changes of each tensor on the CPU.
+// heads, sizes and records on the device; int64 [count] on the CPU, the number of changes of each tensor.
 using Encoded = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 template <typename Device>
@@ -122,7 +122,7 @@ Encoded patch_encode(at::TensorList old_list, at::TensorList new_list, int64_t l
                      int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
                      const OptionalTensor& class_table, const OptionalTensor& values, bool advance) {
   PatchCall call("old", old_list, level, is_float, class_shift);
-  SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not for level 2");
+  SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not supported by level 2");
   call.args.advance = advance;
   call.set_new(old_list, new_list);
   call.set_width(width);
@@ -131,7 +131,7 @@ Encoded patch_encode(at::TensorList old_list, at::TensorList new_list, int64_t l
   return Device::encode(call);
 }
 
-// int64 [count] on the CPU, the changed words of each tensor.
+// Returns int64 [count] on the CPU, the number of changed words of each tensor.
 template <typename Device>
 at::Tensor count_changes(at::TensorList old_list, at::TensorList new_list) {
   PatchCall call("old", old_list, 0, false, 0);
@@ -149,12 +149,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> patch_sample(at::TensorList old_l
   PatchCall call("old", old_list, 0, is_float, class_shift);
   call.set_new(old_list, new_list);
   const typename Device::Guard guard(call.device);
-  // One block of memory, so that one copy brings all of it to the host.
+  // One tensor for all three, so that one copy transfers them to the host.
   const int64_t rows = call.args.count * kClasses, symbols = patch_symbols(call.args.element_size);
   const at::Tensor sums = at::zeros({2 * rows + kClasses * symbols}, call.options(at::kLong));
   int64_t* seen = sums.mutable_data_ptr<int64_t>();
   Device::sample(call, {seen, seen + rows, seen + 2 * rows});
-  // On a GPU not there yet: the caller waits for the stream, or for an event on it.
+  // On a GPU the copy is asynchronous: the caller waits for the stream, or for an event on it.
   const bool on_gpu = call.device.type() != at::kCPU;
   const at::Tensor found =
       on_gpu ? at::empty(sums.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true)).copy_(sums, true)
@@ -164,7 +164,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> patch_sample(at::TensorList old_l
           found.slice(0, 2 * rows).view({kClasses, symbols})};
 }
 
-// int64 [1] on the device: the first damaged tile, or the number of tiles.
+// Returns int64 [1] on the device: the first damaged tile, or the number of tiles if none is damaged.
 template <typename Device>
 at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const at::Tensor& sizes,
                         const at::Tensor& offsets, const at::Tensor& records, int64_t level, bool is_float,
@@ -175,7 +175,7 @@ at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const
   call.set_tables(row_of, rows, class_table, values);
   PatchArguments& args = call.args;
   if (args.level != PatchLevel::kTight) {
-    SPARSE_OPT_CHECK(heads.has_value(), "levels 0 and 1 want heads");
+    SPARSE_OPT_CHECK(heads.has_value(), "levels 0 and 1 require heads");
     check_flat("heads", *heads, call.tiles(), call.device);
     check_dtype("heads", *heads, at::kUInt16);
     check_aligned("heads", *heads);

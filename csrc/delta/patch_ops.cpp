@@ -1,4 +1,4 @@
-// The patch codec on the CPU, and its schemas: sparse_opt/delta/codec/torch_reference.py has the same functions.
+// The patch codec's schemas and CPU ops. sparse_opt/delta/codec/torch_reference.py defines the same functions.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -26,7 +26,7 @@ TORCH_LIBRARY_FRAGMENT(sparse_opt_native, m) {
 namespace sparse_opt {
 namespace {
 
-// One piece of work is many thousands of words already, so the grain is one.
+// The grain is 1, because one piece of work is many thousands of words.
 void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
   at::parallel_for(0, count, 1, body);
 }

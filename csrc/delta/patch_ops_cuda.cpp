@@ -27,7 +27,7 @@ struct CudaPatches {
     const at::Tensor sizes = at::empty({call.tiles()}, call.options(call.sizes_dtype()));
     const at::Tensor lengths = at::empty({call.tiles()}, call.options(at::kLong));
     const at::Tensor offsets = at::zeros({call.tiles() + 1}, call.options(at::kLong));
-    // The number of tiles without room in a slot, and the changes of each tensor.
+    // The number of tiles whose record does not fit its slot, and the changes of each tensor.
     const at::Tensor counts = at::zeros({1 + args.count}, call.options(at::kLong));
     const at::Tensor value_ends = running_values(call);
     args.heads = static_cast<uint16_t*>(heads.data_ptr());
@@ -47,14 +47,14 @@ struct CudaPatches {
     at::Tensor sums = offsets.slice(0, 1);
     at::cumsum_out(sums, lengths, 0);
 
-    // Records that fit are moved before the host knows their length, so that the device does not wait for it.
-    at::Tensor records = at::empty({expected_room(call)}, call.options(at::kByte));
-    const auto place = [&] {
+    // Records that fit are moved before the host knows their total length, so that the device need not wait for it.
+    at::Tensor records = at::empty({initial_capacity(call)}, call.options(at::kByte));
+    const auto compact = [&] {
       args.records = records.mutable_data_ptr<uint8_t>();
       args.record_bytes = records.numel();
       if (call.tiles() > 0) tight ? cuda::tight_compact_slots(args, stream()) : cuda::compact_slots(args, stream());
     };
-    place();
+    compact();
     const at::Tensor found = at::empty({2 + args.count}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
     found.slice(0, 0, 1 + args.count).copy_(counts, /*non_blocking=*/true);
     found.slice(0, 1 + args.count).copy_(offsets.slice(0, call.tiles()), /*non_blocking=*/true);
@@ -63,20 +63,21 @@ struct CudaPatches {
     const int64_t total = found.const_data_ptr<int64_t>()[1 + args.count];
     if (total > records.numel()) {
       records = at::empty({total}, call.options(at::kByte));
-      place();
+      compact();
     }
     tight ? cuda::tight_encode_overflow(args, overflows, stream()) : cuda::encode_overflow(args, overflows, stream());
-    // What is kept should not hold much other memory.
-    const bool spacious = records.numel() - total > kSmallRoom;
+    // The returned tensor should not keep much unused memory allocated.
+    const bool oversized = records.numel() - total > kSmallCapacity;
     records = records.slice(0, 0, total);
-    return {heads, sizes, spacious ? records.clone() : records, found.slice(0, 1, 1 + args.count).clone()};
+    return {heads, sizes, oversized ? records.clone() : records, found.slice(0, 1, 1 + args.count).clone()};
   }
 
   static void apply(PatchCall& call) {
     PatchArguments& args = call.args;
     const bool tight = args.level == PatchLevel::kTight;
     const uintptr_t unit = tight ? kTightUnit : kRecordUnit, past = reinterpret_cast<uintptr_t>(args.records) % unit;
-    SPARSE_OPT_CHECK(past == 0, "records begin ", past, " bytes past a multiple of ", unit, ", wanted none");
+    SPARSE_OPT_CHECK(past == 0, "records begin ", past, " bytes past a multiple of ", unit,
+                     ", expected an aligned tensor");
     if (!tight) return cuda::patch_apply(args, stream());
     const at::Tensor value_ends = running_values(call);
     args.value_ends = value_ends.const_data_ptr<int32_t>();
@@ -84,13 +85,13 @@ struct CudaPatches {
   }
 
  private:
-  static constexpr int64_t kSmallRoom = int64_t{64} << 20;
+  static constexpr int64_t kSmallCapacity = int64_t{64} << 20;  // bytes
 
-  // Bytes for the records of changes that are few, or for any where that is little.
-  static int64_t expected_room(const PatchCall& call) {
+  // Bytes for the first allocation of the records: enough for any records of small tensors, for few changes of others.
+  static int64_t initial_capacity(const PatchCall& call) {
     const int64_t numel = std::accumulate(call.numels.begin(), call.numels.end(), int64_t{0});
     const int64_t raw = numel * call.args.element_size;
-    return std::min(raw + kRecordUnit * call.tiles(), std::max(kSmallRoom, raw / 16));
+    return std::min(raw + kRecordUnit * call.tiles(), std::max(kSmallCapacity, raw / 16));
   }
 
   static at::Tensor running_values(const PatchCall& call) {

@@ -72,9 +72,9 @@ struct GatherArguments {
   float* found_inf = nullptr;  // [1], may be null
 };
 
-// Tiles of the gradients of matrices [rows[i], columns[i]]: grad_outputs[i]^T [rows, tokens] times inputs[i] [tokens,
-// columns], both contiguous. A row of `tiles` holds a tile's first row, first column, first slot, and the slots from
-// one of its rows to the next; matrix i has those from starts[i] to ends[i]. Lists are in host memory.
+// Tiles of the weight gradients [rows[i], columns[i]] = grad_outputs[i]^T inputs[i], of contiguous operands. A row of
+// `tiles` holds a tile's first row, first column, first slot, and the slots from one of its rows to the next. Matrix i
+// has tiles [starts[i], ends[i]). Lists are in host memory.
 struct TileArguments {
   int64_t count = 0;
   void* const* grad_outputs = nullptr;  // [count], [tokens, rows] each
@@ -101,18 +101,18 @@ struct TileArguments {
   }
 };
 
-// Bits moved between dense[indices] and a compact buffer.
+// Moves bits between dense[indices] and a compact buffer.
 struct MoveArguments {
   Segments segments;
   void* compact = nullptr;  // [nnz]
   int element_size = 0;     // 1, 2, 4 or 8
 };
 
-// Blocks of this many elements, none of which spans two tensors. A CPU finds and counts the changes of each, then moves
-// them to the running sums of the counts; a GPU takes samples of them.
+// Elements of a block, which lies in one tensor. A CPU marks and counts the changes of each block, then writes them at
+// the running sum of the counts; a GPU samples blocks.
 constexpr int64_t kDeltaBlock = 8192;
 constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
-constexpr int kDeltaBlockRoom = kDeltaBlock / 8;  // changes of a block that a patch lists one by one
+constexpr int kDeltaBlockCapacity = kDeltaBlock / 8;  // changes of a block that a patch lists one by one
 
 struct DeltaArguments {
   int64_t count = 0;
@@ -122,23 +122,22 @@ struct DeltaArguments {
   const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
   int element_size = 0;                  // 1, 2, 4 or 8
   bool wide_indices = false;
-  int64_t room = 0;          // changes that indices and values have room for
-  bool speculative = false;  // whether room was made before a GPU's sample was known
-  void* indices = nullptr;   // [room] int32, or int64 if wide_indices
-  void* values = nullptr;    // [room]
+  int64_t capacity = 0;      // of indices and values
+  bool speculative = false;  // capacity was chosen before the sample was known (GPU)
+  void* indices = nullptr;   // [capacity] int32, or int64 if wide_indices
+  void* values = nullptr;    // [capacity]
 
-  // What a CPU keeps: one bit for each element, element k of a block at bit k % 8 of byte k / 8. Elements past a
-  // tensor's end are unchanged.
+  // Scratch memory of a CPU. `changed` has one bit for each element: element k of a block is bit k % 8 of byte k / 8.
+  // Elements past a tensor's end count as unchanged.
   uint8_t* changed = nullptr;             // [blocks * kDeltaBlockBytes]
   int64_t* block_counts = nullptr;        // [blocks]
   const int64_t* running_sums = nullptr;  // [blocks], of block_counts, inclusive
 
-  // What a GPU keeps, of delta_progress_bytes.
-  void* progress = nullptr;
-  // In memory of the host that the GPU writes to, so that no copy stands between kernels.
+  void* progress = nullptr;  // scratch memory of a GPU, of delta_progress_bytes()
+  // In pinned memory of the host, which the GPU writes, so that no copy is needed between kernels.
   int64_t* bounds = nullptr;  // [count], the running sum at each tensor's end
   int64_t sample_stride = 1;
-  int* sampled = nullptr;  // [blocks / sample_stride + tables], the changes in every sample_stride-th block of a table
+  int* sampled = nullptr;  // [blocks / sample_stride + tables], changes of every sample_stride-th block of a table
 };
 
 }  // namespace sparse_opt

@@ -1,4 +1,4 @@
-// XXH3 of every chunk of a list of tensors. Raw pointers and sizes, already checked.
+// XXH3 of every chunk of a list of tensors: raw pointers and sizes, already checked.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ inline int64_t digest_chunks(int64_t bytes) {
 // Chunk c of tensor i is number first_chunk[i] + c.
 struct ChunkDigestArguments {
   int64_t count = 0;
-  void* const* tensors = nullptr;        // [count], the list in host memory; nothing is written, nor known of alignment
+  void* const* tensors = nullptr;        // [count], the list in host memory; only read, of any alignment
   const int64_t* sizes = nullptr;        // [count], bytes, in host memory
   const int64_t* first_chunk = nullptr;  // [count + 1], in host memory
   uint8_t* digests = nullptr;            // [first_chunk[count], kDigestBytes], big-endian; aligned to 16

@@ -33,13 +33,13 @@ int tile_weight_grad_parts(const TileArguments& args);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);
-// Fills args.sampled, and returns how many these are. Between delta_prepare and delta_encode.
+// Writes args.sampled and returns the number of its elements. Called between delta_prepare and delta_encode.
 int64_t delta_sample(const DeltaArguments& args, cudaStream_t stream);
-// Bytes of args.progress, which delta_prepare readies for one delta_encode.
+// The size of args.progress, which delta_prepare initializes for one delta_encode.
 int64_t delta_progress_bytes(const DeltaArguments& args);
 void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
-// Writes args.bounds, of tensors that hold an element; and all changes, if args.room is not less than their number.
-// Where args.speculative, does nothing if sample_stride times what delta_sample has seen is more than args.room.
+// Writes args.bounds of the tensors that are not empty, and all changes if args.capacity is sufficient. If
+// args.speculative, does nothing if sample_stride times the changes that delta_sample counted exceeds args.capacity.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
 void delta_apply(const MoveArguments& args, cudaStream_t stream);
 

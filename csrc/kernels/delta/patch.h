@@ -1,4 +1,4 @@
-// What the patch codec is on both devices: docs/formats.md in constants, arithmetic of words, and arguments.
+// The patch codec's constants and arithmetic, as docs/formats.md defines them, and its arguments, for both devices.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ constexpr int kClasses = 256;
 constexpr int kRowScaleBits = 16, kValueScaleBits = 14;
 constexpr int kMaxValueTables = 64;
 
-// A tensor of more words than this is sampled: each kSampleStride-th block of kSampleBlock words.
+// Of a tensor with more words than this, a sample reads every kSampleStride-th block of kSampleBlock words.
 constexpr int64_t kSampledNumel = int64_t{1} << 20;
 constexpr int kSampleBlock = 4096, kSampleStride = 16;
 
@@ -38,12 +38,12 @@ inline int64_t patch_tile(PatchLevel level) {
 template <typename Word>
 constexpr int kWordBits = 8 * static_cast<int>(sizeof(Word));
 
-// Symbols of the code of a change.
+// The number of symbols in the code of a change.
 SPARSE_OPT_HOST_DEVICE constexpr int patch_symbols(int element_size) {
   return 2 * (4 + 2 * (8 * element_size - 3));
 }
 
-// To unsigned numbers that sort as the words' numbers do, and back.
+// Maps words to unsigned numbers in the order of the words' values, and back.
 template <typename Word>
 SPARSE_OPT_HOST_DEVICE Word ordered(Word w, bool is_float) {
   constexpr Word kTop = static_cast<Word>(Word{1} << (kWordBits<Word> - 1));
@@ -58,7 +58,7 @@ SPARSE_OPT_HOST_DEVICE Word ordered_back(Word o, bool is_float) {
   return static_cast<Word>(o >= kTop ? o ^ kTop : ~o);
 }
 
-// How far a word moved: magnitude in [1, 2^(bits - 1)].
+// The signed difference of two words; magnitude is in [1, 2^(bits - 1)].
 template <typename Word>
 struct Change {
   bool negative;
@@ -117,7 +117,7 @@ SPARSE_OPT_HOST_DEVICE uint64_t magnitude_of(int symbol, uint64_t low) {
   return (uint64_t{2} << extra) + (static_cast<uint64_t>(bucket % 2) << extra) + low + 1;
 }
 
-// Record lengths in bytes, before they are filled to kRecordUnit.
+// Record lengths in bytes, before padding to kRecordUnit.
 SPARSE_OPT_HOST_DEVICE int64_t fast_list_bytes(int n, int t, int size) {
   return static_cast<int64_t>(n) * (size + 1) + (t + kPatchRun - 1) / kPatchRun;
 }
@@ -125,7 +125,7 @@ SPARSE_OPT_HOST_DEVICE int64_t fast_bitmap_bytes(int n, int t, int size) {
   return static_cast<int64_t>(t + 31) / 32 * 4 + static_cast<int64_t>(n) * size;
 }
 
-// Length in bytes of the record with this head at `fast`, filled; -1 where no writer makes the head.
+// The length in bytes of the record with this head at `fast`, padded; -1 if the head is invalid.
 SPARSE_OPT_HOST_DEVICE int64_t fast_record_bytes(uint32_t head, int t, int size) {
   const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
   if (n > t || mode > kModeRaw || (n == 0 && head != 0)) return -1;
@@ -136,7 +136,8 @@ SPARSE_OPT_HOST_DEVICE int64_t fast_record_bytes(uint32_t head, int t, int size)
   return (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
 }
 
-// The k of Elias-Fano, for 0 < n <= t, and the bits of the part that is set at (position >> k) + number.
+// The k of the Elias-Fano code, for 0 < n <= t, and the length in bits of its upper part, in which position number i
+// sets bit (position >> k) + i.
 SPARSE_OPT_HOST_DEVICE int elias_fano_k(int n, int t) {
   return floor_log2(static_cast<uint64_t>(t / n));
 }
@@ -144,49 +145,49 @@ SPARSE_OPT_HOST_DEVICE int elias_fano_high(int n, int t, int k) {
   return n + ((t - 1) >> k);
 }
 
-// One call of the codec: tensors of one element size. Pointers to lists, numels and first_tile are to host memory, all
-// others to the device's. On the CPU encode returns the records, and knows nothing of offsets.
+// One call of the codec, for tensors of one element size. The lists, numels and first_tile are in host memory, all else
+// on the device. On the CPU encode returns the records and does not use offsets.
 struct PatchArguments {
   int64_t count = 0;
-  void* const* old_tensors = nullptr;   // [count]; for apply, the tensors that are changed
-  void* const* new_tensors = nullptr;   // [count]; not for apply
+  void* const* old_tensors = nullptr;   // [count]; apply changes them
+  void* const* new_tensors = nullptr;   // [count]; null for apply
   const int64_t* numels = nullptr;      // [count]
-  const int64_t* first_tile = nullptr;  // [count + 1]: tensor i has the tiles [first[i], first[i + 1])
+  const int64_t* first_tile = nullptr;  // [count + 1]: tensor i has tiles [first[i], first[i + 1])
   int element_size = 0;                 // 1, 2, 4 or 8
   PatchLevel level = PatchLevel::kFast;
   bool is_float = false;
   int class_shift = 0;
   int width = 0;         // b of `packed`
-  bool advance = false;  // encode gives the old tensors the new bits; not at `tight`
+  bool advance = false;  // encode copies the new bits to the old tensors; not at `tight`
 
-  // Of `tight`.
+  // For `tight`.
   const uint16_t* row_of = nullptr;      // [count]
   const uint16_t* rows = nullptr;        // [row_count, kClasses]
   const uint8_t* class_table = nullptr;  // [kClasses]
   const uint16_t* values = nullptr;      // [value_tables, patch_symbols(element_size)]
   int row_count = 0, value_tables = 0;
 
-  // What encode fills and apply reads. sizes are uint16 in units of 4 bytes, at `tight` uint32 in units of 2.
+  // Written by encode, read by apply. sizes are uint16 in units of 4 bytes, at `tight` uint32 in units of 2.
   uint16_t* heads = nullptr;         // [tiles]; not at `tight`
   void* sizes = nullptr;             // [tiles]
   const int64_t* offsets = nullptr;  // [tiles + 1], bytes
   uint8_t* records = nullptr;        // [record_bytes]
   int64_t record_bytes = 0;
-  int64_t* bad_tile = nullptr;  // [1], apply only: the lowest number of a damaged tile, else as it was
-  int64_t* changes = nullptr;   // [count], encode and count_changes only: added to
+  int64_t* bad_tile = nullptr;  // [1], apply only: set to the lowest number of a damaged tile, if there is one
+  int64_t* changes = nullptr;   // [count], encode and count_changes only: incremented
 
-  // A GPU's scratch of encode.
+  // Scratch memory of encode on a GPU.
   int64_t* lengths = nullptr;     // [tiles], of the records, in bytes
   uint8_t* slots = nullptr;       // [tiles, slot_bytes]
-  int64_t* overflowed = nullptr;  // [tiles], numbers of those whose record is longer, in any order
-  int64_t* overflows = nullptr;   // [1], how many, added to
+  int64_t* overflowed = nullptr;  // [tiles], the numbers of tiles whose record is longer, in any order
+  int64_t* overflows = nullptr;   // [1], how many these are: incremented
   int slot_bytes = 0;
   const int32_t* value_ends = nullptr;  // [value_tables, symbols], running sums of values
 
   int64_t tiles() const { return first_tile[count]; }
 };
 
-// The sample: what each holds is added to. On the device.
+// The sums of a sample, on the device. patch_sample adds to them.
 struct PatchSample {
   int64_t* seen = nullptr;     // [count, kClasses]
   int64_t* changed = nullptr;  // [count, kClasses]

@@ -1,9 +1,9 @@
 // XXH3 of 128 bits with the default secret and seed 0, for host and device.
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 //
-// A long input is cut into blocks of 16 stripes of 64 bytes. What a stripe adds to the accumulators does not depend on
-// them, so the stripes of a block can be added up in any order, by anyone; only the scrambles that close the blocks are
-// a chain. And two accumulators whose numbers differ in the last bit take nothing from the other six.
+// A long input is cut into blocks of 16 stripes of 64 bytes. The amount that a stripe adds to the accumulators does not
+// depend on their values, so the stripes of a block can be added in any order and by any thread; only the scrambles at
+// the ends of blocks form a chain. Accumulators 2 i and 2 i + 1 are independent of the other six.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@
 
 #include "../host_device.h"
 
-// Loops that short inputs take alone are rolled on a GPU, where unrolled they were most of the kernel's code.
+// The loops for short inputs are not unrolled on a GPU, where they would be most of the kernel's code.
 #ifdef __CUDACC__
 #define SPARSE_OPT_ROLLED _Pragma("unroll 1")
 #else
@@ -21,7 +21,7 @@
 
 namespace sparse_opt::xxh3 {
 
-static_assert(std::endian::native == std::endian::little, "words are read as they lie in memory");
+static_assert(std::endian::native == std::endian::little, "words are read in the byte order of memory");
 
 constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9,
@@ -105,7 +105,7 @@ SPARSE_OPT_HOST_DEVICE uint64_t avalanche(uint64_t x) {
   return x ^ x >> 32;
 }
 
-// XXH64's, which the shortest inputs take.
+// That of XXH64, for the shortest inputs.
 SPARSE_OPT_HOST_DEVICE uint64_t avalanche_xxh64(uint64_t x) {
   x = (x ^ x >> 33) * kPrime64_2;
   x = (x ^ x >> 29) * kPrime64_3;
@@ -147,7 +147,7 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_9_to_16(const uint8_t* data, int64_t size, c
   return {avalanche(hash.low), avalanche(hash.high)};
 }
 
-// Two accumulators take in 16 bytes each, with 32 bytes of the secret from `key` on.
+// Adds 16 bytes to each of two accumulators, with 32 bytes of the secret from `key` on.
 SPARSE_OPT_HOST_DEVICE void mix_32(Hash128& acc, const uint8_t* a, const uint8_t* b, const uint64_t* secret, int key) {
   const uint64_t a0 = read64(a), a1 = read64(a + 8), b0 = read64(b), b1 = read64(b + 8);
   acc.low += folded_product(a0 ^ secret_at(secret, key), a1 ^ secret_at(secret, key + 8));
@@ -177,7 +177,7 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_17_to_240(const uint8_t* data, int64_t size,
   return {avalanche(acc.low + acc.high), 0 - avalanche(high)};
 }
 
-// Of at most kLongestShort bytes.
+// For at most kLongestShort bytes.
 SPARSE_OPT_HOST_DEVICE Hash128 hash_short(const uint8_t* data, int64_t size, const uint64_t* secret) {
   if (size > 16) return hash_17_to_240(data, size, secret);
   if (size > 8) return hash_9_to_16(data, size, secret);
@@ -186,8 +186,8 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_short(const uint8_t* data, int64_t size, con
   return hash_of_none(secret);
 }
 
-// A long input: `blocks` whole ones, each closed by a scramble, then the `stripes` of one that is not, none to 15; then
-// its last 64 bytes, as one more stripe with a key of its own. At least one byte comes after the whole blocks.
+// A long input has `blocks` whole blocks, each followed by a scramble, then `stripes` (0 to 15) of a partial block,
+// then its last 64 bytes as one more stripe with a key of its own. At least one byte follows the whole blocks.
 struct LongShape {
   int64_t blocks;
   int stripes;
@@ -221,19 +221,19 @@ SPARSE_OPT_HOST_DEVICE uint64_t scramble(uint64_t acc, uint64_t key) {
   return (acc ^ acc >> 47 ^ key) * kPrime32_1;
 }
 
-// What pair `pair` adds to a half of the hash, whose part of the secret is `merge`.
+// The amount that pair `pair` adds to the half of the hash whose part of the secret begins at byte `merge`.
 SPARSE_OPT_HOST_DEVICE uint64_t merged(Pair acc, int pair, const uint64_t* secret, int merge) {
   const int key = merge + 16 * pair;
   return folded_product(acc.first ^ secret_at(secret, key), acc.second ^ secret_at(secret, key + 8));
 }
 
-// Of the sums of all pairs' merged().
+// The hash, from the sums of all pairs' merged().
 SPARSE_OPT_HOST_DEVICE Hash128 finished(uint64_t merged_low, uint64_t merged_high, int64_t size) {
   const auto bytes = static_cast<uint64_t>(size);
   return {avalanche(bytes * kPrime64_1 + merged_low), avalanche(~(bytes * kPrime64_2) + merged_high)};
 }
 
-// The 16 bytes that xxHash calls canonical, big-endian, as two words to store.
+// xxHash's canonical form: 16 bytes, big-endian, as two words to store.
 SPARSE_OPT_HOST_DEVICE Pair canonical(Hash128 hash) {
   return {swap64(hash.high), swap64(hash.low)};
 }

@@ -180,7 +180,7 @@ def test_arguments_that_do_not_fit():
         native.patch_encode(old, old, 3, True, 7, 0, *none, False)
     with pytest.raises(ValueError, match=r"width is 16"):
         native.patch_encode(old, old, 1, True, 7, 16, *none, False)
-    with pytest.raises(ValueError, match=r"level 2 wants row_of"):
+    with pytest.raises(ValueError, match=r"level 2 requires row_of"):
         native.patch_encode(old, old, 2, True, 7, 0, *none, False)
     with pytest.raises(ValueError, match="advance is not for level 2"):
         native.patch_encode(old, old, 2, True, 7, 0, *none, True)

@@ -1,5 +1,5 @@
-// delta_mark reads both tensors once, 2 * element size bytes per element, which is the floor, and writes one bit per
-// element. delta_collect reads the bits, and of the new tensors only the lines that hold a change.
+// delta_mark reads both tensors once, 2 * element size bytes per element, which is the bandwidth bound, and writes one
+// bit per element. delta_collect reads the bits, and the cache lines of the new tensors that contain a change.
 #include <cstring>
 
 #include "../common/blocks.h"
@@ -9,7 +9,7 @@
 namespace sparse_opt::cpu {
 namespace {
 
-// Tensor and first element of a block of kDeltaBlock.
+// The tensor, first element and size of a block of at most kDeltaBlock elements.
 struct DeltaBlock {
   int64_t tensor, begin, size;
 };

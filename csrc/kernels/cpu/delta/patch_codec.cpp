@@ -10,7 +10,7 @@
 namespace sparse_opt::cpu {
 namespace {
 
-// One byte for each word of a run of 512, then one bit: both loops vectorise, a loop over bits would not.
+// First one byte for each word of a run of 512, then one bit: both loops vectorise, a single loop over bits would not.
 template <typename Word>
 [[gnu::always_inline]] inline int64_t mark_words(const void* old_words, const void* new_words, int64_t n,
                                                  uint64_t* __restrict bits) {
@@ -28,7 +28,7 @@ template <typename Word>
       for (int j = 0; j < 8; ++j) {
         uint64_t bytes;
         std::memcpy(&bytes, differs + 64 * k + 8 * j, 8);
-        // Byte i is 0 or 1; the product's top byte collects it at bit i.
+        // Byte i is 0 or 1, and becomes bit i of the product's top byte.
         number |= (bytes * 0x0102040810204080u >> 56) << 8 * j;
       }
       bits[begin / 64 + k] = number;
@@ -38,7 +38,7 @@ template <typename Word>
   return count;
 }
 
-// Tiles that a thread takes at a time.
+// The number of tiles in a piece of work for one thread.
 int64_t piece_tiles(PatchLevel level) {
   return level == PatchLevel::kTight ? 1 : 64;
 }
@@ -51,7 +51,7 @@ void for_each_tile(const PatchArguments& args, ParallelFor parallel_for, Body bo
   });
 }
 
-// The record of a tile, if its size and offsets agree and lie within what is there.
+// The record of a tile, if its size and offsets are consistent and it lies within the records.
 std::optional<Record> record_of(const PatchArguments& args, int64_t number) {
   const bool tight = args.level == PatchLevel::kTight;
   const int64_t unit = tight ? kTightUnit : kRecordUnit;
@@ -101,7 +101,8 @@ int64_t mark_changes(int element_size, const void* old_words, const void* new_wo
 const char* patch_tables_fault(const PatchArguments& args) {
   if (args.level != PatchLevel::kTight) return nullptr;
   const auto is_missing = [&](int row) { return row >= args.row_count; };
-  if (std::any_of(args.row_of, args.row_of + args.count, is_missing)) return "row_of names a row that is not there";
+  if (std::any_of(args.row_of, args.row_of + args.count, is_missing))
+    return "row_of has a row number that rows does not have";
   return TightCoder(args).fault();
 }
 

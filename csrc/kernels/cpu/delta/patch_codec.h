@@ -9,20 +9,20 @@
 
 namespace sparse_opt::cpu {
 
-// What is wrong with the tables of a call at `tight` that is to encode, or null; null at other levels.
+// Returns what is wrong with the tables of an encode call at `tight`; null if nothing is, and at other levels.
 const char* patch_tables_fault(const PatchArguments& args);
 
-// Adds to changes. The level is not `tight`.
+// Adds to args.changes. The level must not be `tight`.
 void count_changes(const PatchArguments& args, ParallelFor parallel_for);
 
-// Fills heads and sizes, and adds to changes. The records are those of the result's pieces, one behind the other.
+// Writes heads and sizes, and adds to args.changes. The records are the concatenation of the returned pieces.
 std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for);
 
 void patch_sample(const PatchArguments& args, const PatchSample& sample, ParallelFor parallel_for);
 
-// Reads nothing outside of records, whatever these, heads, sizes, offsets and the tables hold and wherever they begin,
-// and writes nothing but the tensors, which are aligned, and bad_tile. The words of a damaged tile are void, those of
-// the others are decoded.
+// Stays within the records and the tensors, whatever heads, sizes, offsets, records and tables contain, and whatever
+// their alignment; the tensors are aligned. Writes the tensors and bad_tile only. The words of a damaged tile are
+// undefined afterwards; all other tiles are decoded.
 void patch_apply(const PatchArguments& args, ParallelFor parallel_for);
 
 }  // namespace sparse_opt::cpu

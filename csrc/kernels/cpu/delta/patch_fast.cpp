@@ -1,4 +1,4 @@
-// `fast`: the compare reads both tensors once; what follows touches the lines that hold a change.
+// `fast`. The comparison reads both tensors once; the rest accesses the cache lines that contain a change.
 #include "../common/blocks.h"
 #include "patch_tiles.h"
 
@@ -53,7 +53,7 @@ int encode_tile(const Word* old_words, const Word* new_words, int t, uint16_t* h
   return n;
 }
 
-// Records of the length that their head says.
+// Applies a list. The record has the length that its head requires.
 template <typename Word>
 bool apply_list(Word* words, int t, int n, Record record) {
   const int run_count = (t + kPatchRun - 1) / kPatchRun;

@@ -1,4 +1,4 @@
-// `packed`: as `fast`, but positions and distances are streams of bits.
+// `packed`: as `fast`, but with positions and differences as streams of bits.
 #include "../common/blocks.h"
 #include "patch_tiles.h"
 
@@ -24,7 +24,7 @@ class BitWriter {
     for (int64_t k = 0; k < n; k += 64) put(bits[k / 64], static_cast<int>(std::min<int64_t>(64, n - k)));
   }
 
-  // The stream's length in bytes, filled to a multiple of kRecordUnit.
+  // Flushes the stream, and returns its length in bytes, padded to a multiple of kRecordUnit.
   int64_t finish() {
     std::memcpy(out_, &buffer_, 8);
     return rounded_up(out_ - begin_ + (filled_ + 7) / 8, kRecordUnit);
@@ -37,7 +37,7 @@ class BitWriter {
   int filled_ = 0;
 };
 
-// The bits of a record, at any place of it.
+// Reads bits of a record at any place.
 class BitReader {
  public:
   explicit BitReader(Record record) : record_(record) {}
@@ -84,7 +84,7 @@ int encode_tile(const PatchArguments& args, const Word* old_words, const Word* n
   const int mode = n * k + high <= t ? kModeEliasFano : kModeBitmap;
   const size_t begin = out.size();
   const int64_t most_bits = std::min(n * k + high, t) + 2 * n + int64_t{m} * (args.width + kWordBits<Word>);
-  out.resize(begin + most_bits / 8 + 16);  // the writer's last store may reach 8 bytes past the last bit's
+  out.resize(begin + most_bits / 8 + 16);  // the writer's last store may extend 8 bytes past that of the last bit
   BitWriter stream(out.data() + begin);
   if (mode == kModeEliasFano) {
     uint64_t upper[2 * kPatchTile / 64] = {};
@@ -113,7 +113,7 @@ int encode_tile(const PatchArguments& args, const Word* old_words, const Word* n
   return n;
 }
 
-// Section 1 from bit 0 on: fills positions [n]. The bit behind it, or -1 where the section is damaged.
+// Reads section 1, which begins at bit 0, to positions [n]. Returns the bit after it, or -1 if the section is damaged.
 int64_t read_positions(const BitReader& stream, int mode, int n, int t, uint16_t* positions) {
   const int k = mode == kModeBitmap ? 0 : elias_fano_k(n, t);
   const int64_t first = mode == kModeBitmap ? 0 : int64_t{n} * k;

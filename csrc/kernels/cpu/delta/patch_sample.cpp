@@ -1,4 +1,4 @@
-// Of a large tensor one block in sixteen is read.
+// The sample of a large tensor reads one block in sixteen.
 #include <mutex>
 
 #include "patch_codec.h"
@@ -7,9 +7,9 @@
 namespace sparse_opt::cpu {
 namespace {
 
-constexpr int64_t kSpan = int64_t{kSampleBlock} * kSampleStride;  // words of which a large tensor gives the first block
+constexpr int64_t kSpan = int64_t{kSampleBlock} * kSampleStride;  // words; of a large tensor the first block is read
 
-// What one thread has seen. Sums of whole numbers, so the order in which threads add theirs does not show.
+// The counts of one thread. They are integers, so the sums do not depend on the order in which threads add theirs.
 class Counts {
  public:
   Counts(const PatchArguments& args, const PatchSample& sample, std::mutex& mutex)
@@ -23,7 +23,7 @@ class Counts {
   void add(const Word* old_words, const Word* new_words, int64_t n) {
     uint64_t bits[kSampleBlock / 64];
     mark_changes(sizeof(Word), old_words, new_words, n, bits);
-    // Neighbours are often of one class: four arrays, so that no count waits for the one just written.
+    // Neighbours are often of one class. Four arrays avoid a dependency of each increment on the previous one.
     for (int64_t i = 0; i < n; ++i) ++seen_[i % 4][class_of(old_words[i], args_.class_shift)];
     for_each_bit(bits, n, [&](int64_t i) {
       const int of = class_of(old_words[i], args_.class_shift);
@@ -33,7 +33,7 @@ class Counts {
     });
   }
 
-  // Adds what was seen of a tensor to the sample.
+  // Adds the counts of a tensor to the sample.
   void flush_tensor(int64_t tensor) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (int c = 0; c < kClasses; ++c) {

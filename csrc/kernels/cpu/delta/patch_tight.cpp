@@ -9,7 +9,7 @@ TightCoder::TightCoder(const PatchArguments& args) : args_(args) {
   const auto is_missing = [&](int table) { return table >= args.value_tables; };
   std::copy_n(args.class_table, kClasses, class_table_.begin());
   if (std::any_of(class_table_.begin(), class_table_.end(), is_missing)) {
-    fault_ = "class_table names a value table that is not there";
+    fault_ = "class_table has a value table number that values does not have";
     return;
   }
   rows_.resize(static_cast<size_t>(args.row_count) * kClasses);
@@ -31,7 +31,7 @@ TightCoder::TightCoder(const PatchArguments& args) : args_(args) {
       start += frequency;
     }
     if (ranges_.size() != static_cast<size_t>(table + 1) * symbols_ || start != kOne) {
-      fault_ = "values are no frequencies in 16384";
+      fault_ = "values are not frequencies that sum to 16384";
       return;
     }
   }

@@ -1,4 +1,4 @@
-// `tight`: the tables of one call, in the form that coding wants them, and the coder of a tile.
+// `tight`: the tables of one call, in the form that the coder uses, and the coder of a tile.
 #pragma once
 
 #include <array>
@@ -10,12 +10,12 @@
 
 namespace sparse_opt::cpu {
 
-// Frequency and start of a symbol in 2^kValueScaleBits.
+// Frequency and start of a symbol, of 2^kValueScaleBits.
 struct SymbolRange {
   uint16_t frequency, start;
 };
 
-// Bit l set where byte l of flags [kMaxLanes] has `flag`, a power of two.
+// Bit l is set if byte l of flags [kMaxLanes] has the bit `flag`.
 inline uint32_t lanes_with(const uint8_t* flags, uint8_t flag) {
   uint32_t lanes = 0;
   for (int k = 0; k < kMaxLanes / 8; ++k) {
@@ -31,26 +31,26 @@ inline int lanes_of(int64_t t) {
   return static_cast<int>((t + kLaneRows - 1) / kLaneRows);
 }
 
-// States that step_rows takes together: `lanes`, and some that are void.
+// The number of states that step_rows computes together: at least `lanes`; the others are unused.
 inline int step_width(int lanes) {
   return lanes <= 8 ? 8 : lanes <= 16 ? 16 : kMaxLanes;
 }
 
-// Rows [first, end) of a span, whose first `active` lanes have a word.
+// Rows [first, end) of a span, in which only the first `active` lanes have a word.
 struct Rows {
   int first, end;
-  uint32_t mask;                   // of the lanes
-  uint64_t wanted[kMaxLanes / 8];  // 0xff in byte l for lane l
+  uint32_t mask;                  // bit l is set for an active lane l
+  uint64_t bytes[kMaxLanes / 8];  // byte l is 0xff for an active lane l
 
   Rows(int first_row, int end_row, int active)
       : first(first_row), end(end_row), mask(static_cast<uint32_t>((uint64_t{1} << active) - 1)) {
-    uint8_t bytes[kMaxLanes] = {};
-    std::fill_n(bytes, active, uint8_t{0xff});
-    std::memcpy(wanted, bytes, kMaxLanes);
+    uint8_t flags[kMaxLanes] = {};
+    std::fill_n(flags, active, uint8_t{0xff});
+    std::memcpy(bytes, flags, kMaxLanes);
   }
 };
 
-// Of a span of `size` words: the rows of all lanes, and the one, if there is one, of fewer.
+// Of a span of `size` words: the rows with all lanes, and the row with fewer, if there is one.
 inline Rows full_rows(int size, int lanes) {
   return {0, size / lanes, lanes};
 }
@@ -60,7 +60,7 @@ inline Rows last_row(int size, int lanes) {
 
 class TightCoder {
  public:
-  // Of a call at another level it holds nothing.
+  // Empty for a call at another level.
   explicit TightCoder(const PatchArguments& args);
 
   int64_t encode_tile(int64_t number, const PatchTile& tile, std::vector<uint8_t>& out) const;
@@ -68,7 +68,7 @@ class TightCoder {
   // What is wrong with the tables, or null.
   const char* fault() const { return fault_; }
 
-  // False where the record is damaged, and where it needs tables that are.
+  // Returns false if the record is damaged, or needs tables that are.
   bool apply_tile(int64_t number, const PatchTile& tile, Record record) const;
 
  private:
@@ -84,7 +84,7 @@ class TightCoder {
   const PatchArguments& args_;
   int symbols_ = 0;
   const char* fault_ = nullptr;
-  // Copies, which are aligned and stay as they were checked.
+  // Copies, which are aligned and do not change after the check.
   std::array<uint8_t, kClasses> class_table_ = {};
   std::vector<uint16_t> rows_;       // [row_count, kClasses]
   std::vector<SymbolRange> ranges_;  // [value_tables, symbols]

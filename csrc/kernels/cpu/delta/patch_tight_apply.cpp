@@ -1,5 +1,5 @@
-// `tight`, backwards. The states of a tile take step 1 of a row together, in a loop that vectorises; only where one of
-// them reads a number, or a word has changed, are lanes looked at one by one.
+// The decoder of `tight`. The states of a tile perform step 1 of a row together, in a loop that vectorises; lanes are
+// processed one by one only if one of them reads a number or has a changed word.
 #include <algorithm>
 #include <cstring>
 
@@ -10,12 +10,12 @@ namespace sparse_opt::cpu {
 namespace {
 
 constexpr uint32_t kRowScale = 1u << kRowScaleBits;
-constexpr uint32_t kLowest = 1u << 16;  // a state below it reads a number
+constexpr uint32_t kLowest = 1u << 16;  // a smaller state reads a number
 constexpr uint8_t kReads = 1, kChanged = 2;
 
-// Step 1 of rows [row, rows), up to the first in which a lane of `lanes` reads a number or has changed, which
-// flags [kMaxLanes] show. Each row stands at `stride` frequencies behind the one before; a frequency of 0 leaves a
-// state alone. Lanes from `stride` on are void. The row, or `rows`.
+// Step 1 of rows [row, rows), up to the first in which a lane of `lanes` reads a number or has a changed word, which
+// flags [kMaxLanes] show. Returns that row, or `rows`. Rows are `stride` frequencies apart; a frequency of 0 does not
+// change the state. Lanes from `stride` on are unused.
 template <int kWidth>
 [[gnu::always_inline]] inline int step_rows(uint32_t* __restrict states, const uint16_t* __restrict frequencies,
                                             int stride, int row, int rows, const uint64_t* __restrict lanes,
@@ -61,13 +61,13 @@ int step_rows_of(int width, uint32_t* states, const uint16_t* frequencies, int s
   }
 }
 
-// The states of a tile and the numbers that they still read.
+// The states of a tile, and the numbers that are left to read.
 struct Reader {
   alignas(64) uint32_t states[kMaxLanes];
   const uint8_t* next;
   const uint8_t* end;
 
-  // Reads a number if the lane's state is too low. False where none is left.
+  // Reads a number if the lane's state is too low. Returns false if none is left.
   bool refill(int lane) {
     uint32_t& x = states[lane];
     if (x >= kLowest) return true;
@@ -91,7 +91,7 @@ bool TightCoder::apply_words(Word* words, int64_t t, Record record, const uint16
   uint16_t moving[kSpanRows * kMaxLanes];
   const int class_shift = args_.class_shift;
 
-  // Steps 2 and 3 of `count` changed words, which stand at at[k] of a span, at lanes 0, 1, ...
+  // Steps 2 and 3 for `count` changed words, at positions at[k] of a span, in lanes 0, 1, ...
   const auto change = [&](Word* span, const uint16_t* at, int count) {
     Symbol symbols[kMaxLanes];
     int most = 0;
@@ -136,7 +136,7 @@ bool TightCoder::apply_words(Word* words, int64_t t, Record record, const uint16
     int count = 0;
     for (const Rows rows : {full_rows(size, lanes), last_row(size, lanes)}) {
       for (int r = rows.first; r < rows.end; ++r) {
-        r = step_rows_of(width, reader.states, frequencies, lanes, r, rows.end, rows.wanted, flags);
+        r = step_rows_of(width, reader.states, frequencies, lanes, r, rows.end, rows.bytes, flags);
         if (r == rows.end) break;
         for (uint32_t rest = lanes_with(flags, kReads) & rows.mask; rest != 0; rest &= rest - 1) {
           if (!reader.refill(std::countr_zero(rest))) return false;

@@ -1,5 +1,5 @@
-// `tight`, forwards: the decoder's steps, from the last one to the first, so that the numbers of a record are written
-// from its end. As in the decoder, the states take step 1 of a row together.
+// The encoder of `tight`: the decoder's steps from the last to the first, so the numbers of a record are written from
+// its end. As in the decoder, the states perform step 1 of a row together.
 #include <memory>
 
 #include "../common/multiversion.h"
@@ -11,18 +11,19 @@ namespace {
 constexpr uint32_t kRowScale = 1u << kRowScaleBits;
 constexpr uint32_t kLowest = 1u << 16;
 constexpr float kJustBelow1 = 1.0f - 1.0f / (1 << 20);
-// The most numbers of a row, or of words that change together, in four rounds of step 3; and the states.
-constexpr int kRowRoom = kMaxLanes * (1 + 4 + 2);
+// The maximum of the numbers that one row, or the changes coded together, write, with four rounds of step 3; and the
+// states.
+constexpr int kRowCapacity = kMaxLanes * (1 + 4 + 2);
 
-// What the words of a span do to their lanes' states, in the order of the words: push with a frequency in
-// 2^kRowScaleBits and a start.
+// The push of each word of a span onto its lane's state, in the order of the words: its frequency, of 2^kRowScaleBits,
+// and its start.
 struct Steps {
   alignas(64) uint16_t frequency_less_1[(kSpanRows + 1) * kMaxLanes];
   alignas(64) uint16_t start[(kSpanRows + 1) * kMaxLanes];
 };
 
-// Step 1 of rows row, row - 1, ... to the first in which a lane of `lanes` writes a number, which flags show and
-// low [kMaxLanes] holds, or to `last`. The row.
+// Step 1 of rows row, row - 1, ... to the first in which a lane of `lanes` writes a number, which is in low [kMaxLanes]
+// where `flags` is set, or to `last`. Returns that row.
 template <int kWidth>
 [[gnu::always_inline]] inline int step_rows(uint32_t* __restrict states, const Steps& __restrict steps, int stride,
                                             int row, int last, const uint64_t* __restrict lanes,
@@ -44,7 +45,7 @@ template <int kWidth>
       // less than 2^16 * 2^-19: its whole part is the quotient's, or one less.
       const float estimate = static_cast<float>(y) * (kJustBelow1 / static_cast<float>(frequency));
       const uint32_t q = static_cast<uint32_t>(static_cast<int32_t>(estimate)), r = y - q * frequency;
-      // (q + 1 << 16) + r - frequency where r is frequency or more
+      // (q + 1 << 16) + r - frequency if r >= frequency
       const uint32_t more = r >= frequency ? kRowScale - frequency : 0;
       x[l] = (q << kRowScaleBits) + r + more + start[l];
     }
@@ -86,8 +87,8 @@ int64_t count_changes(const Word* a, const Word* b, int64_t t) {
 
 }  // namespace
 
-// Appends the record, or a raw one if that is shorter. Not called where nothing changed. The record's size in numbers,
-// and the bit of a raw one.
+// Appends the record, or a raw one if that is shorter. Called only if a word changed. Returns the record's size in
+// numbers, with kRawBit for a raw one.
 template <typename Word>
 uint32_t TightCoder::encode_words(const Word* old_words, const Word* new_words, int64_t t, const uint16_t* row,
                                   int64_t* changes, std::vector<uint8_t>& record) const {
@@ -95,8 +96,8 @@ uint32_t TightCoder::encode_words(const Word* old_words, const Word* new_words, 
   alignas(64) uint32_t states[kMaxLanes];
   std::fill_n(states, kMaxLanes, kLowest);
   const int64_t raw = (t * static_cast<int64_t>(sizeof(Word)) + 1) / 2;
-  const auto numbers = std::make_unique_for_overwrite<uint16_t[]>(raw + kRowRoom);
-  uint16_t* const end = numbers.get() + raw + kRowRoom;
+  const auto numbers = std::make_unique_for_overwrite<uint16_t[]>(raw + kRowCapacity);
+  uint16_t* const end = numbers.get() + raw + kRowCapacity;
   uint16_t* out = end;
   uint16_t unchanged_less_1[kClasses];
   for (int c = 0; c < kClasses; ++c) unchanged_less_1[c] = static_cast<uint16_t>(kRowScale - row[c] - 1);
@@ -112,7 +113,7 @@ uint32_t TightCoder::encode_words(const Word* old_words, const Word* new_words, 
     x = (x / frequency << scale) + x % frequency + start;
   };
 
-  // Steps 3 and 2 of `count` changed words, which stand at at[k] of a span, at lanes 0, 1, ...
+  // Steps 3 and 2 for `count` changed words, at positions at[k] of a span, in lanes 0, 1, ...
   const auto change = [&](const Word* a, const Word* b, const uint16_t* at, int count) {
     Symbol symbols[kMaxLanes];
     int most = 0;
@@ -136,8 +137,8 @@ uint32_t TightCoder::encode_words(const Word* old_words, const Word* new_words, 
 
   alignas(64) uint8_t flags[kMaxLanes] = {};
   uint16_t low[kMaxLanes], moving[kSpanRows * kMaxLanes];
-  const auto has_room = [&] { return out - numbers.get() >= kRowRoom; };
-  // The span that begins at word `begin`. False where the record has become longer than a raw one.
+  const auto has_capacity = [&] { return out - numbers.get() >= kRowCapacity; };
+  // Encodes the span that begins at word `begin`. Returns false if the record has become longer than a raw one.
   const auto encode_span = [&](int64_t begin) {
     const int size = static_cast<int>(std::min<int64_t>(int64_t{kSpanRows} * lanes, t - begin));
     const Word *a = old_words + begin, *b = new_words + begin;
@@ -152,17 +153,17 @@ uint32_t TightCoder::encode_words(const Word* old_words, const Word* new_words, 
       steps.start[i] = static_cast<uint16_t>(kRowScale - frequency);
       moving[count++] = static_cast<uint16_t>(i);
     });
-    // Words that are not there leave their lane's state as it is.
+    // Lanes past the span's last word keep their state.
     std::fill_n(steps.frequency_less_1 + size, kMaxLanes, uint16_t{kRowScale - 1});
 
     for (int k = (count - 1) / lanes * lanes; k >= 0 && count > 0; k -= lanes) {
-      if (!has_room()) return false;
+      if (!has_capacity()) return false;
       change(a, b, moving + k, std::min(lanes, count - k));
     }
     for (const Rows rows : {last_row(size, lanes), full_rows(size, lanes)}) {
       for (int r = rows.end - 1; r >= rows.first; --r) {
-        if (!has_room()) return false;
-        r = step_rows_of(width, states, steps, lanes, r, rows.first, rows.wanted, flags, low);
+        if (!has_capacity()) return false;
+        r = step_rows_of(width, states, steps, lanes, r, rows.first, rows.bytes, flags, low);
         for (uint32_t rest = lanes_with(flags, 1) & rows.mask; rest != 0;) {
           const int lane = 31 - std::countl_zero(rest);
           rest &= ~(1u << lane);

@@ -1,4 +1,4 @@
-// What the three levels share: tiles, the compare of their words, and the coder of a tile of each level.
+// Shared by the three levels: tiles, the comparison of their words, and the functions that code one tile.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ inline PatchTile patch_tile_at(const PatchArguments& args, int64_t tile) {
   return {tensor, begin, std::min(length, args.numels[tensor] - begin)};
 }
 
-// A record that is being read.
+// A record to decode.
 struct Record {
   const uint8_t* data;
   int64_t bytes;
@@ -34,7 +34,7 @@ constexpr int64_t rounded_up(int64_t bytes, int64_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// Copy of `bytes` bytes, filled with zeros to a multiple of `unit`, at the end of `out`.
+// Appends `bytes` bytes to `out`, padded with zeros to a multiple of `unit`.
 inline void append_raw(const void* words, int64_t bytes, int64_t unit, std::vector<uint8_t>& out) {
   const size_t begin = out.size();
   out.resize(begin + rounded_up(bytes, unit));
@@ -48,13 +48,13 @@ Word word_at(const uint8_t* data, int64_t i) {
   return word;
 }
 
-// numbers[i], wherever the numbers begin: those that a decoder is given may not be aligned.
+// numbers[i]. A decoder's numbers may be unaligned.
 template <typename Number>
 Number number_at(const void* numbers, int64_t i) {
   return word_at<Number>(static_cast<const uint8_t*>(numbers), i);
 }
 
-// call(position) for each set bit of the first `n`, in order.
+// Calls call(position) for each set bit of the first `n`, in order.
 template <typename Call>
 void for_each_bit(const uint64_t* bits, int64_t n, Call call) {
   for (int64_t k = 0; 64 * k < n; ++k) {
@@ -62,11 +62,11 @@ void for_each_bit(const uint64_t* bits, int64_t n, Call call) {
   }
 }
 
-// bits[k / 64] gets bit k % 64 set where word k changed, and clear from n on to a multiple of 64. The number of
-// changes.
+// Sets bit k % 64 of bits[k / 64] if word k changed, and clears it otherwise, also from n to the next multiple of 64.
+// Returns the number of changes.
 int64_t mark_changes(int element_size, const void* old_words, const void* new_words, int64_t n, uint64_t* bits);
 
-// Call(Word{}) with the unsigned type of that size.
+// Calls call(Word{}) with the unsigned type of this size.
 template <typename Call>
 decltype(auto) with_word(int element_size, Call call) {
   switch (element_size) {
@@ -81,8 +81,8 @@ decltype(auto) with_word(int element_size, Call call) {
   }
 }
 
-// Each codes one tile: encode sets the tile's head and size, appends the record to `out`, and returns the number of
-// changes. apply returns whether the record is sound.
+// encode writes the tile's head and size, appends the record to `out`, and returns the number of changes. apply returns
+// whether the record is undamaged.
 int64_t encode_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, std::vector<uint8_t>& out);
 bool apply_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record);
 int64_t encode_packed_tile(const PatchArguments& args, int64_t number, const PatchTile& tile,

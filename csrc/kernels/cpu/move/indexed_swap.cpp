@@ -34,7 +34,7 @@ void take_chunks(const MoveArguments& args, const Work& work, int64_t first, int
   });
 }
 
-// call.template operator()<Word>(), of the element size
+// Calls call.template operator()<Word>() with the unsigned type of this size.
 template <typename Call>
 void with_word(int element_size, Call call) {
   switch (element_size) {

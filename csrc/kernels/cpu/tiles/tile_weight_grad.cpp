@@ -1,7 +1,7 @@
-// Per tile of S x S elements and token: 2 S operands read, S^2 products; out is written once (and read, to accumulate).
-// From a handful of tokens on the products are what takes the time. On one Zen 4 core 26 tiles of 64 of a 2048 x 2048
-// matrix, 1024 tokens, take 3.3 ms in bf16, 3.6 in fp32 and in fp16; a torch.mm for each tile 2.2, 4.1 and 36; torch's
-// whole product and a gather 41, 88 and 1440.
+// For each tile of S x S elements and each token: 2 S operands are read, S^2 products computed; out is written once
+// (and read, to accumulate). From a few tokens on the products take the time. On one Zen 4 core 26 tiles of 64 of a
+// 2048 x 2048 matrix, 1024 tokens, take 3.3 ms in bf16, 3.6 in fp32 and in fp16; a torch.mm for each tile 2.2, 4.1 and
+// 36; torch's whole product and a gather 41, 88 and 1440.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -16,15 +16,15 @@
 namespace sparse_opt::cpu {
 namespace {
 
-// A piece of a tile is kStrip rows of kSide columns; up to kSide rows that lie in turn are worked on at once, so that
-// their inputs are converted once. An element's sum is over its own products alone, in an order that the tokens give:
-// neither pieces nor threads change a bit of it.
+// A strip of a tile is kStrip rows of kSide columns. Up to kSide consecutive rows are computed together, so that their
+// inputs are converted once. An element's sum depends on its own products and the order of the tokens only, so neither
+// strips nor threads change its bits.
 constexpr int64_t kStrip = 16;
 constexpr int64_t kSide = 64;
-constexpr int64_t kLanes = 16;    // columns, or rows, that lie side by side in a packed block
+constexpr int64_t kLanes = 16;    // neighbouring columns, or rows, in a group of a packed block
 constexpr int64_t kTokens = 128;  // of a packed block: one group of lanes takes 8 KiB
-constexpr int64_t kRows = 4;      // of one register block: kRows x kLanes sums in half of AVX2's registers
-constexpr int64_t kPieceProducts = int64_t{1} << 18;  // less is not worth another thread
+constexpr int64_t kRows = 4;      // of a register block: kRows x kLanes sums in half of AVX2's registers
+constexpr int64_t kPieceProducts = int64_t{1} << 18;  // a smaller piece is not worth another thread
 static_assert(kStrip == kLanes && kSide % kLanes == 0 && kLanes % kRows == 0);
 
 // [kSide / kLanes groups][kTokens][kLanes]
@@ -74,8 +74,8 @@ void add_products(const Packed& g, const Packed& x, int64_t tokens, int64_t rows
       const int64_t lane = row % kLanes;
       float block[kRows][kLanes] = {};
       for (int64_t token = 0; token < tokens; ++token) {
-        // GCC 12 would else load the rows' factors as one vector and permute it: 27e9 products a second on one Zen 4
-        // core with AVX-512, against 47e9 so.
+        // Otherwise GCC 12 loads the rows' factors as one vector and permutes it: 27e9 instead of 47e9 products a
+        // second on one Zen 4 core with AVX-512.
         int64_t t = token;
         asm("" : "+r"(t));
 #pragma GCC unroll 4
@@ -92,7 +92,7 @@ void add_products(const Packed& g, const Packed& x, int64_t tokens, int64_t rows
   }
 }
 
-// What a strip leaves: fp64 sums of fp32 squares in a fixed order, and 1 where a stored value is not finite.
+// Statistics of a strip: fp64 sums of fp32 squares in a fixed order, and 1 if a stored value is not finite.
 struct Stored {
   double squares[kLanes] = {};
   uint32_t not_finite[kLanes] = {};
@@ -142,7 +142,7 @@ void store(const TileArguments& args, const float* sums, int64_t slot, int64_t n
   }
 }
 
-// The strips of a call, numbered matrix by matrix, tile by tile, and in a tile by halves of its columns.
+// The strips of a call, numbered matrix by matrix, tile by tile, and within a tile of 128 by halves of its columns.
 class Strips {
  public:
   explicit Strips(const TileArguments& args)
@@ -154,8 +154,8 @@ class Strips {
   int64_t count() const { return first_.back(); }
   int64_t first(int64_t matrix) const { return first_[matrix]; }
 
-  // Strips [begin, end) or as many of them as can be worked on at once: returns where the next ones begin. Writes the
-  // sum of squares of each to squares[strip] if that is not null, and sets not_finite where it finds such a value.
+  // Computes strips [begin, end), or as many of them as can be computed together, and returns the next strip. Writes
+  // the sum of squares of each to squares[strip] if that is not null, and sets not_finite if a value is not finite.
   int64_t run(int64_t begin, int64_t end, double* squares, std::atomic<bool>& not_finite) const {
     const int64_t matrix = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
     const int64_t in_matrix = begin - first_[matrix], in_tile = in_matrix % per_tile_;

@@ -1,8 +1,8 @@
-// Reads every byte once, which is the floor, and writes 16 bytes for each chunk of 64 KiB.
+// Reads every byte once, which is the bandwidth bound, and writes 16 bytes for each chunk of 64 KiB.
 //
-// A warp takes a chunk. Four lanes take a block of 1024 bytes, a pair of accumulators each, so that a warp has eight
-// neighbouring blocks in flight, and nothing is exchanged before all sums of a chunk are in shared memory. Then the
-// chain of scrambles runs over them, in every group of lanes the same: no lane diverges, and other warps use the memory
+// A warp processes a chunk. Four lanes process a block of 1024 bytes, a pair of accumulators each, so a warp has eight
+// neighbouring blocks in flight. Lanes exchange nothing until all sums of a chunk are in shared memory. Then every
+// group of lanes computes the same chain of scrambles over them: no lane diverges, and other warps use the memory
 // meanwhile.
 #include <vector>
 
@@ -19,7 +19,7 @@ constexpr int kGroups = 32 / kPairs;             // blocks that a warp takes at 
 constexpr int kChunkBlocks = static_cast<int>(kDigestChunk / xxh3::kBlock);
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// 16 bytes that are aligned as Word is, past the caches: nobody reads them twice.
+// Loads 16 bytes with the alignment of Word, with a streaming policy because they are read once.
 template <typename Word>
 __device__ __forceinline__ xxh3::Pair load_pair(const uint8_t* data) {
   Word words[sizeof(xxh3::Pair) / sizeof(Word)];
@@ -32,7 +32,7 @@ __device__ __forceinline__ xxh3::Pair load_pair(const uint8_t* data) {
   return pair;
 }
 
-// call.template operator()<Word>() with the widest Word that `data` is aligned to.
+// Calls call.template operator()<Word>() with the widest Word that `data` is aligned to.
 template <typename Call>
 __device__ __forceinline__ void dispatch_alignment(const uint8_t* data, Call call) {
   const auto address = reinterpret_cast<uintptr_t>(data);
@@ -47,12 +47,12 @@ __device__ __forceinline__ void dispatch_alignment(const uint8_t* data, Call cal
   }
 }
 
-// What the first `stripes` stripes of a block add to a lane's pair. `data` and `key` are those of the lane's 16 bytes
-// of the first stripe.
+// The amount that the first `stripes` stripes of a block add to a lane's pair. `data` and `key` are those of the lane's
+// 16 bytes of the first stripe.
 template <typename Word>
 __device__ __forceinline__ xxh3::Pair accumulated_block(const uint8_t* data, int stripes, const uint64_t* key) {
-  // Stripes whose loads are in flight together, 16 bytes of each for a lane. Of what is not aligned, less: it is rare,
-  // and takes many instructions.
+  // Stripes whose loads are in flight together, 16 bytes of each for a lane. Fewer of unaligned data, which is rare and
+  // takes many instructions.
   constexpr int kTogether = sizeof(Word) == 16 ? 8 : 2;
   constexpr int kUnroll = sizeof(Word) == 16 ? xxh3::kBlockStripes / kTogether : 1;
   xxh3::Pair sum = {0, 0};
@@ -71,7 +71,7 @@ __device__ __forceinline__ xxh3::Pair accumulated_block(const uint8_t* data, int
   return sum;
 }
 
-// Called by a whole warp, of which each lane returns the same; `sums` are the warp's own.
+// Called by a whole warp; all lanes return the same hash. `sums` is the warp's own memory.
 __device__ __forceinline__ xxh3::Hash128 hash_long(const uint8_t* data, int64_t size, const uint64_t* secret,
                                                    xxh3::Pair (*sums)[kPairs]) {
   const int lane = threadIdx.x % 32, group = lane / kPairs, pair = lane % kPairs;
@@ -83,7 +83,7 @@ __device__ __forceinline__ xxh3::Hash128 hash_long(const uint8_t* data, int64_t 
 #pragma unroll 1
     for (int first = 0; first <= blocks; first += kGroups) {
       const int block = first + group;
-      if (first + kGroups <= blocks) {  // the loads and sums of whole blocks without a condition
+      if (first + kGroups <= blocks) {  // whole blocks, without conditions on loads and sums
         sums[block][pair] = accumulated_block<Word>(mine + first * xxh3::kBlock, xxh3::kBlockStripes, key);
       } else if (block <= blocks) {
         const int stripes = block < blocks ? xxh3::kBlockStripes : shape.stripes;
@@ -93,7 +93,7 @@ __device__ __forceinline__ xxh3::Hash128 hash_long(const uint8_t* data, int64_t 
   });
 
   const uint8_t* last = data + size - xxh3::kStripe + pair * sizeof(xxh3::Pair);
-  xxh3::Pair words;  // asked for before the chain, which hides the wait
+  xxh3::Pair words;  // loaded before the chain, which hides the latency
   dispatch_alignment(last, [&]<typename Word>() { words = load_pair<Word>(last); });
   __syncwarp();
 

@@ -1,4 +1,4 @@
-// Two tensors compared a block of kDeltaBlock elements at a time, one bit for each element.
+// Comparison of two tensors, a block of kDeltaBlock elements at a time, to one bit for each element.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t differing(const uint4& a, const uint4& b) {
   return bits;
 }
 
-// Each thread compares a whole number of 16-byte vectors that fills a byte of the bitmap (two for 1-byte elements).
+// In one pass a thread compares whole 16-byte vectors whose bits fill a byte of the bitmap (two, for 1-byte elements).
 template <typename Word>
 struct CompareShape {
   using Bits = std::conditional_t<sizeof(Word) == 1, uint16_t, uint8_t>;
@@ -42,7 +42,8 @@ struct CompareShape {
   static constexpr int kTogether = kPasses * kVectors <= 4 ? kPasses : 4 / kVectors;
 };
 
-// The new tensor's elements stay in the caches: those that changed are read again, when their order is known.
+// The new tensor is loaded with the default cache policy: its changed elements are read again, once their order is
+// known.
 template <typename Word>
 __device__ __forceinline__ void compare_full_block(const Word* old_words, const Word* new_words,
                                                    typename CompareShape<Word>::Bits* changed) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void compare_full_block(const Word* old_words, const 
   }
 }
 
-// A tensor's last block, and views that are not aligned to 16 bytes.
+// For a tensor's last block, and views that are not aligned to 16 bytes.
 template <typename Word>
 __device__ __forceinline__ void compare_any_block(const Word* old_words, const Word* new_words, int size,
                                                   typename CompareShape<Word>::Bits* changed) {
@@ -106,8 +107,8 @@ struct ChangedBits {
   }
 };
 
-// Exclusive sum of `count` over the block's threads, and the total. Called by the whole block; all of it must have
-// returned before it is called again.
+// Exclusive sum of `count` over the block's threads, and the total. Called by the whole block, with a barrier between
+// two calls.
 template <typename Count>
 __device__ __forceinline__ Count block_rank(Count count, Count& total) {
   __shared__ Count warp_counts[kWarps];
@@ -129,7 +130,7 @@ __device__ __forceinline__ Count block_rank(Count count, Count& total) {
   return rank;
 }
 
-// The sum of `value` over the block's threads, in all of them. Called by the whole block, once.
+// Returns the sum of `value` over the block's threads to all of them. Called by the whole block, once.
 template <typename Value>
 __device__ __forceinline__ Value block_sum_in_all_threads(Value value) {
   __shared__ Value warp_sums[kWarps];

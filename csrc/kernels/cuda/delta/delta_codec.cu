@@ -1,5 +1,6 @@
-// delta_encode stands in delta_encode.cuh. Before it, delta_sample reads every args.sample_stride-th block of both
-// tensors, by which the caller makes room for the changes, or delta_encode sees that a guess was too low.
+// Launchers of delta_encode (delta_encode.cuh) and delta_sample, which runs before it and counts the changes in every
+// args.sample_stride-th block. The caller allocates by this count, or delta_encode finds that a speculative capacity is
+// too low.
 #include "../common/whole_tensors.cuh"
 #include "../kernels.h"
 #include "../move/move.cuh"
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) delta_sample_kernel(const __grid_con
   block_rank(__popc(changed.words[threadIdx.x]), total);
   if (threadIdx.x == 0) {
     atomicAdd(DeltaProgress(args.progress, 0).sampled, static_cast<unsigned long long>(total));
-    tell<::cuda::thread_scope_system>(args.sampled + blockIdx.x, total);
+    store_relaxed<::cuda::thread_scope_system>(args.sampled + blockIdx.x, total);
   }
 }
 

@@ -1,16 +1,17 @@
-// delta_encode in one pass. A block takes one tile of both tensors after the other, puts a tile's changes in order in
-// shared memory and says how many they are. One warp of the grid adds these counts up, in order. The block writes the
-// changes to where they belong some tiles later, while the tile that follows is on its way from memory.
+// delta_encode in one pass. A block processes one tile of both tensors after the other: it compares the tile, collects
+// its changes in order in shared memory, and publishes their count. One warp of the grid computes the running sums of
+// all counts. The block writes the changes at their sum kEncodeDeferred tiles later, while the next tile is being
+// loaded.
 //
-// Read are both tensors once, 2 * element size bytes per element; written are 4 bytes (8 with wide indices) and the
-// element for each change. That is the floor; a tile's count and its sum, 12 bytes, stay in the L2 cache. Only of a
-// tile of which more than a quarter changed the new tensor is read again, where it changed.
+// Reads both tensors once, 2 * element size bytes per element; writes 4 bytes (8 with wide indices) and the element for
+// each change, which is the bandwidth bound. A tile's count and sum, 12 bytes, stay in the L2 cache. If more than a
+// quarter of a tile changed, the changed elements of the new tensor are read again.
 //
 // With decoupled look-back (Merrill and Garland, NVIDIA NVR-2016-002) each tile would add up the counts before it, 32
-// to a reading, and memory would wait for that chain: the copy rate of an H200 is 130 tiles of 2 * 16 KiB in a
-// microsecond, four readings that wait for each other. (A kernel that did so took 1.4 ms there for 2^30 bf16 of which
-// 1 % changed, and 1.0 ms without the chain.) Here one warp reads all counts, as many at a time as keep it ahead of
-// memory, and no block waits for a sum before its next loads are in flight.
+// at a time, and this chain would limit the bandwidth: an H200 copies 130 tiles of 2 * 16 KiB in a microsecond, which
+// requires four dependent reads of counts in that time. (Such a kernel took 1.4 ms there for 2^30 bf16 of which 1 %
+// changed, and 1.0 ms without the chain.) Here one warp reads all counts, enough at a time to keep ahead of memory, and
+// every block has its next loads in flight before it waits for a sum.
 #pragma once
 
 #include <cuda/atomic>
@@ -19,16 +20,14 @@
 
 namespace sparse_opt::cuda {
 
-// On an H200, 2^30 bf16 of which 1, 2.5 and 10 % changed, the sample and all, in ms: 1.03, 1.06, 1.19 (98.8, 98.6 and
-// 97.3 % of the copy rate); with four blocks to a multiprocessor 1.04, 1.07, 1.19; with half the vectors in flight and
-// five blocks 1.17, 1.19, 1.29; with one turn between a tile's count and its writing 1.23, 1.23, 1.29.
+// Chosen on an H200: "Tuning tables" in docs/notebook.md. `sparse-opt bench kernels` times delta_encode.
 constexpr int kEncodeThreads = 256;
-constexpr int kEncodeBlocks = 3;    // that a multiprocessor holds
-constexpr int kEncodeVectors = 4;   // of 16 bytes, of each tensor, in flight for a thread
-constexpr int kEncodeDeferred = 2;  // turns between a tile's count and its writing
-constexpr int kEncodeSummed = 8;    // times 32 counts that are read at a time
+constexpr int kEncodeBlocks = 3;    // on a multiprocessor
+constexpr int kEncodeVectors = 4;   // 16-byte vectors of each tensor that a thread has in flight
+constexpr int kEncodeDeferred = 2;  // steps between the count of a tile and the write of its changes
+constexpr int kEncodeSummed = 8;    // groups of 32 counts that are read at a time
 
-// A tile of a tensor. Warp w has the vectors [w, w + 1) * 32 * kVectors, a lane every 32nd of them.
+// A tile of a tensor. Warp w compares the vectors [w, w + 1) * 32 * kVectors, each lane every 32nd of them.
 template <typename Word>
 struct EncodeShape {
   static constexpr int kElements = 16 / sizeof(Word);  // of a vector
@@ -36,7 +35,7 @@ struct EncodeShape {
   static constexpr int kVectors = kEncodeVectors * kElements <= 32 ? kEncodeVectors : 32 / kElements;
   static constexpr uint32_t kElementMask = (1u << kElements) - 1;
   static constexpr int kTile = kEncodeThreads * kVectors * kElements;
-  static constexpr int kRoom = kTile / 4;  // changes that are kept of a tile
+  static constexpr int kCapacity = kTile / 4;  // changes of a tile that fit into shared memory
   static constexpr int kWarps = kEncodeThreads / 32;
   static_assert(kTile <= 65536, "positions have 16 bits");
 
@@ -46,14 +45,14 @@ struct EncodeShape {
   }
 };
 
-// What blocks tell each other, within args.progress, which is 0 at first. Counts and sums are 1 more than they say; 0
-// is nothing yet.
+// Communication between blocks, in args.progress, which is initially 0. Counts and sums are stored plus 1: 0 means that
+// the value is not known yet.
 struct DeltaProgress {
-  unsigned long long* sampled;  // the changes that delta_sample has seen
-  uint64_t* total;              // of the tables that are done
+  unsigned long long* sampled;  // the changes that delta_sample counted
+  uint64_t* total;              // the changes in the tables before this one
   uint64_t* sums;               // [tiles], the changes before each
   uint32_t* counts;             // [tiles]
-  uint32_t* turns;              // [tables], how many blocks and tiles of the table have been handed out
+  uint32_t* turns;              // [tables], the number of assigned turns: one for the sums, one for each tile
 
   __host__ __device__ DeltaProgress(void* memory, int64_t tiles)
       : sampled(static_cast<unsigned long long*>(memory)),
@@ -64,17 +63,19 @@ struct DeltaProgress {
   static int64_t bytes(int64_t tiles, int64_t tables) { return 16 + 12 * tiles + 4 * tables; }
 };
 
-// One word that others wait for, and that nothing else goes with: no order is asked for.
+// Accesses to a word that other blocks, or the host, wait for. The word is the whole message, so relaxed order
+// suffices.
 template <typename T>
-__device__ __forceinline__ T look(T* at) {
+__device__ __forceinline__ T load_relaxed(T* at) {
   return ::cuda::atomic_ref<T, ::cuda::thread_scope_device>(*at).load(::cuda::std::memory_order_relaxed);
 }
 template <::cuda::thread_scope Scope = ::cuda::thread_scope_device, typename T>
-__device__ __forceinline__ void tell(T* at, T value) {
+__device__ __forceinline__ void store_relaxed(T* at, T value) {
   ::cuda::atomic_ref<T, Scope>(*at).store(value, ::cuda::std::memory_order_relaxed);
 }
 
-// The sums before each of a table's tiles, in order, as their counts come in. Called by one whole warp.
+// Computes the sum of the counts before each of a table's tiles, in order, as the counts are published. Called by one
+// whole warp.
 __device__ __forceinline__ void sum_counts(uint32_t* counts, uint64_t* sums, int tiles, uint64_t* total) {
   const int lane = threadIdx.x % 32;
   uint64_t before = *total;
@@ -84,7 +85,7 @@ __device__ __forceinline__ void sum_counts(uint32_t* counts, uint64_t* sums, int
 #pragma unroll
     for (int i = 0; i < kEncodeSummed; ++i) {
       const int tile = next + 32 * i + lane;
-      found[i] = tile < tiles ? look(counts + tile) : 0;
+      found[i] = tile < tiles ? load_relaxed(counts + tile) : 0;
     }
     bool all = true;
 #pragma unroll
@@ -92,7 +93,7 @@ __device__ __forceinline__ void sum_counts(uint32_t* counts, uint64_t* sums, int
       const uint32_t missing = ~__ballot_sync(0xffffffffu, found[i] != 0);
       known[i] = !all ? 0 : missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
       all = all && missing == 0;
-      if (lane >= known[i]) found[i] = 1;  // nothing
+      if (lane >= known[i]) found[i] = 1;  // a count of 0
       sum[i] = found[i] - 1;
     }
 #pragma unroll
@@ -105,7 +106,7 @@ __device__ __forceinline__ void sum_counts(uint32_t* counts, uint64_t* sums, int
     }
 #pragma unroll
     for (int i = 0; i < kEncodeSummed; ++i) {
-      if (lane < known[i]) tell(sums + next + lane, before + sum[i] - (found[i] - 1) + 1);
+      if (lane < known[i]) store_relaxed(sums + next + lane, before + sum[i] - (found[i] - 1) + 1);
       before += __shfl_sync(0xffffffffu, sum[i], 31);
       next += known[i];
     }
@@ -113,7 +114,7 @@ __device__ __forceinline__ void sum_counts(uint32_t* counts, uint64_t* sums, int
   if (lane == 0) *total = before;
 }
 
-// 16 bytes from element `at` on, 0 for what is past `size`.
+// 16 bytes from element `at` on, with 0 past `size`.
 template <typename Word>
 __device__ __forceinline__ uint4 load_part(const Word* words, int at, int size) {
   uint32_t part[4] = {};
@@ -130,7 +131,7 @@ __device__ __forceinline__ uint4 load_part(const Word* words, int at, int size) 
   return {part[0], part[1], part[2], part[3]};
 }
 
-// The part of a tile that a thread compares.
+// A thread's part of a tile.
 template <typename Word>
 struct ThreadTile {
   using Shape = EncodeShape<Word>;
@@ -168,18 +169,18 @@ struct ThreadTile {
   }
 };
 
-// How many of a warp's changes come before those of each of a thread's vectors, and how many there are.
+// The number of the warp's changes before those of each of this thread's vectors, and their total.
 template <typename Word>
 struct WarpRanks {
   using Shape = EncodeShape<Word>;
   int first[Shape::kVectors];
   int total;
 
-  // Called by the whole warp. One scan for all vectors, each of which has a field of the sum.
+  // Called by the whole warp. One scan for all vectors: each has a field of bits in the scanned number.
   __device__ __forceinline__ explicit WarpRanks(uint32_t bits) {
     constexpr int kField = 32 / Shape::kVectors, kElements = Shape::kElements;
     constexpr uint32_t kFieldMask = static_cast<uint32_t>((uint64_t{1} << kField) - 1);
-    static_assert(31 * kElements <= kFieldMask, "31 lanes' changes of a vector fit a field");
+    static_assert(31 * kElements <= kFieldMask, "31 lanes' changes of a vector fit into a field");
     const int lane = threadIdx.x % 32;
     uint32_t own = 0;
 #pragma unroll
@@ -204,18 +205,19 @@ struct WarpRanks {
   }
 };
 
-// A tile between its count and its writing: its changes in order, or, where they are too many, its bits.
+// A tile whose count is published and whose changes are not written yet: its changes in order, or, if they are more
+// than kCapacity, its bits.
 template <typename Word>
 struct EncodeSlot {
   using Shape = EncodeShape<Word>;
-  Word values[Shape::kRoom];
+  Word values[Shape::kCapacity];
   uint32_t bits[kEncodeThreads];
   int warp_first[Shape::kWarps];  // changes before each warp's
-  uint16_t positions[Shape::kRoom];
+  uint16_t positions[Shape::kCapacity];
   int tile, segment, total;
 
-  // Keeps this thread's changes, of which `ranks` and `before` say where they come, from rank `low` on, as far as there
-  // is room.
+  // Stores this thread's changes, whose ranks follow from `ranks` and `before`, at their rank minus `low`. With Some,
+  // only those of ranks [low, low + kCapacity).
   template <bool Some>
   __device__ __forceinline__ void keep(uint32_t changed, const WarpRanks<Word>& ranks, int before, int low,
                                        const Word* new_words) {
@@ -225,7 +227,7 @@ struct EncodeSlot {
       int rank = before + ranks.first[j] - low;
       for (uint32_t rest = changed >> (j * Shape::kElements) & Shape::kElementMask; rest != 0; rest &= rest - 1) {
         const int position = first + __ffs(static_cast<int>(rest)) - 1;
-        if (!Some || static_cast<unsigned>(rank) < static_cast<unsigned>(Shape::kRoom)) {
+        if (!Some || static_cast<unsigned>(rank) < static_cast<unsigned>(Shape::kCapacity)) {
           positions[rank] = static_cast<uint16_t>(position);
           values[rank] = new_words[position];
         }
@@ -234,8 +236,8 @@ struct EncodeSlot {
     }
   }
 
-  // The first `count` changes that are kept, of a tile that begins at element `begin`, to results[at] on. Threads begin
-  // at a multiple of 32 of the results, so that a warp's stores fill sectors.
+  // Writes the first `count` stored changes of a tile that begins at element `begin` to the results from `at` on. Warps
+  // begin at multiples of 32 results, so that their stores fill sectors.
   template <typename Index>
   __device__ __forceinline__ void write(const DeltaArguments& args, int64_t begin, int64_t at, int count) const {
     const Index first = static_cast<Index>(begin);
@@ -248,42 +250,42 @@ struct EncodeSlot {
     }
   }
 
-  // All changes of a tile that keeps its bits, part by part. Called by the whole block.
+  // Writes all changes of a tile of which the bits were kept, kCapacity at a time. Called by the whole block.
   template <typename Index>
   __device__ __forceinline__ void write_by_bits(const DeltaArguments& args, int64_t begin, int64_t at,
                                                 const Word* new_words) {
     const uint32_t own = bits[threadIdx.x];
     const WarpRanks<Word> ranks(own);
-    for (int low = 0; low < total; low += Shape::kRoom) {
+    for (int low = 0; low < total; low += Shape::kCapacity) {
       keep<true>(own, ranks, warp_first[threadIdx.x / 32], low, new_words);
       __syncthreads();
-      write<Index>(args, begin, at + low, min(total - low, Shape::kRoom));
+      write<Index>(args, begin, at + low, min(total - low, Shape::kCapacity));
       __syncthreads();
     }
   }
 };
 
-// The first turn of a table is not a tile's: the block that takes it adds up the counts. It runs then, as do all blocks
-// that have a tile, so that every wait ends, whatever blocks have yet to start.
+// The first turn of a table is not a tile: the block that takes it computes the sums. Turns are taken by running
+// blocks, so neither the sums nor any tile waits for a block that has not started.
 template <typename Word, typename Index, int Capacity>
 __global__ void __launch_bounds__(kEncodeThreads, kEncodeBlocks)
     delta_encode_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                         const __grid_constant__ DeltaArguments args, int64_t all_tiles) {
   using Shape = EncodeShape<Word>;
   __shared__ EncodeSlot<Word> slots[kEncodeDeferred + 1];
-  __shared__ uint4 new_vectors[Shape::kTile / Shape::kElements];  // each thread's own, so that it can load the next
+  __shared__ uint4 new_vectors[Shape::kTile / Shape::kElements];  // frees the registers for the next tile's loads
   __shared__ int warp_counts[Shape::kWarps];
   __shared__ int shared_turns[2];
   __shared__ uint64_t shared_before;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const DeltaProgress progress(args.progress, all_tiles);
-  if (args.speculative && static_cast<int64_t>(*progress.sampled) * args.sample_stride > args.room) return;
+  if (args.speculative && static_cast<int64_t>(*progress.sampled) * args.sample_stride > args.capacity) return;
   uint32_t* counts = progress.counts + table.block_offset;
   uint64_t* sums = progress.sums + table.block_offset;
   uint32_t* turns = progress.turns + table.segment_offset / Capacity;
   const int tiles = table.first_block[table.count];
 
-  // Thread 0 asks for turns and sums a step before they are needed.
+  // Thread 0 requests turns and sums one step before they are needed.
   uint32_t turn = 0;
   uint64_t sum = 0;
   if (threadIdx.x == 0) {
@@ -310,10 +312,10 @@ __global__ void __launch_bounds__(kEncodeThreads, kEncodeBlocks)
               static_cast<const Word*>(table.dense[segment]) + range.begin, static_cast<int>(range.end - range.begin));
   };
   if (tile < tiles) load(tile);
-  int found = 0;  // this block's tiles so far
+  int found = 0;  // the number of this block's tiles so far
   for (int step = 0;; ++step) {
-    // What is shared is written on one side of a barrier and read on the other; the slot that is filled was written out
-    // before the first barrier.
+    // Shared variables are written on one side of a barrier and read on the other. The slot that is filled here was
+    // read by the previous step, before this step's first barrier.
     int after_next = tiles;
     if (tile < tiles) {
       ++found;
@@ -334,13 +336,13 @@ __global__ void __launch_bounds__(kEncodeThreads, kEncodeBlocks)
         total += warp_counts[other];
       }
       if (threadIdx.x == 0) {
-        tell(counts + tile, static_cast<uint32_t>(total) + 1);
+        store_relaxed(counts + tile, static_cast<uint32_t>(total) + 1);
         slot.tile = tile;
         slot.segment = of;
         slot.total = total;
         turn = atomicAdd(turns, 1u);
       }
-      if (total > Shape::kRoom) {
+      if (total > Shape::kCapacity) {
         slot.bits[threadIdx.x] = bits;
         if (threadIdx.x % 32 == 0) slot.warp_first[warp] = before;
       } else {
@@ -357,24 +359,24 @@ __global__ void __launch_bounds__(kEncodeThreads, kEncodeBlocks)
     const bool has_due = due >= 0 && due < found;
     EncodeSlot<Word>& slot = slots[(step + 1) % (kEncodeDeferred + 1)];
     if (has_due && threadIdx.x == 0) {
-      while (sum == 0) sum = look(sums + slot.tile);
+      while (sum == 0) sum = load_relaxed(sums + slot.tile);
       shared_before = sum - 1;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
       const bool soon = kEncodeDeferred > 1 && due + 1 >= 0 && due + 1 < found;
-      sum = soon ? look(sums + slots[(step + 2) % (kEncodeDeferred + 1)].tile) : 0;
+      sum = soon ? load_relaxed(sums + slots[(step + 2) % (kEncodeDeferred + 1)].tile) : 0;
     }
     if (has_due) {
       const auto at = static_cast<int64_t>(shared_before);
       const int total = slot.total, from = slot.segment;
       const int64_t begin = int64_t{slot.tile - table.first_block[from]} * Shape::kTile;
       if (threadIdx.x == 0 && slot.tile + 1 == table.first_block[from + 1]) {
-        tell<::cuda::thread_scope_system>(args.bounds + table.segment_offset + from, at + total);
+        store_relaxed<::cuda::thread_scope_system>(args.bounds + table.segment_offset + from, at + total);
       }
-      if (at + total > args.room) {
-        // The caller sees the sum of all, and calls again.
-      } else if (total > Shape::kRoom) {
+      if (at + total > args.capacity) {
+        // Nothing is written: the caller sees the total in args.bounds, and encodes again.
+      } else if (total > Shape::kCapacity) {
         slot.template write_by_bits<Index>(args, begin, at, static_cast<const Word*>(table.dense[from]) + begin);
       } else {
         slot.template write<Index>(args, begin, at, total);

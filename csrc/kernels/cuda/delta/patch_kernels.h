@@ -1,5 +1,5 @@
-// The patch codec's CUDA launchers. They run on `stream` and the current device, allocate nothing and wait for nothing.
-// A launch that fails throws std::runtime_error.
+// The patch codec's CUDA launchers. They launch on `stream` of the current device and do not allocate or synchronize.
+// If a launch fails they throw std::runtime_error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,9 +11,10 @@ namespace sparse_opt::cuda {
 void patch_sample(const PatchArguments& args, const PatchSample& sample, cudaStream_t stream);
 void count_changes(const PatchArguments& args, cudaStream_t stream);  // adds to args.changes
 
-// find fills sizes, lengths, changes, overflowed, overflows and, but for `tight`, heads; and the slots of records that
-// fit. With offsets, the running sums of lengths: place moves those to records, as far as record_bytes goes, and again
-// writes the `overflows` others, which want all the room. patch_ are of `fast` and `packed`, tight_ of `tight`.
+// The encoder's three steps. encode_to_slots writes sizes, lengths, changes, overflowed, overflows, heads (not at
+// `tight`), and the slots of the records that fit. Given offsets, the running sums of lengths: compact_slots copies
+// those to records, if they end within record_bytes, and encode_overflow writes the `overflows` others, for which
+// records must be large enough. The functions with tight_ are for `tight`, the others for `fast` and `packed`.
 void encode_to_slots(const PatchArguments& args, cudaStream_t stream);
 void compact_slots(const PatchArguments& args, cudaStream_t stream);
 void encode_overflow(const PatchArguments& args, int64_t overflows, cudaStream_t stream);

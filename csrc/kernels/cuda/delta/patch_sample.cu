@@ -1,5 +1,5 @@
-// The sample that the tables of `tight` and the width of `packed` are made from: a sixteenth of large tensors is read,
-// and nearly all its words fall into a few classes, so a warp adds up equal ones before it adds to shared memory.
+// The sample from which the tables of `tight` and the width of `packed` are computed. It reads a sixteenth of large
+// tensors. Nearly all words fall into a few classes, so a warp adds up equal classes before it adds to shared memory.
 #include "../common/dispatch.cuh"
 #include "../common/whole_tensors.cuh"
 #include "patch_kernels.h"
@@ -7,7 +7,7 @@
 namespace sparse_opt::cuda {
 namespace {
 
-constexpr int kFrequentSymbols = 8;  // changes by less than five, which are nearly all
+constexpr int kFrequentSymbols = 8;  // of changes by less than five, which are nearly all changes
 
 struct ClassCounts {
   uint32_t seen[kClasses], changed[kClasses], symbols[kClasses * kFrequentSymbols];
@@ -17,12 +17,12 @@ __device__ __forceinline__ void add(int64_t* sum, uint32_t count) {
   if (count != 0) atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(count));
 }
 
-// A block for each kSampleStride blocks of a tensor: the first of them, or of a small tensor all.
+// One block for each kSampleStride sample blocks of a tensor: it reads the first of them, or all of a small tensor's.
 template <typename Word, int Capacity>
 __global__ void __launch_bounds__(kThreads)
     patch_sample_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                         const __grid_constant__ PatchArguments args, const __grid_constant__ PatchSample sample) {
-  static_assert(kSampleBlock % kThreads == 0, "whole turns");
+  static_assert(kSampleBlock % kThreads == 0, "every thread runs as many iterations");
   __shared__ ClassCounts counts;
   for (int c = threadIdx.x; c < kClasses; c += kThreads) counts.seen[c] = counts.changed[c] = 0;
   const bool one_class = args.class_shift >= kWordBits<Word>;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool all = table.ends[range.segment] <= kSampledNumel;
   const int64_t end = all ? range.end : min(range.end, range.begin + kSampleBlock);
   const int symbols = patch_symbols(sizeof(Word)), lane = threadIdx.x % 32;
-  // Whole warps take each turn, so that all lanes vote.
+  // All lanes of a warp run each iteration, as the votes require.
   for (int64_t first = range.begin + threadIdx.x - lane; first < end; first += kThreads) {
     const int64_t k = first + lane;
     const bool has_word = k < end;

@@ -1,8 +1,8 @@
-// `tight`: a warp for each tile of 2^19 words, a lane of the warp for each lane of the tile. tight_encode_to_slots
-// reads both tensors once, 2 * element size bytes per element, and a span of the old one again from the caches;
-// tight_apply reads the tensor once, and writes the words that change. But what bounds them are the instructions that
-// each word takes, some 30 to encode it and 20 to decode it where nothing changed. That the changes of a span are coded
-// together, and not where they stand, keeps warps from following one lane each.
+// `tight`: one warp for each tile of 2^19 words, and one lane of the warp for each lane of the tile.
+// tight_encode_to_slots reads both tensors once, 2 * element size bytes per element, and a span of the old one again
+// from the caches; tight_apply reads the tensor once and writes the words that change. Both are bound by instructions:
+// about 30 to encode an unchanged word and 20 to decode it. The changes of a span are coded together, after its rows,
+// because a warp whose lanes coded single changes would diverge.
 #include "../common/dispatch.cuh"
 #include "patch_kernels.h"
 #include "patch_records.cuh"
@@ -13,10 +13,10 @@ namespace {
 constexpr int kAhead = 8;  // rows that are loaded together
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr uint32_t kInitialState = 1u << 16;
-// Entries of the value tables that are kept in shared memory; those of larger ones are read through the caches.
+// Value tables of at most this many entries are copied to shared memory; larger ones are read through the caches.
 constexpr int kSharedValues = 1024;
 
-// What divides by a frequency: x / f is __umulhi(x, reciprocal) or one more, for all x and f > 0.
+// The reciprocal to divide by a frequency: x / f is __umulhi(x, reciprocal) or one more, for all x and f > 0.
 __device__ __forceinline__ uint32_t reciprocal_of(uint32_t f) {
   return f == 1 ? 0xffffffffu : static_cast<uint32_t>((uint64_t{1} << 32) / f);
 }
@@ -25,7 +25,7 @@ struct Frequency {
   uint32_t frequency, reciprocal;
 };
 
-// Which words of a span's rows changed: the mask of row 32 * i + lane is kept by that lane.
+// The changed words of a span's rows, a mask for each row: lane l holds those of rows l and 32 + l.
 struct SpanMasks {
   static_assert(kSpanRows == 64);
   uint32_t low = 0, high = 0;
@@ -38,7 +38,7 @@ struct SpanMasks {
   __device__ __forceinline__ uint32_t get(int row) const { return __shfl_sync(kAll, row < 32 ? low : high, row % 32); }
 };
 
-// The frequencies of one tensor's tiles, and the changes of a span, in shared memory.
+// In shared memory: the frequencies for one tensor's tiles, and the positions of a span's changes.
 struct TightTables {
   Frequency words[2 * kClasses];  // of 2 * class + (1 if the word changed), of 65536
   uint8_t value_table[kClasses];
@@ -68,7 +68,7 @@ struct TightTables {
     return ends + value_table[class_of(old_word, class_shift)] * patch_symbols(sizeof(Word));
   }
 
-  // The changed words of a span, by where they stand in it. Returns their number.
+  // Lists the positions of a span's changed words, in order. Returns their number.
   __device__ __forceinline__ int list(const SpanMasks& masks, int lanes) {
     int found = 0;
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint32_t lanes_below() {
 // The numbers of a record, written from its end towards its beginning.
 struct Writer {
   uint16_t* numbers;  // of the whole record
-  int cursor;         // those before it are not written yet; below 0, they are only counted
+  int cursor;         // the first written number; below 0, numbers are counted and not written
 
   __device__ __forceinline__ void spill(bool full, uint32_t& x) {
     const uint32_t lanes = __ballot_sync(kAll, full);
@@ -126,7 +126,7 @@ struct Writer {
   }
 };
 
-// Steps 3 and 2 of a span's changes.
+// Steps 3 and 2 for a span's changes.
 template <typename Word>
 __device__ __forceinline__ void push_values(const Word* old_words, const Word* new_words, int lanes, int total,
                                             const TightTables& tables, const PatchArguments& args, Writer& writer,
@@ -158,7 +158,7 @@ __device__ __forceinline__ void push_values(const Word* old_words, const Word* n
   }
 }
 
-// All spans of a tile, from the last to the first. Returns how many words changed.
+// Encodes all spans of a tile, from the last to the first. Returns the number of changed words.
 template <typename Word>
 __device__ __forceinline__ int encode_tile(const Word* old_words, const Word* new_words, int t, int lanes,
                                            TightTables& tables, const PatchArguments& args, Writer& writer,
@@ -192,7 +192,7 @@ __device__ __forceinline__ int encode_tile(const Word* old_words, const Word* ne
     const int total = tables.list(masks, lanes);
     changed += total;
     push_values(old_words + begin, new_words + begin, lanes, total, tables, args, writer, x);
-    __syncwarp();  // the list is made anew
+    __syncwarp();  // before the next list overwrites this one
 
 #pragma unroll 1
     for (int first = kSpanRows - kAhead; first >= 0; first -= kAhead) {
@@ -245,10 +245,10 @@ __device__ __forceinline__ void write_states(uint32_t x, int lanes, uint16_t* nu
   numbers[2 * threadIdx.x + 1] = static_cast<uint16_t>(x >> 16);
 }
 
-// A record that fits stands at the end of its slot.
+// A record that fits is written to the end of its slot.
 template <typename Word, int Capacity>
-__global__ void __launch_bounds__(32) tight_find_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                        const __grid_constant__ PatchArguments args) {
+__global__ void __launch_bounds__(32) tight_encode_to_slots_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                   const __grid_constant__ PatchArguments args) {
   __shared__ TightTables tables;
   const BlockRange range = block_range(table, kTightTile);
   const int64_t number = table.block_offset + blockIdx.x;
@@ -261,13 +261,13 @@ __global__ void __launch_bounds__(32) tight_find_kernel(const __grid_constant__ 
   Writer writer = {slot, slot_numbers};
   uint32_t x = kInitialState;
   const int changed = encode_tile(old_words, new_words, t, lanes, tables, args, writer, x);
-  const int wanted = slot_numbers - writer.cursor + 2 * lanes;
+  const int length = slot_numbers - writer.cursor + 2 * lanes;
   uint32_t size = 0;
   if (changed != 0) {
-    const bool raw = static_cast<int>(raw_numbers<Word>(t)) < wanted;
-    size = raw ? raw_numbers<Word>(t) | kRawBit : static_cast<uint32_t>(wanted);
-    const bool fits = !raw && wanted <= slot_numbers;
-    if (fits) write_states(x, lanes, slot + slot_numbers - wanted);
+    const bool raw = static_cast<int>(raw_numbers<Word>(t)) < length;
+    size = raw ? raw_numbers<Word>(t) | kRawBit : static_cast<uint32_t>(length);
+    const bool fits = !raw && length <= slot_numbers;
+    if (fits) write_states(x, lanes, slot + slot_numbers - length);
     if (threadIdx.x == 0) {
       atomicAdd(reinterpret_cast<unsigned long long*>(args.changes + range.number), changed);
       if (!fits) args.overflowed[atomicAdd(reinterpret_cast<unsigned long long*>(args.overflows), 1ull)] = number;
@@ -278,8 +278,8 @@ __global__ void __launch_bounds__(32) tight_find_kernel(const __grid_constant__ 
   args.lengths[number] = static_cast<int64_t>(size & ~kRawBit) * kTightUnit;
 }
 
-// A block for each tile: its slot to its place, if there is room for all.
-__global__ void __launch_bounds__(kThreads) tight_place_kernel(const __grid_constant__ PatchArguments args) {
+// One block for each tile: copies its slot to its place in the records, if it ends within them.
+__global__ void __launch_bounds__(kThreads) tight_compact_slots_kernel(const __grid_constant__ PatchArguments args) {
   const int64_t number = blockIdx.x;
   const uint32_t size = static_cast<const uint32_t*>(args.sizes)[number];
   const int64_t begin = args.offsets[number], length = static_cast<int64_t>(size) * kTightUnit;
@@ -290,10 +290,10 @@ __global__ void __launch_bounds__(kThreads) tight_place_kernel(const __grid_cons
   }
 }
 
-// A warp for each tile that has no room in a slot.
+// One warp for each tile whose record does not fit a slot.
 template <typename Word, int Capacity>
-__global__ void __launch_bounds__(32) tight_again_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                         const __grid_constant__ PatchArguments args) {
+__global__ void __launch_bounds__(32) tight_encode_overflow_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                                   const __grid_constant__ PatchArguments args) {
   __shared__ TightTables tables;
   const int64_t number = args.overflowed[blockIdx.x];
   const int64_t local = number - table.block_offset;
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(32) tight_again_kernel(const __grid_constant__
   write_states(x, lanes, numbers);
 }
 
-// A record's numbers, from front to back. What lies behind its end reads as 0, and is damage.
+// Reads a record's numbers from front to back. A read beyond its end returns 0 and sets `bad`.
 struct Reader {
   const uint16_t* numbers;
   int at, end;
@@ -334,7 +334,7 @@ struct Reader {
   }
 };
 
-// Steps 2 and 3 of a span's changes.
+// Steps 2 and 3 for a span's changes.
 template <typename Word>
 __device__ __forceinline__ void take_values(Word* words, int lanes, int total, const TightTables& tables,
                                             const PatchArguments& args, Reader& reader, uint32_t& x) {
@@ -350,7 +350,7 @@ __device__ __forceinline__ void take_values(Word* words, int lanes, int total, c
       const int32_t* ends = tables.ends_of(old_word, args.class_shift);
       const uint32_t rest = x & ((1u << kValueScaleBits) - 1u);
       uint32_t start = 0, end = ends[0];
-      // One up and one down are the first two, and most of all. The last end is above every rest.
+      // The first two symbols, one up and one down, are by far the most frequent. The last end exceeds every rest.
       while (end <= rest && symbol < patch_symbols(sizeof(Word)) - 1) {
         start = end;
         end = ends[++symbol];
@@ -393,7 +393,7 @@ __device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* n
       uint32_t same[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) same[i] = tables.words[2 * class_of(next[i], args.class_shift)].frequency;
-      // The next span's words lie behind this one's, which alone are written.
+      // Safe to load early: only words of the current span are written.
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) next[i] = load(begin + (first + kAhead + i) * lanes + lane);
 #pragma unroll
@@ -410,8 +410,8 @@ __device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* n
     }
     const int total = tables.list(masks, lanes);
     take_values(words + begin, lanes, total, tables, args, reader, x);
-    __syncwarp();  // the list is made anew
-    // A record that has ended early need not be followed to the tile's end.
+    __syncwarp();  // before the next list overwrites this one
+    // The rest of a truncated record need not be decoded.
     if (__any_sync(kAll, reader.bad)) return true;
   }
   return reader.at != count || x != kInitialState;
@@ -456,13 +456,13 @@ __global__ void __launch_bounds__(32) tight_apply_kernel(const __grid_constant__
 void tight_encode_to_slots(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      tight_find_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
+      tight_encode_to_slots_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
 }
 
 void tight_compact_slots(const PatchArguments& args, cudaStream_t stream) {
-  tight_place_kernel<<<static_cast<unsigned>(args.tiles()), kThreads, 0, stream>>>(args);
+  tight_compact_slots_kernel<<<static_cast<unsigned>(args.tiles()), kThreads, 0, stream>>>(args);
   check_launch("patch");
 }
 
@@ -471,7 +471,7 @@ void tight_encode_overflow(const PatchArguments& args, int64_t overflows, cudaSt
   const auto blocks = static_cast<unsigned>(overflows);
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
-      tight_again_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
+      tight_encode_overflow_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
 }

@@ -1,7 +1,7 @@
 // Encoders of `fast` and `packed`. encode_to_slots reads both tensors once, 2 * element size bytes per element, which
-// is the floor, and leaves each tile's record in a slot of its own. When the sum of the lengths is known, compact_slots
-// moves the records together, which reads and writes their bytes once more. A record that is longer than a slot is made
-// again, in place, from both tensors.
+// is the bandwidth bound, and writes each tile's record to a slot of its own. Once the sum of the lengths is known,
+// compact_slots copies the records together, which reads and writes their bytes once more. A record that is longer than
+// a slot is encoded again, to its final place.
 #include "../common/dispatch.cuh"
 #include "compare.cuh"
 #include "patch_kernels.h"
@@ -10,7 +10,7 @@
 namespace sparse_opt::cuda {
 namespace {
 
-static_assert(kPatchTile == kDeltaBlock, "tiles are compared as blocks of delta_encode");
+static_assert(kPatchTile == kDeltaBlock, "a tile is compared as one block of compare.cuh");
 
 // Records are aligned to 4 bytes.
 template <typename Word>
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_word(uint8_t* at, Word w) {
   }
 }
 
-// A field of up to 64 bits into a stream whose bits are 0.
+// Writes a field of up to 64 bits to a stream whose bits are 0.
 __device__ __forceinline__ void put_bits(uint32_t* stream, int at, int width, uint64_t value) {
   while (width > 0) {
     const int shift = at % 32, taken = min(32 - shift, width);
@@ -45,24 +45,24 @@ __device__ __forceinline__ void copy_raw(const Word* new_words, int t, uint8_t* 
   fill_to_unit(record, static_cast<int64_t>(t) * sizeof(Word));
 }
 
-// What a block knows of its tile once it has been compared.
+// A tile that its block has compared.
 template <typename Word>
 struct TileChanges {
   const Word* old_words;
   const Word* new_words;
   int t;
-  uint32_t bits;  // of this thread's words, 32 from 32 * threadIdx.x on
-  int n, rank;    // changes of the tile, and of those the ones before this thread's
+  uint32_t bits;  // of this thread's words, the 32 from 32 * threadIdx.x on
+  int n, rank;    // the tile's changes, and those before this thread's
 };
 
-// `room(length in units)` is where the record goes, or null where it shall not be written. Returns the head, and the
-// length in units.
+// Encodes a tile. `destination(length in units)` returns where to write the record, or null not to write it. Returns
+// the head, and in `units` the length in units of kRecordUnit bytes.
 struct FastTile {
-  uint16_t positions[kDeltaBlockRoom];
+  uint16_t positions[kDeltaBlockCapacity];
 
-  template <typename Word, typename Room>
+  template <typename Word, typename Destination>
   __device__ __forceinline__ uint32_t encode(const TileChanges<Word>& tile, const PatchArguments&, int& units,
-                                             Room room) {
+                                             Destination destination) {
     constexpr int kSize = sizeof(Word), kThreadsOfRun = kPatchRun / 32;
     const int n = tile.n, t = tile.t;
     int run = __popc(tile.bits);
@@ -75,13 +75,13 @@ struct FastTile {
     units = full_run ? INT32_MAX : units_of(list);
     if (units_of(bitmap) < units) mode = kModeBitmap, units = units_of(bitmap);
     if (units_of(static_cast<int64_t>(t) * kSize) < units) mode = kModeRaw, units = units_of(int64_t{t} * kSize);
-    uint8_t* record = room(units);
+    uint8_t* record = destination(units);
     if (record == nullptr) return n | mode << kModeShift;
 
     if (mode == kModeRaw) {
       copy_raw(tile.new_words, t, record);
     } else if (mode == kModeBitmap) {
-      // A list is the shorter up to one change in eight, and there its positions have room in `positions`.
+      // A list is only shorter up to one change in eight, so that its positions fit into `positions`.
       uint32_t* words = reinterpret_cast<uint32_t*>(record);
       if (static_cast<int>(threadIdx.x) * 32 < t) words[threadIdx.x] = tile.bits;
       uint8_t* values = record + (t + 31) / 32 * 4;
@@ -112,14 +112,14 @@ struct FastTile {
   }
 };
 
-// Bits are gathered in shared memory where the record has a slot's length at most, else where it belongs. A thread
-// takes every kThreads-th change: few words of 32 have one, and many have none.
+// Bits are collected in shared memory if the record fits a slot, else at the record's place. A thread encodes every
+// kThreads-th change, because most groups of 32 words have few changes or none.
 struct PackedTile {
   uint16_t positions[kPatchTile];
 
-  template <typename Word, typename Room>
+  template <typename Word, typename Destination>
   __device__ __forceinline__ uint32_t encode(const TileChanges<Word>& tile, const PatchArguments& args, int& units,
-                                             Room room) {
+                                             Destination destination) {
     const int n = tile.n, t = tile.t, width = args.width;
     const Word escape = static_cast<Word>((Word{1} << width) - 1);
     int rank = tile.rank;
@@ -143,7 +143,7 @@ struct PackedTile {
     units = (words + escapes * kWordBits<Word> + 31) / 32;
     const int raw = static_cast<int>((static_cast<int64_t>(t) * sizeof(Word) + kRecordUnit - 1) / kRecordUnit);
     if (raw < units) mode = kModeRaw, units = raw;
-    uint8_t* record = room(units);
+    uint8_t* record = destination(units);
     if (record == nullptr) return n | mode << kModeShift;
     if (mode == kModeRaw) {
       copy_raw(tile.new_words, t, record);
@@ -164,7 +164,7 @@ struct PackedTile {
       const auto rest = static_cast<Word>(change.magnitude - 2);
       const bool is_escaped = is_big && rest >= escape;
       uint32_t turn;
-      if (first != 0) __syncthreads();  // block_rank's memory
+      if (first != 0) __syncthreads();  // block_rank reuses its shared memory
       const uint32_t before = block_rank((is_big ? 1u << 16 : 0u) | (is_escaped ? 1u : 0u), turn);
       if (part) {
         if (mode == kModeEliasFano) {
@@ -203,7 +203,7 @@ __device__ __forceinline__ TileChanges<Word> compare_tile(ChangedBits& changed, 
   return tile;
 }
 
-// Once the whole block has read what was there.
+// Copies the changed words to the old tensor, once the whole block has read its words.
 template <typename Word>
 __device__ __forceinline__ void advance_tile(const TileChanges<Word>& tile) {
   __syncthreads();
@@ -213,7 +213,7 @@ __device__ __forceinline__ void advance_tile(const TileChanges<Word>& tile) {
   }
 }
 
-// A block for each tile.
+// One block for each tile.
 template <typename Word, typename Tile, int Capacity>
 __global__ void __launch_bounds__(kThreads, 6)
     encode_to_slots_kernel(const __grid_constant__ SegmentTable<Capacity> table,
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 6)
   }
 }
 
-// A warp for each tile: its slot to its place, if there is room for all.
+// One warp for each tile: copies its slot to its place in the records, if it ends within them.
 __global__ void __launch_bounds__(kThreads)
     compact_slots_kernel(const __grid_constant__ PatchArguments args, int64_t tiles) {
   const int64_t number = blockIdx.x * static_cast<int64_t>(kWarps) + threadIdx.x / 32;
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x % 32; i < length / 4; i += 32) place[i] = __ldcs(slot + i);
 }
 
-// A block for each tile that has no room in a slot.
+// One block for each tile whose record does not fit a slot.
 template <typename Word, typename Tile, int Capacity>
 __global__ void __launch_bounds__(kThreads) encode_overflow_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                                    const __grid_constant__ PatchArguments args) {
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kThreads) encode_overflow_kernel(const __grid_
   if (args.advance) advance_tile(tile);
 }
 
-// A block for each tile.
+// One block for each tile.
 template <typename Word, int Capacity>
 __global__ void __launch_bounds__(kThreads) count_changes_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                                  const __grid_constant__ PatchArguments args) {

@@ -1,5 +1,5 @@
-// Decoders of `fast` and `packed`: patch_apply reads the records once and touches the lines of the tensor that change.
-// A warp for each tile; whatever a record holds, they read within it and write within the tile.
+// Decoders of `fast` and `packed`. patch_apply reads the records once and accesses the cache lines of the tensor that
+// change. One warp decodes a tile; whatever a record contains, it reads within the record and writes within the tile.
 #include "../common/dispatch.cuh"
 #include "compare.cuh"
 #include "patch_kernels.h"
@@ -34,7 +34,7 @@ __device__ __forceinline__ void apply_raw(Word* words, int t, const uint8_t* rec
   for (int k = threadIdx.x % 32; k < t; k += 32) words[k] = load_word<Word>(record + k * sizeof(Word));
 }
 
-// Each returns, in every lane, whether the lane has met damage.
+// Returns in each lane whether the lane found damage, as apply_packed does.
 template <typename Word>
 __device__ __forceinline__ bool apply_fast(Word* words, int t, uint32_t head, const uint8_t* record, int64_t length) {
   constexpr int kSize = sizeof(Word);
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool apply_fast(Word* words, int t, uint32_t head, co
   bool bad = false;
   for (int first = 0; first < n; first += 32) {
     const int k = first + lane;
-    int low = 0;  // the last run that starts at k or before
+    int low = 0;  // the last run that starts at or before k
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       const int start = __shfl_sync(0xffffffffu, run_start, low + step);
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool apply_fast(Word* words, int t, uint32_t head, co
   return bad;
 }
 
-// A stream of `bits` bits. What lies behind its end reads as 0, and is damage.
+// A stream of `bits` bits. A read beyond its end returns 0 and sets `bad`.
 struct BitStream {
   const uint32_t* words;
   int64_t bits;
@@ -118,7 +118,7 @@ struct BitStream {
   }
 };
 
-// Ranks within sections 3 and 4 of a warp's record: where in it each 32 bits begin to count.
+// Ranks within sections 3 and 4 of a warp's record: the number of bits set before each group of 32.
 struct PackedRanks {
   uint16_t bigs[kPatchTile / 32];
   uint16_t escapes[kPatchTile / 32];
@@ -133,8 +133,8 @@ __device__ __forceinline__ bool apply_packed(Word* words, int t, uint32_t head, 
   if (n > t || mode > kModeRaw || (n == 0) != (length == 0) || (n == 0 && head != 0)) return true;
   if (n == 0) return false;
   if (mode == kModeRaw) {
-    const int64_t wanted = static_cast<int64_t>(t) * sizeof(Word);
-    if ((wanted + kRecordUnit - 1) / kRecordUnit * kRecordUnit != length) return true;
+    const int64_t bytes = static_cast<int64_t>(t) * sizeof(Word);
+    if ((bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit != length) return true;
     apply_raw(words, t, record);
     return false;
   }

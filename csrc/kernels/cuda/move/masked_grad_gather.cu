@@ -1,7 +1,7 @@
 // Bytes per active element: index 2 or 4, or 4 a run, out written (and read, to accumulate); and 64 read for each
 // 64-byte granule of the dense tensors that the mask touches. Each block leaves one partial sum of squares, and a
-// second kernel adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Hooks gather tensor
-// by tensor and add up once.
+// second kernel adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Gradient hooks
+// gather one tensor at a time, and run the second kernel once.
 #include "../common/block_sum.cuh"
 #include "../common/slots.cuh"
 #include "../kernels.h"
@@ -9,11 +9,11 @@
 namespace sparse_opt::cuda {
 namespace {
 
-// A table's companions are where the partial sums of each tensor go.
+// The companions of the list are the arrays for the partial sums of each tensor.
 template <int Capacity>
 struct GatherTable {
   SegmentTable<Capacity> list;
-  int32_t numbers[Capacity];  // of each segment among those that the bases are of
+  int32_t numbers[Capacity];  // the number of each segment in index_bases
 };
 
 template <typename Layout, typename Dense, typename Out, int Capacity>
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block for each segment, empty ones too: their sum is 0.
+// One block for each segment. The sum of an empty one is 0.
 template <int Capacity>
 __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                                 const float* partial_sums, float* sum_sq) {
@@ -97,7 +97,7 @@ void masked_grad_gather(const GatherArguments& args, const void* const* partial_
 }
 
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream) {
-  static_assert(kSlots == kGatherBlock, "what a block gathers is what the callers take it for");
+  static_assert(kSlots == kGatherBlock, "callers allocate one partial sum for each kGatherBlock slots");
   for_each_table(segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
     sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, sum_sq);
     check_launch("masked_grad_gather_");

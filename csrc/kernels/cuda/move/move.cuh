@@ -1,18 +1,18 @@
-// The loop of the kernels that move bits between dense[indices] and a compact buffer.
+// The kernel that moves bits between dense[indices] and a compact buffer.
 #pragma once
 
 #include "../common/slots.cuh"
 
 namespace sparse_opt::cuda {
 
-// The two are exchanged, or one is written to the other. What a swap would not change is not stored: base weights
-// differ from the model's in few bits for much of a run (step.cuh says what a store costs).
+// Exchanges the two, or writes one to the other. A swap does not store elements that are equal in both: base weights
+// differ from the model's in few bits for much of a run (step.cuh has the cost of a store).
 enum class Move { kSwap, kToDense, kToCompact };
 
 constexpr int kMoveThreads = 1024;
 
-// Unroll elements of each thread. A block reads all of its elements before it writes the first: swapping 10 % of 2^31
-// bf16 on an H200 took 3.0 ms so with 256 threads, 3.4 ms without the barrier.
+// Each thread moves Unroll elements. A block reads all of its elements before it writes the first (docs/notebook.md,
+// "Tuning tables").
 template <typename Word, typename Index, Move Way, int Unroll, int Capacity>
 __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ MoveArguments args) {
@@ -63,10 +63,9 @@ void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
   });
 }
 
-// Little is held of each element, so that many can be on their way: swapping 10 % of 2^31 bf16 on an H200 took 2.6 ms
-// with eight of a thread, 5.2 ms with four of each of 256 threads. Where nothing is read one of a thread is faster, at
-// any density, and where elements that are swapped lie far apart too: 2.35 ms at 2.5 % of 3.2 B bf16 where eight take
-// 2.66. There the L1 cache only gets in the way: with all of its size 2.53.
+// An element needs few registers, so a thread can have eight in flight. One is faster if the dense elements are only
+// written, and if they are scattered, where a small L1 cache is faster too. Chosen on an H200: "Tuning tables" in
+// docs/notebook.md. `sparse-opt bench kernels` times the swaps.
 template <Move Way>
 void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
   if constexpr (Way == Move::kToDense) {

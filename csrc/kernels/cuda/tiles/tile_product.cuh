@@ -1,7 +1,6 @@
-// One tile of A^T B, where A is [tokens, rows] and B [tokens, columns], both with their tokens apart: what a block
-// keeps in shared memory of a few steps of tokens, and how its warps multiply it. 16-bit operands go through the tensor
-// cores (wgmma in code for sm_90a, elsewhere mma.sync, sm_80 and later) with fp32 sums; fp32 operands through fused
-// multiply-adds, every bit of them.
+// One tile of A^T B, where A is [tokens, rows] and B is [tokens, columns], both row-major: the stages of operands in
+// shared memory, a step of tokens each, and their product. 16-bit operands use the tensor cores (wgmma in code for
+// sm_90a, else mma.sync, sm_80 and later) with fp32 sums; fp32 operands use fp32 fused multiply-adds.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +16,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes to shared memory, of which the first `bytes` are read and the others become 0.
+// Copies 16 bytes to shared memory: the first `bytes` are read, the others become 0.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -29,7 +28,7 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit words, transposed as they are read: lane l names row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit words, transposed: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -58,13 +57,9 @@ __device__ __forceinline__ void multiply_add<float16>(float (&sum)[4], const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// How a block works on a tile: threads, tokens of a step, steps in shared memory at a time. On an H200, of the weights
-// of a Llama-3.2-3B's 28 layers, a launch for each layer, wgmma, ms at 2.5 % for 8192 and 1024 tokens, and at 10 %:
-// tile64 5.4, 1.0, 15.1, 2.4; with 3 stages 6.3, 1.2, 15.7, 2.4; with 32 tokens and 6 stages 6.4, 1.1, 15.3, 2.3.
-// tile128 4.1, 0.8, 9.7, 2.3; with 2 stages 4.2, 1.0, 11.8, 2.6. Products of two steps in flight, loads after the
-// products, and hints to fetch 256 bytes changed nothing or cost. (Stores in pairs came later: 0.9 and 2.3 for 1024
-// tokens in tile64, 0.7 and 1.7 in tile128.) All fit into 99 KiB, what a block has on GPUs that are not a data
-// center's.
+// The shape of a block's work: threads, tokens of a step, stages in shared memory. Chosen on an
+// H200 with bench/kernels/tile_gradients.py: "Tuning tables" in docs/notebook.md. All fit into 99 KiB, the shared
+// memory of a block on GPUs outside of data centers.
 template <typename T, int Tile>
 struct TileShape {
   static constexpr int kThreads = Tile == 64 ? 128 : 256;
@@ -72,25 +67,25 @@ struct TileShape {
   static constexpr int kStages = sizeof(T) == 2 && Tile == 64 ? 4 : 3;
   static constexpr int kVector = 16 / sizeof(T);  // elements of a 16-byte chunk
   static constexpr int kChunks = Tile / kVector;  // of one token's row of one operand
-  // 16-bit operands stand in blocks of 64 columns, side by side, each with its tokens below each other.
+  // 16-bit operands are stored in blocks of 64 columns: a block has 128 bytes for each token.
   static constexpr int kTokenBytes = sizeof(T) == 4 ? Tile * 4 : 128;
   static constexpr int kBlockBytes = kStep * kTokenBytes;
   static constexpr int kOperandBytes = kStep * Tile * sizeof(T);
   static constexpr int kStageBytes = 2 * kOperandBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes;
-  static constexpr int kTurns = kStep * kChunks / kThreads;  // chunks of one operand that a thread brings
+  static constexpr int kTurns = kStep * kChunks / kThreads;  // chunks of one operand that a thread loads
   static_assert(kStep * kChunks % kThreads == 0 && kThreads % kChunks == 0);
 
-  // Where chunk `chunk` of token `token` stands in an operand's part of a stage. 16-bit chunks are swapped about, as
-  // wgmma knows it, so that ldmatrix, which reads 8 tokens of one chunk, meets 8 different groups of banks.
+  // The offset of chunk `chunk` of token `token` in an operand's part of a stage. 16-bit chunks have wgmma's 128-byte
+  // swizzle, with which ldmatrix, reading one chunk of 8 tokens, accesses 8 different groups of banks.
   static __device__ __forceinline__ int offset(int token, int chunk) {
     if constexpr (sizeof(T) == 4) return token * kTokenBytes + (chunk << 4);
     return chunk / 8 * kBlockBytes + token * kTokenBytes + ((chunk % 8 ^ (token & 7)) << 4);
   }
 };
 
-// Brings an operand's columns [first, first + width) of the tile, token by token, into shared memory; what lies past
-// the width or the last token becomes 0. Aligned: rows are whole numbers of 16-byte chunks, at 16-byte addresses.
+// Loads an operand's columns of the tile into shared memory, one step of tokens at a time; columns past the edge and
+// tokens past the last one become 0. Aligned: rows are whole numbers of 16-byte chunks, at 16-byte addresses.
 template <typename T, int Tile, bool Aligned>
 class OperandLoader {
   using Shape = TileShape<T, Tile>;
@@ -101,14 +96,14 @@ class OperandLoader {
     const int64_t column = first + chunk_ * Shape::kVector;
     const int64_t valid = row_length - column;
     valid_ = valid >= Shape::kVector ? Shape::kVector : valid > 0 ? static_cast<int>(valid) : 0;
-    // A chunk past the edge is not read: it may point anywhere that exists.
+    // A chunk past the edge is not read, but its pointer must be valid.
     source_ = static_cast<const T*>(operand) + (first_token + token_) * row_length + (valid > 0 ? column : 0);
     offset_ = Shape::offset(token_, chunk_);
   }
 
-  // The next step, of which `left` tokens or more exist.
+  // Loads the next step; `left` tokens are left from its first one on.
   __device__ __forceinline__ void load(char* to, int64_t left) {
-    constexpr int kApart = Shape::kThreads / Shape::kChunks;  // tokens from one turn to the next
+    constexpr int kApart = Shape::kThreads / Shape::kChunks;  // tokens between a thread's chunks
     static_assert(kApart % 8 == 0, "the swizzle depends on token % 8");
 #pragma unroll
     for (int turn = 0; turn < Shape::kTurns; ++turn) {
@@ -132,8 +127,8 @@ class OperandLoader {
   int chunk_, token_, valid_, offset_;
 };
 
-// The sums of a block's tile, spread over its threads, two neighbours of a row at a time. Every thread calls
-// before_step() ahead of the barrier that precedes a step's add(), and finish() after the last one.
+// The sums of a block's tile, distributed over its threads in pairs of neighbours in a row. Every thread calls
+// before_step() ahead of the barrier before a step's add(), and finish() after the last add().
 template <typename T, int Tile>
 class TileSums;
 
@@ -153,13 +148,13 @@ class TileSums {
     for (int i = 0; i < Tile / 2; ++i) sums_[i] = 0.0f;
   }
 
-  // The step is there for the tensor cores, and they are done with the stage of the one before.
+  // Makes the step's operands visible to the tensor cores, and waits until they are done with the previous stage.
   __device__ __forceinline__ void before_step() {
     wait_for_products<0>();
     publish_to_warpgroups();
   }
 
-  // Begins to add the product of a step that stands in shared memory.
+  // Starts to add the product of a step's operands in shared memory.
   __device__ __forceinline__ void add(const char* a, const char* b) {
     const uint64_t rows = operand_descriptor(shared_address(a) + warpgroup_ * Shape::kBlockBytes, Shape::kBlockBytes);
     const uint64_t columns = operand_descriptor(shared_address(b), Shape::kBlockBytes);
@@ -175,7 +170,7 @@ class TileSums {
   __device__ __forceinline__ void finish() {
     wait_for_products<0>();
 #pragma unroll
-    for (int i = 0; i < Tile / 2; ++i) asm volatile("" : "+f"(sums_[i])::"memory");  // not to be read before
+    for (int i = 0; i < Tile / 2; ++i) asm volatile("" : "+f"(sums_[i])::"memory");  // not read before this point
   }
 
   __device__ __forceinline__ float2 pair(int p) const { return {sums_[2 * p], sums_[2 * p + 1]}; }
@@ -188,7 +183,7 @@ class TileSums {
 
  private:
   float sums_[Tile / 2];
-  // The same in a warp's threads, which the compiler is to see: descriptors stand in registers of a whole warp.
+  // Uniform in a warp, which the shuffle tells the compiler, so that descriptors are in uniform registers.
   int warpgroup_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 };
 
@@ -197,7 +192,7 @@ class TileSums {
 template <typename T, int Tile>
 class TileSums {
   using Shape = TileShape<T, Tile>;
-  // Warps stand two below each other, and side by side.
+  // Two rows of warps, each warp with 32 columns.
   static constexpr int kRows = Tile / 2, kColumns = 32;
   static constexpr int kRowBlocks = kRows / 16, kColumnBlocks = kColumns / 8;
   static_assert(2 * (Tile / kColumns) * 32 == Shape::kThreads);
@@ -221,7 +216,7 @@ class TileSums {
 
   __device__ __forceinline__ void before_step() {}
   __device__ __forceinline__ void finish() {}
-  // Adds the product of a step that stands in shared memory.
+  // Adds the product of a step's operands in shared memory.
   __device__ __forceinline__ void add(const char* a, const char* b) {
     const int lane = threadIdx.x % 32, low = lane & 7;
     const int a_token = (lane >> 4) * 8 + low, b_token = (lane >> 3 & 1) * 8 + low;
@@ -275,7 +270,7 @@ class TileSums {
 template <int Tile>
 class TileSums<float, Tile> {
   using Shape = TileShape<float, Tile>;
-  // A thread has so many rows of four columns.
+  // A thread has kRows rows of four columns.
   static constexpr int kRows = Tile * Tile / 4 / Shape::kThreads;
 
  public:

@@ -1,11 +1,12 @@
-// Active tiles of weight gradients. A block brings the tile's columns of both operands into shared memory, step by step
-// of tokens, and multiplies them there. Where few tiles are active it does so for a part of the tokens, and the blocks
-// of a tile, which are a cluster, add up their sums out of each other's shared memory, each a part of the columns.
+// Active tiles of weight gradients. A block loads the tile's columns of both operands into shared memory, a step of
+// tokens at a time, and multiplies them there. If few tiles are active, the tokens of a tile are split between the
+// blocks of a cluster, which then add up their sums through distributed shared memory, each block a part of the
+// columns.
 //
-// Bytes, with T tokens, of a tile of n x n in 2-byte operands: 2 x 2 n T from the L2 cache, 4 n^2 written (and read, to
-// accumulate). From memory comes what some tile needs of the operands, once, as blocks that run together are at about
-// the same token. The floor is the larger of the two over their rates. A product has n^2 T multiply-adds, n / 4 for
-// each byte from L2: at 64 that is the cache's time before it is the tensor cores'.
+// Bytes for a tile of n x n, T tokens and 2-byte operands: 2 x 2 n T read from the L2 cache, 4 n^2 written (and read,
+// to accumulate). The parts of the operands that any tile needs are read from memory once, because blocks that run
+// together are at about the same token. The bandwidth bound is the larger of the two times. A product has n^2 T
+// multiply-adds, n / 4 for each byte from L2: tiles of 64 are bound by the cache, not by the tensor cores.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@
 namespace sparse_opt::cuda {
 namespace {
 
-constexpr int kSmallTileTable = 4;  // a hook's one weight, or those of an attention layer
+constexpr int kSmallTileTable = 4;  // for the weight of a hook, or those of an attention layer
 #if CUDART_VERSION >= 12010
 constexpr int kLargeTileTable = 200;
 #else
@@ -39,30 +40,30 @@ struct TileTable {
   int64_t columns[Capacity];
   int64_t first_tile[Capacity];       // in args.tiles
   int64_t first_partial[Capacity];    // in partial_sums
-  int32_t first_block[Capacity + 1];  // of each matrix, in this launch: a block for each tile
+  int32_t first_block[Capacity + 1];  // of each matrix, in this launch: one block for each tile
   int32_t count;
 };
 
-// The pairs of a thread's sums that its block stores.
+// The pairs [first, last) of a thread's sums, which its block stores.
 struct PairRange {
   int first, last;
 };
 
-constexpr int kMostSplits = 8;  // blocks of a cluster that a GPU of enough multiprocessors takes
+constexpr int kMostSplits = 8;  // the portable maximum of a cluster's blocks
 
-// What a block of a cluster knows of the others.
+// Sums over the blocks of a cluster, through distributed shared memory.
 template <typename Sums, int Threads>
 struct TileCluster {
   static constexpr int kQuads = Sums::kPairs / 2;
   static constexpr int kBytes = kQuads * Threads * static_cast<int>(sizeof(float4));  // of a block's sums
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // Adds up some of the columns, which are returned, of all blocks' sums, in the order of the blocks. `shared`, kBytes,
-  // is free once every block has come to the next barrier of the cluster.
-  static __device__ __forceinline__ PairRange meet(Sums& sums, void* shared, int splits, int split) {
+  // Adds up a part of the columns, which it returns, of all blocks' sums, in the order of the blocks. The next barrier
+  // of the cluster frees `shared`, of kBytes.
+  static __device__ __forceinline__ PairRange cluster_reduce(Sums& sums, void* shared, int splits, int split) {
     const auto cluster = cooperative_groups::this_cluster();
     float4* own = static_cast<float4*>(shared) + threadIdx.x;
-    __syncthreads();  // nobody multiplies what has stood there
+    __syncthreads();  // before the operands in `shared` are overwritten
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
       const float2 a = sums.pair(2 * q), b = sums.pair(2 * q + 1);
@@ -96,7 +97,7 @@ struct TileCluster {
     return {2 * first, 2 * last};
   }
 
-  // Of `value` of each block's thread 0, the sum, in thread 0 of the first block. Every thread calls it.
+  // The sum of `value` over thread 0 of each block, returned to thread 0 of the first block. Every thread calls it.
   static __device__ __forceinline__ float sum(float value, int splits, int split) {
     __shared__ float values[kMostSplits];
     const auto cluster = cooperative_groups::this_cluster();
@@ -109,8 +110,8 @@ struct TileCluster {
     return sum;
   }
 #else
-  // No GPU that this code is for has clusters, and no call is split.
-  static __device__ PairRange meet(Sums&, void*, int, int) { return {0, Sums::kPairs}; }
+  // Before compute capability 9.0 there are no clusters, and no call is split.
+  static __device__ PairRange cluster_reduce(Sums&, void*, int, int) { return {0, Sums::kPairs}; }
   static __device__ float sum(float value, int, int) { return value; }
 #endif
 };
@@ -125,7 +126,7 @@ struct alignas(2 * sizeof(Out)) OutPair {
   Out values[2];
 };
 
-// Two neighbours go as one word wherever they may: four threads then write a sector.
+// Two neighbours are stored as one word if they are aligned: four threads then write a sector.
 template <typename Out, int Tile, typename Sums>
 __device__ __forceinline__ Stored store_tile(const Sums& sums, const PairRange& pairs, const TileArguments& args,
                                              const int64_t* tile, int64_t rows, int64_t columns) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     tile_weight_grad_kernel(const __grid_constant__ TileTable<Capacity> table,
                             const __grid_constant__ TileArguments args, float* partial_sums) {
   using Shape = TileShape<T, Tile>;
-  extern __shared__ __align__(1024) char stages[];  // as wgmma's swizzle wants them
+  extern __shared__ __align__(1024) char stages[];  // the alignment of wgmma's swizzle
   const int block = static_cast<int>(blockIdx.x);
   const int split = static_cast<int>(blockIdx.y), splits = static_cast<int>(gridDim.y);
   int matrix = 0, high = table.count;  // first_block[matrix] <= block < first_block[high]
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   const int64_t steps_each = (all_steps + splits - 1) / splits;
   const int64_t first_step = split * steps_each;
   const int64_t left_steps = all_steps - first_step;
-  const int64_t steps = left_steps < steps_each ? left_steps : steps_each;  // may be negative: nothing is left
+  const int64_t steps = left_steps < steps_each ? left_steps : steps_each;  // negative if none are left
   const int64_t first_token = first_step * Shape::kStep;
 
   OperandLoader<T, Tile, Aligned> a(table.grad_outputs[matrix], rows, first_row, first_token);
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   for (int64_t step = 0; step < steps; ++step) {
     wait_for_copies<kAhead - 1>();
     sums.before_step();
-    __syncthreads();  // the step is there, and nobody reads the one that makes room for the next
+    __syncthreads();  // the step is complete, and all threads are done with the stage that load() overwrites
     load(step + kAhead);
     const char* stage = stages + step % Shape::kStages * Shape::kStageBytes;
     sums.add(stage, stage + Shape::kOperandBytes);
@@ -213,10 +214,10 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
 
   using Cluster = TileCluster<TileSums<T, Tile>, Shape::kThreads>;
   PairRange pairs{0, TileSums<T, Tile>::kPairs};
-  if (splits > 1) pairs = Cluster::meet(sums, stages, splits, split);
+  if (splits > 1) pairs = Cluster::cluster_reduce(sums, stages, splits, split);
 
   Stored stored;
-  switch (args.out_dtype) {  // the same for all: one kernel for each would take minutes to compile
+  switch (args.out_dtype) {  // at run time: a kernel for each would take minutes to compile
     case DType::kFloat32:
       stored = store_tile<float, Tile>(sums, pairs, args, tile, rows, columns);
       break;
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     *args.found_inf = __int_as_float(0x7f800000);
   }
   float total = partial_sums != nullptr ? block_sum_in_first_thread<Shape::kThreads>(stored.squares) : 0.0f;
-  if (splits > 1) total = Cluster::sum(total, splits, split);  // also where none is wanted: nobody leaves before
+  if (splits > 1) total = Cluster::sum(total, splits, split);  // always: no block may exit while others read its memory
   if (partial_sums != nullptr && threadIdx.x == 0 && split == 0) {
     partial_sums[table.first_partial[matrix] + block - table.first_block[matrix]] = total;
   }
@@ -239,12 +240,12 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
 
 void check_call(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // is said here, and not by whoever asks next
+  cudaGetLastError();  // clears the error, which is reported here
   throw std::runtime_error(std::string("tile_weight_grad_: ") + what + ": " + cudaGetErrorString(error));
 }
 
-// How many blocks a cluster may have on the device at hand; asked once for each device. 1 in code that was compiled for
-// GPUs without clusters, which the driver may have translated for one that has them.
+// The number of blocks that a cluster may have on the current device, queried once for each device. 1 if the code was
+// compiled for GPUs without clusters, from which the driver may have translated it.
 template <auto kKernel>
 int most_splits(const cudaLaunchConfig_t& config) {
   static std::array<std::atomic<int>, 64> found;
@@ -253,39 +254,28 @@ int most_splits(const cudaLaunchConfig_t& config) {
   std::atomic<int>& most = found[device % found.size()];
   if (most.load(std::memory_order_relaxed) == 0) {
     cudaFuncAttributes attributes;
-    check_call(cudaFuncGetAttributes(&attributes, kKernel), "its attributes were refused");
+    check_call(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes failed");
     int blocks = 1;
     if (attributes.ptxVersion >= 90) {
-      check_call(cudaOccupancyMaxPotentialClusterSize(&blocks, kKernel, &config), "the size of clusters was refused");
+      check_call(cudaOccupancyMaxPotentialClusterSize(&blocks, kKernel, &config),
+                 "cudaOccupancyMaxPotentialClusterSize failed");
     }
     most.store(std::clamp(blocks, 1, kMostSplits), std::memory_order_relaxed);
   }
   return most.load(std::memory_order_relaxed);
 }
 
-// A call that is cut into `splits` parts: of so many tiles for each multiprocessor at most, and of so many tokens or
-// more.
+// A call is cut into `splits` parts if it has at most most_tiles for each multiprocessor and at least least_tokens.
 struct SplitRule {
   int splits;
   double most_tiles;
   int64_t least_tokens;
 };
 
-// Into how many parts the tokens of each tile are cut, which fills the GPU where tiles are few. A multiprocessor holds
-// two blocks of 128, which take one and a half times as long as one, or three of 64. Clusters of three, and more so of
-// five or six, leave multiprocessors over. One launch on an H200 with 132 of them, out of a graph, in us:
-//
-//   tiles of 128    5    24    38    58    66    76   100   152   of 64     8    30    58    80   110   154
-//   8192 tokens
-//     whole      77.5  79.2  79.6  80.2  80.3  80.4  80.9   124          37.4  41.4  43.7  44.7  47.1  54.8
-//     two parts  44.5  46.5  46.9  47.8  50.0  69.1  69.6   116          22.8  27.0  32.0  34.8  41.7  56.2
-//     three      32.8  35.4  37.5  49.8  51.8  59.5  98.5  99.0          17.1  22.1  29.2  33.3  42.9  69.6
-//     four       26.5  31.7  40.1  47.3  81.3  81.6  84.5   115          14.2  19.7  29.0  34.0  55.7  61.9
-//     eight      18.1  32.1  52.2  57.8  75.3  80.2   101   133          10.2  18.3  37.4  40.8  54.3  70.1
-//   1024 tokens
-//     whole      15.4  15.6  15.7  15.8  15.7  15.9  16.0  23.1           8.9   8.9   9.1   9.0   9.0  11.1
-//     two parts  13.2  13.7  13.8  13.9  14.0  17.4  17.5  28.6           8.6   8.6   8.8   9.2  10.1  12.3
-//     four       10.9  11.4  13.9  14.4  21.6  22.4  25.7  34.4           7.2   7.4   8.5   9.4  14.7  15.8
+// Splits of the tokens of a tile, which fill the GPU if tiles are few. A multiprocessor holds two blocks with tiles of
+// 128, which take one and a half times as long as one, or three with tiles of 64. Clusters of three, and more so of
+// five or six, leave multiprocessors unused. Chosen on an H200 with 132 multiprocessors: "Tuning tables" in
+// docs/notebook.md. bench/kernels/tile_gradients.py times such calls.
 constexpr SplitRule kRules64[] = {{8, 0.3, 2048}, {4, 0.47, 1024}, {3, 0.64, 2048}, {2, 1.0, 2048}};
 constexpr SplitRule kRules128[] = {{8, 0.16, 2048}, {4, 0.25, 1024}, {3, 0.31, 1024}, {4, 0.45, 2048},
                                    {2, 0.5, 1024},  {3, 0.64, 2048}, {2, 1.0, 4096},  {3, 1.25, 6144}};
@@ -304,24 +294,24 @@ int splits_of(const TileArguments& args) {
   return 1;
 }
 
-// How the kernel is launched, but for the number of tiles.
+// The launch configuration, except for the number of tiles.
 template <typename T, int Tile, bool Aligned, int Capacity>
 struct TileLaunch {
   using Shape = TileShape<T, Tile>;
   static constexpr auto kKernel = tile_weight_grad_kernel<T, Tile, Aligned, Capacity>;
-  static constexpr int kMeetingBytes = TileCluster<TileSums<T, Tile>, Shape::kThreads>::kBytes;
+  static constexpr int kReduceBytes = TileCluster<TileSums<T, Tile>, Shape::kThreads>::kBytes;
 
   cudaLaunchConfig_t config = {};
   int splits;  // parts of each tile's tokens: the blocks of a cluster
 
   TileLaunch(const TileArguments& args, cudaStream_t stream) {
-    // Without this 48 KiB are allowed. It is a note in the driver's books: nothing waits, and a capture goes on.
+    // The default limit is 48 KiB. The call does not synchronize, and is allowed during a capture.
     check_call(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    std::max(Shape::kSharedBytes, kMeetingBytes)),
-               "its shared memory was refused");
+                                    std::max(Shape::kSharedBytes, kReduceBytes)),
+               "setting its shared memory failed");
     config.gridDim = dim3(1, kMostSplits);
     config.blockDim = Shape::kThreads;
-    config.dynamicSmemBytes = std::max(Shape::kSharedBytes, kMeetingBytes);
+    config.dynamicSmemBytes = std::max(Shape::kSharedBytes, kReduceBytes);
     config.stream = stream;
     splits = std::min(splits_of<Tile>(args), most_splits<kKernel>(config));
     if (splits == 1) config.dynamicSmemBytes = Shape::kSharedBytes;
@@ -364,7 +354,7 @@ void launch_tables(const TileArguments& args, float* partial_sums, const int64_t
   }
 }
 
-// Whether every operand's rows are whole 16-byte chunks.
+// Whether all rows of all operands are whole, aligned 16-byte chunks.
 bool aligned(const TileArguments& args) {
   const int64_t vector = 16 / element_size(args.dtype);
   for (int64_t i = 0; i < args.count; ++i) {
@@ -375,7 +365,7 @@ bool aligned(const TileArguments& args) {
   return true;
 }
 
-// call.template operator()<T, Tile, Aligned, Capacity>()
+// Calls call.template operator()<T, Tile, Aligned, Capacity>().
 template <typename Call>
 void dispatch_tiles(const TileArguments& args, Call call) {
   const auto with_table = [&]<typename T, int Tile, bool Aligned>() {
@@ -407,7 +397,7 @@ void tile_weight_grad(const TileArguments& args, float* partial_sums, const int6
     launch_tables<T, Tile, Aligned, Capacity>(args, partial_sums, first_partials, stream);
   });
   if (args.sum_sq == nullptr) return;
-  // Partial sums as a gather would have left them, one for each tile.
+  // One partial sum for each tile, as a gather of one block for each tile writes them.
   const std::vector<int64_t> starts(args.count, 0);
   std::vector<int64_t> ends;
   for (int64_t i = 0; i < args.count; ++i) ends.push_back((args.ends[i] - args.starts[i]) * kGatherBlock);

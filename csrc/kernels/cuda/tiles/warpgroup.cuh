@@ -1,5 +1,5 @@
-// Matrix products of a warpgroup of Hopper (wgmma): the four warps' tensor cores read both operands from shared memory
-// themselves, while the threads go on. Only code for sm_90a has them, as opposed to sm_90: elsewhere this is empty.
+// Hopper's asynchronous matrix products of a warpgroup (wgmma), whose operands are in shared memory. They exist in code
+// for sm_90a, not sm_90: in other code this file is empty.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 
@@ -11,11 +11,11 @@
 
 namespace sparse_opt::cuda {
 
-// What this thread wrote to shared memory, its finished copies too, is there for the products after the next barrier.
+// Makes this thread's writes to shared memory, including finished copies, visible to products after the next barrier.
 __device__ __forceinline__ void publish_to_warpgroups() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Before products: earlier accesses to the registers of their sums are done.
+// Orders earlier accesses to the registers of the sums before the products.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -27,21 +27,22 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Names an operand [tokens, columns] of 16-bit words in shared memory: blocks of 64 columns, `block_bytes` apart, each
-// with 128 bytes for a token, of which 16-byte chunk c stands at c ^ (token & 7). Blocks start at multiples of 1024.
+// The matrix descriptor of an operand [tokens, columns] of 16-bit words in shared memory: blocks of 64 columns,
+// `block_bytes` apart, with 128 bytes for each token, whose 16-byte chunk c is at c ^ (token & 7). Blocks start at
+// multiples of 1024.
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t address, uint32_t block_bytes) {
   constexpr uint64_t kSwizzle128 = 1, kBytesOf8Tokens = 8 * 128;
   return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(block_bytes >> 4) << 16 | (kBytesOf8Tokens >> 4) << 32 |
          kSwizzle128 << 62;
 }
 
-// Adds A^T B of 16 tokens to the warpgroup's sums, 64 rows of Columns: A 64 columns wide, B Columns. A thread holds, of
-// row warp % 4 * 16 + lane / 4 and the row 8 below it, columns 8 j + lane % 4 * 2 and the next one: sums 4 j to 4 j
-// + 3.
+// Adds A^T B of 16 tokens to the warpgroup's sums [64, Columns]: A has 64 columns, B has Columns. A thread's sums 4 j
+// to 4 j + 3 are columns 8 j + lane % 4 * 2 and the next one of row warp % 4 * 16 + lane / 4, and the same of the row 8
+// below it.
 template <typename T, int Columns>
 __device__ __forceinline__ void multiply_add_async(float (&sums)[Columns / 2], uint64_t a, uint64_t b);
 
-// The last four: both operands as they are, not negated; both with their columns side by side, not their tokens.
+// The last five operands of wgmma: accumulate; do not negate A or B; A and B are transposed, tokens in rows.
 #define SPARSE_OPT_SUMS_8(i)                                                                                    \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
       "+f"(sums[i + 6]), "+f"(sums[i + 7])
