@@ -156,7 +156,7 @@ def test_what_is_not_contiguous_is_read_in_row_major_order(source):
 
 @needs_native
 def test_the_op_names_invalid_tensors():
-    with pytest.raises(ValueError, match=r"tensors\[1\] has strides \[1, 3\], wanted contiguous"):
+    with pytest.raises(ValueError, match=r"tensors\[1\] has strides \[1, 3\], expected contiguous"):
         torch.ops.sparse_opt_native.chunk_digests([torch.zeros(2), torch.zeros(2, 3).T])
 
 

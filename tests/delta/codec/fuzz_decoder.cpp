@@ -292,8 +292,8 @@ void fuzz(const Patch& sound, int rounds) {
         const int64_t begin = (at - sound.first_tile[i]) * patch_tile(sound.level);
         const int64_t end = std::min(begin + patch_tile(sound.level), sound.numels[i]);
         const auto found = dense[i].cbegin() + begin * sound.size;
-        const auto wanted = sound.new_tensors[i].cbegin() + begin * sound.size;
-        if (at != tile && !std::equal(found, found + (end - begin) * sound.size, wanted)) {
+        const auto expected = sound.new_tensors[i].cbegin() + begin * sound.size;
+        if (at != tile && !std::equal(found, found + (end - begin) * sound.size, expected)) {
           fail("a sound tile next to a damaged one decodes to other words");
         }
       }
@@ -316,7 +316,7 @@ void count_modes(const Patch& patch, std::map<std::string, int>& modes) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 3) fail("wanted ROUNDS SEED");
+  if (argc != 3) fail("expected ROUNDS SEED");
   const int rounds = std::atoi(argv[1]);
   engine.seed(std::strtoull(argv[2], nullptr, 10));
   std::map<std::string, int> modes;

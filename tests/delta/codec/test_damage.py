@@ -182,7 +182,7 @@ def test_arguments_that_do_not_fit():
         native.patch_encode(old, old, 1, True, 7, 16, *none, False)
     with pytest.raises(ValueError, match=r"level 2 requires row_of"):
         native.patch_encode(old, old, 2, True, 7, 0, *none, False)
-    with pytest.raises(ValueError, match="advance is not for level 2"):
+    with pytest.raises(ValueError, match="advance is not supported by level 2"):
         native.patch_encode(old, old, 2, True, 7, 0, *none, True)
     with pytest.raises(ValueError, match=r"old\[0\] has 10 elements, new\[0\] has 9"):
         native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none, False)
