@@ -107,7 +107,7 @@ class GradientCollector:
             self._notify_buffers()
 
     def _notify_buffers(self) -> None:
-        """Let buffers receive gradients directly exactly while a receiver would only add them.
+        """Let buffers receive gradients directly only while a receiver would do nothing but add them.
 
         Call it with the lock held after each change of that condition, so that the last notification is the current
         state.
@@ -166,10 +166,12 @@ class GradientCollector:
             self._notify_buffers()
 
     def reuse(self) -> None:
-        """Undo `mark_stepped`, for gradients that are still in the buffers."""
+        """Undo `mark_stepped`, for gradients that are still in the buffers.
+
+        Buffers do not receive gradients directly until the next step or `forget`; the hooks do.
+        """
         with self.lock:
             self.stepped = False
-            self._notify_buffers()
 
     def received(self, buffer: GradientBuffer) -> list[bool]:
         """Return, for each parameter of the buffer, whether it has a compact gradient that no step has used."""

@@ -83,7 +83,7 @@ def test_base_weights_under_autocast(order, device):
     optimizer.step()
     x = torch.randn(8, 12, device=device)
     with torch.autocast(device.type, torch.bfloat16):
-        wanted = start(x)
+        expected = start(x)
         now = copy.deepcopy(model)(x)
 
     def reference():
@@ -95,7 +95,7 @@ def test_base_weights_under_autocast(order, device):
             ref, policy = reference(), model(x)
         else:
             policy, ref = model(x), reference()
-    assert torch.equal(ref, wanted)
+    assert torch.equal(ref, expected)
     assert torch.equal(policy, now)
     assert not torch.equal(ref, policy)
 
@@ -230,7 +230,7 @@ def test_amp_scaling_beside_masks_and_distributed_checkpoints(sparse_optimizer, 
     for seed in range(3):
         scaler.scale(loss_of(model, seed)).backward()
         scaler.scale(loss_of(model, seed + 10)).backward()
-        assert len(optimizer.param_groups[0]["params"]) == 5  # the scaler_proxy, while gradients wait
+        assert len(optimizer.param_groups[0]["params"]) == 5  # the scaler_proxy, while there are unused gradients
         scaler.step(optimizer)
         scaler.update()
         assert len(optimizer.param_groups[0]["params"]) == 4

@@ -1,4 +1,4 @@
-"""Other threads run Python while a kernel works: no call of native code holds the interpreter's lock meanwhile."""
+"""Other threads can run Python during native calls, which release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def native():
 
 
 class Ticking:
-    """A thread that notes the time as often as it is let, inside the block."""
+    """A context with a thread that records the time whenever it runs."""
 
     def __enter__(self):
         self.ticks, self._stop = [], False
@@ -41,12 +41,12 @@ class Ticking:
 
 
 def assert_others_run_meanwhile(call, before=lambda: None):
-    """`call()`, nearly all of it native code, lets another thread run in the middle half of the time that it takes.
+    """Assert that another thread runs Python during the middle half of `call()`, nearly all of it native code.
 
     `before()` is called before each attempt.
     """
     give_up = time.monotonic() + 20.0
-    while time.monotonic() < give_up:  # a busy machine may not have given the other thread a core
+    while time.monotonic() < give_up:  # a busy machine may not give the other thread a core
         before()
         with Ticking() as other:
             start = time.perf_counter()

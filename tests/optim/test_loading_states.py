@@ -145,16 +145,16 @@ def load_error(optimizer, state):
 
 @pytest.mark.parametrize("options", [{}, {"amp_scaling": True}, {"grads": "dense"}], ids=["", "scaler", "dense"])
 def test_a_damaged_state_is_refused_or_loaded(sparse_optimizer, options):
-    """On the CPU alone: thousands of loads, of which a GPU would make each wait."""
+    """Only on the CPU: there are thousands of loads, and each would synchronize a GPU."""
 
-    def waiting():
+    def with_gradients():
         params, optimizer = trained(torch.device("cpu"), sparse_optimizer, **options)
         saved = copy.deepcopy(optimizer.state_dict())
         backward(params, 7)
         optimizer.clip_grad_norm_(0.5)
         return params, optimizer, saved, snapshot(params, optimizer)
 
-    params, optimizer, saved, before = waiting()
+    params, optimizer, saved, before = with_gradients()
     refused = loaded = 0
     for what, state in damaged(saved):
         if (error := load_error(optimizer, state)) is not None:
@@ -164,7 +164,7 @@ def test_a_damaged_state_is_refused_or_loaded(sparse_optimizer, options):
         else:
             backward(params, 3)
             optimizer.step()  # with what was loaded
-            params, optimizer, _, before = waiting()
+            params, optimizer, _, before = with_gradients()
             loaded += 1
     assert refused > 500 and loaded > 20
     optimizer.load_state_dict(saved)

@@ -18,7 +18,7 @@ def make_model(device):
 
 
 def make_mask(model, seed=0):
-    """All layers at 3 %, but for the second, of which two elements are active that lie far apart."""
+    """3 % of each layer, except for the second one: two elements at its two ends."""
     mask = MaskSet.random(model, density=0.03, seed=seed)
     far = torch.tensor([seed, 119_999], dtype=mask["2.weight"].dtype)
     return MaskSet({**mask.indices, "2.weight": far}, mask.shapes, pattern="element")
@@ -58,7 +58,7 @@ def both(sparse_optimizer, device, monkeypatch):
     return build
 
 
-def test_only_what_lies_far_apart_takes_four_bytes(device):
+def test_only_scattered_elements_have_indices_of_four_bytes(device):
     model = make_model(device)
     mask = make_mask(model)
     optimizer = SparseAdamW(model, mask)

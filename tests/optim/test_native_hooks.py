@@ -1,4 +1,4 @@
-"""Hooks that gather without Python: when they do, and when they leave it to the Python ones."""
+"""Native hooks: when they gather a gradient themselves, and when they call the Python hooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def backward(model, **options):
 
 @pytest.fixture
 def python_calls(monkeypatch):
-    """The names of parameters whose gradient came to the Python hook."""
+    """The names of parameters whose Python hook has received a gradient."""
     calls = []
     receive = Receiver.receive
 
@@ -43,8 +43,8 @@ def python_calls(monkeypatch):
     return calls
 
 
-def wanted(model, mask):
-    """Dense gradients at the mask, of a copy without an optimizer."""
+def expected_grads(model, mask):
+    """The active elements of the dense gradients of a copy without an optimizer."""
     copy = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 8)).to(next(model.parameters()).device)
     copy.load_state_dict(model.state_dict())
     backward(copy)
@@ -53,7 +53,7 @@ def wanted(model, mask):
 
 
 def assert_gathered(model, optimizer, mask, times=1):
-    for name, grad in wanted(model, mask).items():
+    for name, grad in expected_grads(model, mask).items():
         param = model.get_parameter(name)
         assert param.grad is None
         if mask[name].numel():
@@ -66,12 +66,12 @@ def queue_gradients(optimizer, gradient_bytes=10**12):
         buffer.set_queue_limits(gradient_bytes=gradient_bytes)
 
 
-@pytest.mark.parametrize("waiting", [False, True], ids=["", "waiting"])
+@pytest.mark.parametrize("queued", [False, True], ids=["", "queued"])
 @pytest.mark.parametrize("options", [{}, {"create_graph": True}], ids=["", "create-graph"])
-def test_python_is_not_asked(model, python_calls, options, waiting):
+def test_gradients_are_gathered_without_python(model, python_calls, options, queued):
     mask = MaskSet.random(model, density=0.5)
     optimizer = SparseAdamW(model, mask)
-    if waiting:
+    if queued:
         queue_gradients(optimizer)
     backward(model, **options)
     backward(model, **options)
@@ -84,7 +84,7 @@ def test_python_begins_the_next_step(model, python_calls):
     optimizer = SparseAdamW(model, mask, max_grad_norm=1.0)
     backward(model)
     optimizer.step()
-    backward(model)  # without zero_grad(): what was stepped with is forgotten when the first gradient comes
+    backward(model)  # without zero_grad(): the first gradient drops those that the step has used
     assert len(python_calls) == 1
     assert_gathered(model, optimizer, mask)
     optimizer.step()
@@ -143,7 +143,7 @@ def test_an_optimizer_that_is_gone_leaves_gradients_alone(model):
 
 
 def test_a_model_without_its_optimizer_is_freed(device):
-    """A native hook that held buffers or parameters would close a circle that no garbage collector sees."""
+    """A native hook that held buffers or parameters would be part of a cycle that the garbage collector cannot see."""
     import weakref
 
     model = torch.nn.Linear(12, 16).to(device)
@@ -154,7 +154,7 @@ def test_a_model_without_its_optimizer_is_freed(device):
     assert weight() is None
 
 
-def test_gradients_that_must_not_come_are_refused(model, python_calls):
+def test_gradients_inside_base_weights_and_after_clipping_are_refused(model, python_calls):
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
     stale = sum(p.sum() for p in model.parameters())
     with optimizer.base_weights(), pytest.raises(RuntimeError, match="arrived inside base_weights"):
@@ -172,7 +172,7 @@ def gradients_of(model, optimizer):
 
 
 def run_parts(model, parts, nested=False):
-    """A backward pass through some of the model's layers, all of which are applied; one of them twice, if nested."""
+    """Apply all layers, and run the backward pass through some of them; one of them is applied twice if `nested`."""
     from torch.utils.checkpoint import checkpoint
 
     x = torch.randn(4, 32, device=next(model.parameters()).device, requires_grad=True)
@@ -186,15 +186,15 @@ def run_parts(model, parts, nested=False):
 @pytest.mark.parametrize("passes", [[{2, 3}, {0, 1, 2, 3}], [{1, 2, 3}, {3}, {2, 3}]], ids=["more", "fewer"])
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize("pattern", ["element", "run16"])
-def test_gradients_that_wait_are_those_that_do_not(device, pattern, passes, nested):
-    """Of passes that reach some parameters, whose gradients add up, and of some of them twice in a pass."""
+def test_queued_gradients_have_the_same_bits(device, pattern, passes, nested):
+    """The passes reach some of the parameters, and their gradients add up; nested ones reach a parameter twice."""
     found = []
     for most in (0, 10**12, 3000):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=i % 2 == 0) for i in range(4)]).to(device)
         optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern=pattern, seed=1))
         queue_gradients(optimizer, most)
-        for _ in range(2):  # the second finds the buffers full of the first's
+        for _ in range(2):  # the second one overwrites the gradients of the first
             optimizer.zero_grad()
             torch.manual_seed(1)
             for parts in passes:
@@ -205,8 +205,8 @@ def test_gradients_that_wait_are_those_that_do_not(device, pattern, passes, nest
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_more_gradients_wait_than_a_launch_takes(device):
-    """CUDA's kernels take 320 tensors at a time; the positions of single elements have bases of their own."""
+def test_more_gradients_are_queued_than_one_launch_supports(device):
+    """The CUDA kernels support 320 tensors per launch."""
     torch.manual_seed(0)
     params = {f"p{i}": torch.nn.Parameter(torch.randn(1 + 7 * i % 90, device=device)) for i in range(400)}
     factors = [torch.randn_like(p) for p in params.values()]
@@ -215,14 +215,14 @@ def test_more_gradients_wait_than_a_launch_takes(device):
     queue_gradients(optimizer)
     sum((p * f).sum() for p, f in zip(params.values(), factors, strict=True)).backward()
     for (name, p), f in zip(params.items(), factors, strict=True):
-        wanted = f[mask[name].long().to(device)]
+        expected = f[mask[name].long().to(device)]
         assert p.grad is None
-        if wanted.numel():
-            assert torch.equal(optimizer.compact_grad(p), wanted), name
+        if expected.numel():
+            assert torch.equal(optimizer.compact_grad(p), expected), name
 
 
 @pytest.mark.parametrize("then", ["zero_grad", "step", "del"])
-def test_a_pass_that_raises_while_gradients_wait(device, then):
+def test_a_pass_that_raises_while_gradients_are_queued(device, then):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)]).to(device)
     x = torch.ones(3, 16, device=device)
@@ -239,7 +239,7 @@ def test_a_pass_that_raises_while_gradients_wait(device, then):
     handle.remove()
     if then == "step":
         weights = [p.detach().clone() for p in model.parameters()]
-        optimizer.step()  # of those that came
+        optimizer.step()  # with the gradients that have arrived
         moved = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
         assert moved[-2:] == [True, True] and not any(moved[:2])
     elif then == "zero_grad":
@@ -258,7 +258,7 @@ def test_a_pass_that_raises_while_gradients_wait(device, then):
         assert all(p.grad is not None for p in model.parameters())
 
 
-def test_gradients_that_cannot_be_gathered_have_not_come(device):
+def test_gradients_that_cannot_be_gathered_are_not_received(device):
     model = torch.nn.Linear(16, 16).to(device)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
     queue_gradients(optimizer)
@@ -270,7 +270,7 @@ def test_gradients_that_cannot_be_gathered_have_not_come(device):
 
 @pytest.fixture
 def deep(device):
-    """Makes models that are alike, whose gradients are large enough for a GPU to be still making the next ones."""
+    """Makes equal models, with gradients so large that a GPU still computes the next ones during a gather."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
 
@@ -289,13 +289,13 @@ def run_deep(model, seed=0):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("waiting", [False, True], ids=["", "waiting"])
+@pytest.mark.parametrize("queued", [False, True], ids=["", "queued"])
 @pytest.mark.parametrize("other_stream", [False, True])
-def test_what_is_gathered_beside_the_backward_pass(deep, other_stream, waiting):
+def test_gradients_gathered_on_a_stream_of_their_own(deep, other_stream, queued):
     model, twin = deep(), deep()
     mask = MaskSet.random(model, density=0.025)
     optimizer = SparseAdamW(model, mask, lr=1e-3)
-    if waiting:
+    if queued:
         queue_gradients(optimizer, 40 << 20)
     stream = torch.cuda.Stream() if other_stream else torch.cuda.current_stream()
     for seed in range(6):
@@ -305,7 +305,7 @@ def test_what_is_gathered_beside_the_backward_pass(deep, other_stream, waiting):
         before = torch.cuda.memory_allocated()
         with torch.cuda.stream(stream):
             run_deep(model, seed)
-        assert seed == 0 or torch.cuda.memory_allocated() == before, "the last gradient was let go when the pass ended"
+        assert seed == 0 or torch.cuda.memory_allocated() == before, "the pass ended and did not free the last gradient"
         for name, p in twin.named_parameters():  # read at once, on the stream that is current
             expected = p.grad.view(-1)[mask[name].long().cuda()].float()
             assert torch.equal(optimizer.compact_grad(model.get_parameter(name)).float(), expected), (seed, name)
@@ -346,14 +346,14 @@ def test_an_optimizer_that_goes_while_a_gradient_is_gathered(deep):
         with pytest.raises(RuntimeError, match="stop here"):
             run_deep(model)
         del optimizer
-        gc.collect()  # its buffers are free, and are taken at once
+        gc.collect()  # other tensors get the memory of its buffers
         taken = [torch.full((2**20,), float(k), device="cuda") for k in range(64)]
         torch.cuda.synchronize()
         assert all((tensor == k).all() for k, tensor in enumerate(taken))
 
 
 def peak_of_a_pass(model, optimizer):
-    """Bytes above those before, of a pass that is not the first."""
+    """The peak memory of the second pass, in bytes above the memory before it."""
     for _ in range(2):
         optimizer.zero_grad()
         before = torch.cuda.memory_allocated()
@@ -376,8 +376,8 @@ def test_few_gradients_are_held_however_many_groups_there_are(deep):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["element", "run16"])
-def test_gradients_that_wait_for_each_other(deep, pattern):
-    """All of them, some, or none: the same bits, from two passes that add up, and more memory."""
+def test_queues_of_different_lengths(deep, pattern):
+    """All gradients are queued, some, or none: the same bits after two passes, but a higher peak of memory."""
     peaks, found = [], []
     for most in (10**12, 3 * 2048 * 2048 * 2, 0, None):
         model = deep()
@@ -396,15 +396,15 @@ def test_gradients_that_wait_for_each_other(deep, pattern):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     weight = model[0].weight.nbytes
     assert peaks[0] > 10 * weight
-    assert max(peaks[2:]) < ACTIVATIONS + 4 * weight, "unless told otherwise a sixteenth waits"
+    assert max(peaks[2:]) < ACTIVATIONS + 4 * weight, "by default a sixteenth is queued"
 
 
 @pytest.mark.gpu
-def test_a_gradient_in_memory_of_others_is_gathered_in_its_turn(deep):
+def test_a_gradient_in_shared_memory_is_gathered_at_once(deep):
     workspace = torch.empty(2048, 2048, device="cuda", dtype=torch.bfloat16)
 
     class Linear(torch.autograd.Function):
-        """A linear layer that makes every weight gradient in the same memory, if it is told to."""
+        """A linear layer; with `reuse` it computes every weight gradient in the same memory."""
 
         @staticmethod
         def forward(ctx, x, weight, reuse):

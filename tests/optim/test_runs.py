@@ -33,7 +33,7 @@ def runs_mask(model, pattern, density=0.5, seed=0):
 
 
 def elements_of(mask):
-    """The same positions, of which nobody knows that they are runs."""
+    """The same elements, as a mask of pattern 'element'."""
     return MaskSet(mask.indices, mask.shapes, pattern="element")
 
 
@@ -208,15 +208,15 @@ def test_indices_are_held_by_run(pattern, device):
     mask = runs_mask(model, pattern)
     optimizer = SparseAdamW(model, mask)
     nnz, runs = mask.nnz, mask.nnz // RUN_LENGTH[pattern]
-    wanted = {"state": 8 * nnz, "master": 0, "indices": 4 * runs, "grad": 4 * nnz, "base": 2 * nnz}
-    assert optimizer.nbytes() == wanted  # the base weights share the indices
+    expected = {"state": 8 * nnz, "master": 0, "indices": 4 * runs, "grad": 4 * nnz, "base": 2 * nnz}
+    assert optimizer.nbytes() == expected  # the base weights share the indices
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert optimizer.nbytes() == wanted
+    assert optimizer.nbytes() == expected
     optimizer.set_mask(mask)
-    assert optimizer.nbytes() == wanted
+    assert optimizer.nbytes() == expected
     if mask != (other := runs_mask(model, pattern, seed=1)):
         optimizer.set_mask(other)
-        assert optimizer.nbytes()["base"] > wanted["base"]  # of both masks, by indices of their own
+        assert optimizer.nbytes()["base"] > expected["base"]  # of both masks, by indices of their own
         optimizer.set_mask(mask)
     state = optimizer.state_dict()["state"]
     shared = {s["indices"].untyped_storage().data_ptr() for s in state.values()}

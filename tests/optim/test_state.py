@@ -259,7 +259,7 @@ def test_set_mask_carries_what_is_kept(sparse_optimizer, pattern, device):
         assert same(bits(again), start)
 
 
-def test_set_mask_moves_between_parameters_and_refuses_waiting_gradients(device):
+def test_set_mask_moves_between_parameters_and_refuses_unused_gradients(device):
     model = make_model(device)
     empty = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()}
     first = MaskSet.from_bool({**empty, "0.weight": torch.ones(16, 12, dtype=torch.bool)})

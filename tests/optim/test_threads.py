@@ -143,7 +143,7 @@ def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
 
 
 def test_many_steps_of_two_threads(sparse_optimizer, backend):
-    """No gradient is lost, none is of an earlier step, and nothing waits for ever."""
+    """No gradient is lost, none is of an earlier step, and there is no deadlock."""
     params, optimizer = two_buckets(backend, sparse_optimizer)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

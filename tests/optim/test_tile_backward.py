@@ -1,4 +1,4 @@
-"""Weight gradients made tile by tile: the same bits forward, and the same gradients, however they come."""
+"""Weight gradients computed tile by tile: the forward pass has the same bits, and the gradients are equal."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_tile_clipping_is_the_dense_one(device):
 
 
 def test_tile_norm_after_passes_of_both_kinds(device):
-    """Sums of squares stand where tiles and dense gradients leave different numbers of them."""
+    """Tiles and dense gradients leave different numbers of partial sums of squares in the same buffer."""
     model, tiles, _, _ = pair(device)
     weight, x = model[0].weight, batch(device)
     for by_layer in (True, False, True):
@@ -149,7 +149,7 @@ def test_tile_norm_after_passes_of_both_kinds(device):
         )
 
 
-def test_a_layer_called_twice_and_its_weight_outside_of_it_add_up_with_tiles(device):
+def test_uses_of_a_weight_in_and_outside_of_its_layer_add_up(device):
     model, tiles, twin, dense = pair(device)
 
     def loss(m):
@@ -164,7 +164,7 @@ def test_a_layer_called_twice_and_its_weight_outside_of_it_add_up_with_tiles(dev
     assert_same_gradients(tiles, dense)
 
 
-def test_waiting_tiles_give_the_same_bits(device, native):
+def test_queued_tiles_have_the_same_bits(device, native):
     x, found = batch(device), []
     for tiles_, bytes_ in ((10**9, 10**12), (1, 10**12), (10**9, 0)):
         model, tiles, _, _ = pair(device)
@@ -178,9 +178,9 @@ def test_waiting_tiles_give_the_same_bits(device, native):
 
 
 def test_backward_passes_of_two_threads_add_up_with_tiles(device, native):
-    """Of two gradients the sum does not depend on which comes first.
+    """The sum of two gradients does not depend on their order.
 
-    Dense ones are another matter: torch accumulates in `.grad` while another thread's hook may be taking it away.
+    This is not tested with dense ones: torch accumulates in `.grad` while another thread's hook may take it.
     """
 
     def without_biases(device):
@@ -209,7 +209,7 @@ def test_backward_passes_of_two_threads_add_up_with_tiles(device, native):
 
 @pytest.mark.gpu
 def test_tiles_of_layers_on_several_streams(native):
-    """Few tiles and many tokens: each launch splits its tokens. All leave their sums in the same buffers."""
+    """Few tiles and many tokens: each launch splits its tokens, and all write partial sums to the same buffers."""
     device = torch.device("cuda")
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(256, 256, bias=False, device=device) for _ in range(6))
@@ -272,12 +272,12 @@ class _ChangesItsOutput(torch.autograd.Function):
         return grad
 
 
-def test_a_waiting_tensor_that_is_changed_is_noticed(device, native):
+def test_a_queued_operand_that_is_changed_in_place_raises(device, native):
     model, tiles, _, _ = pair(device)
     tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
     with pytest.raises(ValueError, match="changed in place before its weight gradient was computed"):
         model[2](_ChangesItsOutput.apply(model[0](batch(device)))).sum().backward()
-    assert tiles.compact_grad(model[0].weight) is None  # what stands there is nobody's gradient
+    assert tiles.compact_grad(model[0].weight) is None  # the buffer holds an old gradient
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
@@ -291,7 +291,7 @@ def test_tiles_under_checkpointing(reentrant, device):
     assert_same_gradients(tiles, dense)
 
 
-def test_tile_gradients_that_must_not_come_are_refused(device):
+def test_tiles_inside_base_weights_and_after_clipping_are_refused(device):
     model, tiles, twin, dense = pair(device)
     x = batch(device)
     for m, o in ((model, tiles), (twin, dense)):
@@ -300,7 +300,7 @@ def test_tile_gradients_that_must_not_come_are_refused(device):
             loss_of(m, x).backward()
         with o.base_weights(), torch.no_grad():
             assert torch.equal(m(x), make(device)(x))
-        loss.backward()  # made outside: as if nothing had happened
+        loss.backward()  # its graph was built outside
         o.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match=r"arrived after clip_grad_norm_\(\)"):
             loss_of(m, x).backward()
@@ -308,7 +308,7 @@ def test_tile_gradients_that_must_not_come_are_refused(device):
         stale = loss_of(m, x)
         with o.base_weights(), pytest.raises(RuntimeError, match="modified by an inplace operation|arrived inside"):
             stale.backward()
-        loss_of(m, x).backward()  # without zero_grad(): what was stepped with is forgotten
+        loss_of(m, x).backward()  # without zero_grad(): it drops the gradients that the step has used
     assert_same_gradients(tiles, dense, rtol=600 * EPS32)  # of weights that a step has moved apart by as much
 
 
@@ -394,7 +394,7 @@ class _Shapes(TorchDispatchMode):
         return out
 
 
-def test_with_tiles_the_dense_weight_gradient_is_never_made(device):
+def test_with_tiles_no_dense_weight_gradient_is_computed(device):
     model, _tiles, twin, _ = pair(device)
     products = {}
     for name, m in (("tiles", model), ("dense", twin)):

@@ -1,4 +1,4 @@
-"""Who takes tiles, and what becomes of layers and optimizer: masks, closing, copies, saved states, and the end."""
+"""Which layers compute tiles; what masks, close(), copies, saved states and deletion do to layers and optimizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_new_tile_mask_between_forward_and_backward(device, native):
     assert_same_gradients(tiles, dense)
 
 
-def test_layers_are_given_back_by_detach_and_close(device):
+def test_detach_and_close_restore_the_layers(device):
     model, tiles, twin, dense = pair(device)
     routed = forwards(model)
     assert routed == ["0", "2", "4"]
@@ -82,7 +82,7 @@ def test_closing_between_forward_and_backward_leaves_the_dense_gradient(device, 
         assert p.grad is None or torch.equal(p.grad, q.grad)
 
 
-def test_a_forward_that_someone_has_wrapped_stays_when_tiles_go(device):
+def test_a_wrapped_forward_stays_after_close(device):
     model, tiles, _, _ = pair(device)
     inner = model[0].forward
     model[0].forward = wrapped = lambda x: 2 * inner(x)
@@ -112,7 +112,7 @@ def test_copies_of_a_model_with_tiles_are_ordinary(device):
     assert set(model.state_dict()) == set(make(device).state_dict())
 
 
-def test_tiles_leave_alone_what_is_not_training(device):
+def test_tiles_are_used_only_in_training(device):
     model, tiles, twin, _ = pair(device)
     x = batch(device)
     for context in (torch.no_grad, torch.inference_mode):
@@ -142,7 +142,7 @@ def test_other_peoples_hooks_get_the_dense_gradient_of_a_tile_mask(device):
 
 
 class _Mixed(nn.Module):
-    """Layers that can take tiles, and everything that can't."""
+    """Layers that support tiles, and one of each kind that does not."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ class _Mixed(nn.Module):
         return h
 
 
-def test_who_takes_tiles(device):
+def test_which_layers_compute_tiles(device):
     def mixed(device):
         torch.manual_seed(0)
         return _Mixed().to(device)
@@ -205,7 +205,7 @@ def test_a_weight_tied_to_an_embedding_with_sparse_gradients_stays_dense(device)
     assert_same_gradients(tiles, dense)
 
 
-def test_tiles_are_taken_where_they_pay(device):
+def test_tiles_are_computed_at_low_densities(device):
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(64, 128)).to(device)
     mask = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()}
     mask["0.weight"][64:128, 128:192] = True  # 1 of 64 tiles
@@ -219,7 +219,7 @@ def test_tiles_are_taken_where_they_pay(device):
     assert named.tiled_parameters == ("0.weight", "1.weight")
 
 
-def test_tile_backward_that_nothing_can_take_is_an_error(device):
+def test_tile_backward_that_no_layer_supports_is_an_error(device):
     model = make(device)
     tiles, elements = (MaskSet.random(model, density=0.3, pattern=p) for p in ("tile64", "element"))
     with pytest.raises(ValueError, match="the mask's pattern 'element'"):
@@ -240,7 +240,7 @@ def test_tile_backward_that_nothing_can_take_is_an_error(device):
     assert optimizer.compact_grad(model[0].weight) is not None
 
 
-def test_state_of_a_run_with_tiles_goes_round(device):
+def test_a_run_with_tiles_resumes(device):
     model = make(device)
     tiles = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), lr=1e-2, tile_backward=True)
     loss_of(model, batch(device)).backward()
@@ -282,7 +282,7 @@ def test_a_second_optimizer_on_tile_weights_is_refused_when_gradients_come(devic
     assert first.mask == second.mask
 
 
-def test_model_and_optimizer_go_without_the_collector():
+def test_model_and_optimizer_are_freed_without_garbage_collection():
     model = nn.Sequential(nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 64))
     weights = {name: param for name, param in model.named_parameters() if param.dim() == 2}
     optimizer = SparseAdamW(model, MaskSet.random(weights, density=0.3, pattern="tile64"), tile_backward=True)
