@@ -1,5 +1,4 @@
-// The ops other than steps (step_op.h), written once for all devices: check, collect pointers, launch. `Device`
-// supplies
+// The ops except steps (step_op.h), written once for all devices: check, collect pointers, launch. `Device` supplies
 //   Guard(at::Device), alive during the launch, and
 //   static run(arguments...), an overload for each kind of arguments.
 #pragma once

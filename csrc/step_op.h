@@ -42,6 +42,8 @@ class NamedArguments {
 // The checked arguments of a step. Holds the lists that `args` points to.
 template <typename Rule>
 struct StepCall {
+  static_assert(kStateCount<Rule> <= kMaxStates);
+
   const BoxedList param_list;
   const at::Tensor& indices;
   std::vector<int64_t> starts, ends;

@@ -6,7 +6,7 @@
 // bandwidth bound is the sum over the copy rate.
 //
 // A parameter is stored only where its bits change. Stores to single elements all over memory are the most expensive
-// part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/performance.md), and in training few
+// part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/notebook.md), and in training few
 // active weights move by as much as their last bit in one step. That is why the parameter is read even where a master
 // holds its value.
 #pragma once
