@@ -25,13 +25,14 @@ The same ops are `torch.ops.sparse_opt.*`, with fakes and mutation schemas, for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import registry as registry
 from .narrow import can_narrow, narrow_indices
-from .step_functions import step_function
+from .step_functions import StepFunction, step_function
 from .step_ops import STEP_OPS
 from .tiles import tile_table
 
@@ -49,8 +50,11 @@ __all__ = [
 ]
 
 
-indexed_adamw_ = step_function("indexed_adamw_")
-indexed_sgd_ = step_function("indexed_sgd_")
+globals().update({name: step_function(name) for name in STEP_OPS})
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> StepFunction: ...  # the step ops
 
 
 @torch.no_grad()
