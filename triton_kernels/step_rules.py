@@ -1,9 +1,9 @@
 """The arithmetic of the optimizer steps on a block of active elements: one function for each rule, and its scalars.
 
 A rule's device function is called as update(p, g, state0, state1, factors, scalars, lr, steps, tensor): fp32 blocks of
-the weights, gradients and states (None where the op has no such state), the rule's numbers, and pointers to its scalars
-of this tensor, the learning rate and the step numbers. It returns p and the states that are not None, with the
-operations and their order of `sparse_opt.ops.step_ops`.
+the weights, gradients and states (zeros for a state that the op has not), the rule's numbers, and pointers to its
+scalars of this tensor, the learning rate and the step numbers. It returns (p, state0, state1), with the operations of
+`sparse_opt.ops.step_ops` in the same order.
 """
 
 from __future__ import annotations
@@ -115,31 +115,42 @@ def adamw(exp_avg: Tensor, exp_avg_sq: Tensor, *, beta1: float, beta2: float, ep
 
 
 @triton.jit
-def _sgd(p, g, b, none, factors, scalars, lr, steps, tensor, NESTEROV: tl.constexpr = False):
-    momentum, one_minus_dampening, weight_decay = factors
-    g = tl.where(weight_decay != 0.0, g + p * weight_decay, g)
-    if b is None:
-        return p - g * tl.load(lr)
-    else:
-        step = tl.load(steps + tensor)
-        b = tl.where(step == 1.0, g, b * momentum + g * one_minus_dampening)
-        if NESTEROV:
-            g = g + b * momentum
-        else:
-            g = b
-        return p - g * tl.load(lr), b
+def _decayed(p, g, weight_decay):
+    return tl.where(weight_decay != 0.0, g + p * weight_decay, g)
 
 
 @triton.jit
-def _nesterov(p, g, b, none, factors, scalars, lr, steps, tensor):
-    return _sgd(p, g, b, none, factors, scalars, lr, steps, tensor, NESTEROV=True)
+def _averaged(b, g, momentum, one_minus_dampening, steps, tensor):
+    return tl.where(tl.load(steps + tensor) == 1.0, g, b * momentum + g * one_minus_dampening)
+
+
+@triton.jit
+def _sgd(p, g, b, none, factors, scalars, lr, steps, tensor):
+    return p - _decayed(p, g, factors[0]) * tl.load(lr), b, none
+
+
+@triton.jit
+def _sgd_momentum(p, g, b, none, factors, scalars, lr, steps, tensor):
+    momentum, one_minus_dampening, weight_decay = factors
+    b = _averaged(b, _decayed(p, g, weight_decay), momentum, one_minus_dampening, steps, tensor)
+    return p - b * tl.load(lr), b, none
+
+
+@triton.jit
+def _sgd_nesterov(p, g, b, none, factors, scalars, lr, steps, tensor):
+    momentum, one_minus_dampening, weight_decay = factors
+    g = _decayed(p, g, weight_decay)
+    b = _averaged(b, g, momentum, one_minus_dampening, steps, tensor)
+    return p - (g + b * momentum) * tl.load(lr), b, none
 
 
 def sgd(
     momentum_buffer: Tensor | None, *, momentum: float, dampening: float, nesterov: bool, weight_decay: float
 ) -> Rule:
-    states = (momentum_buffer if momentum != 0.0 else None,)
-    return Rule(_nesterov if nesterov else _sgd, states, (float(momentum), 1.0 - dampening, float(weight_decay)))
+    if momentum == 0.0:
+        return Rule(_sgd, (None,), (float(weight_decay),))
+    factors = float(momentum), 1.0 - dampening, float(weight_decay)
+    return Rule(_sgd_nesterov if nesterov else _sgd_momentum, (momentum_buffer,), factors)
 
 
 RULES: dict[str, Callable[..., Rule]] = {"indexed_adamw_": adamw, "indexed_sgd_": sgd}

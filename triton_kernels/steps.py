@@ -26,18 +26,26 @@ def _load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRA
 
 
 @triton.jit
-def _load_state(state, slots, mask):
-    return widen(tl.load(state + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
+def _load_state(state, slots, mask, BLOCK: tl.constexpr):
+    """[BLOCK] fp32; zeros for an op without this state."""
+    if state is None:
+        return tl.zeros([BLOCK], tl.float32)
+    else:
+        return widen(tl.load(state + slots, mask=mask, other=0.0, eviction_policy="evict_first"))
 
 
 @triton.jit
-def _store_state(state, slots, mask, value, random, STOCHASTIC: tl.constexpr):
+def _store_nearest(state, slots, mask, value):
     if state is not None:
-        DTYPE: tl.constexpr = state.dtype.element_ty
-        if STOCHASTIC:
-            tl.store(state + slots, round_stochastic(value, DTYPE, random), mask=mask, eviction_policy="evict_first")
-        else:
-            tl.store(state + slots, round_nearest(value, DTYPE), mask=mask, eviction_policy="evict_first")
+        rounded = round_nearest(value, state.dtype.element_ty)
+        tl.store(state + slots, rounded, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store_stochastic(state, slots, mask, value, random):
+    if state is not None:
+        rounded = round_stochastic(value, state.dtype.element_ty, random)
+        tl.store(state + slots, rounded, mask=mask, eviction_policy="evict_first")
 
 
 def _kernel_name(specialization: Any) -> str:
@@ -87,11 +95,8 @@ def _step_kernel(
     positions = positions_of(indices, index_bases, tensor, slots, mask, RUN)
     param_at = address_of(param_table, blocks, tensor, PARAM) + positions
     g = _load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
-    s0, s1 = None, None
-    if state0 is not None:
-        s0 = _load_state(state0, slots, mask)
-    if state1 is not None:
-        s1 = _load_state(state1, slots, mask)
+    s0 = _load_state(state0, slots, mask, BLOCK)
+    s1 = _load_state(state1, slots, mask, BLOCK)
     held = tl.load(param_at, mask=mask, other=0.0)
     if master is not None:
         p = tl.load(master + slots, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -104,22 +109,18 @@ def _step_kernel(
         g = g * tl.load(clip_coef)
     if scalars is not None:
         scalars += WIDTH * tensor
-    # Triton 3.6 compiles no function that returns None: a rule returns the states that it has.
-    if state1 is not None:
-        p, s0, s1 = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
-    elif state0 is not None:
-        p, s0 = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
-    else:
-        p = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
+    p, s0, s1 = RULE(p, g, s0, s1, factors, scalars, lr, steps, tensor)
 
     stored = round_nearest(p, PARAM)
-    r0, r1, r2 = None, None, None
     if STOCHASTIC:
         r0, r1, r2 = random_words(key, slots, tl.load(steps + tensor).to(tl.int64))
+        _store_stochastic(state0, slots, mask, s0, r1)
+        _store_stochastic(state1, slots, mask, s1, r2)
         if master is None:
             stored = round_stochastic(p, PARAM, r0)
-    _store_state(state0, slots, mask, s0, r1, STOCHASTIC)
-    _store_state(state1, slots, mask, s1, r2, STOCHASTIC)
+    else:
+        _store_nearest(state0, slots, mask, s0)
+        _store_nearest(state1, slots, mask, s1)
     if master is not None:
         tl.store(master + slots, p, mask=mask, eviction_policy="evict_first")
     # Stores to scattered elements are the most expensive part of a step, and few of them change a bit.
