@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
     from .masks import MaskSet
-    from .optim import SparseAdamW, SparseSGD
+    from .optim import SparseAdamW, SparseLion, SparseSGD
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "DeltaLog",
     "MaskSet",
     "SparseAdamW",
+    "SparseLion",
     "SparseSGD",
     "l2_fetch_granularity",
     "ops",
@@ -34,6 +35,7 @@ _HOMES = {
     "DeltaLog": "delta",
     "MaskSet": "masks",
     "SparseAdamW": "optim",
+    "SparseLion": "optim",
     "SparseSGD": "optim",
     "l2_fetch_granularity": "l2_fetch",
     "ops": "ops",

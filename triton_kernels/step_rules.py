@@ -111,6 +111,23 @@ def adamw(exp_avg: Tensor, exp_avg_sq: Tensor, *, beta1: float, beta2: float, ep
     )
 
 
+# Lion
+
+
+@triton.jit
+def _lion(p, g, m, none, factors, scalars, lr, steps, tensor):
+    beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay = factors
+    rate = tl.load(lr)
+    c = m * beta1 + g * one_minus_beta1
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, tl.where(c == 0.0, 0.0, c)))  # a NaN reaches the weight
+    p = p * (1.0 - rate * weight_decay)
+    return p - sign * rate, m * beta2 + g * one_minus_beta2, none
+
+
+def lion(exp_avg: Tensor, *, beta1: float, beta2: float, weight_decay: float) -> Rule:
+    return Rule(_lion, (exp_avg,), (float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2, float(weight_decay)))
+
+
 # SGD
 
 
@@ -153,4 +170,4 @@ def sgd(
     return Rule(_sgd_nesterov if nesterov else _sgd_momentum, (momentum_buffer,), factors)
 
 
-RULES: dict[str, Callable[..., Rule]] = {"indexed_adamw_": adamw, "indexed_sgd_": sgd}
+RULES: dict[str, Callable[..., Rule]] = {"indexed_adamw_": adamw, "indexed_lion_": lion, "indexed_sgd_": sgd}

@@ -101,6 +101,15 @@ def _sgd(
     return p - g * lr, b
 
 
+def _lion(
+    p: Tensor, g: Tensor, m: Tensor, *, lr: Tensor, step: int, beta1: float, beta2: float, weight_decay: float
+) -> tuple[Any, ...]:
+    c = m * beta1 + g * (1.0 - beta1)
+    sign = torch.where(c.isnan(), c, c.sign())  # torch's sign of NaN is 0, which would hide it
+    p = p * (1.0 - lr * weight_decay)
+    return p - sign * lr, m * beta2 + g * (1.0 - beta2)
+
+
 def _why_invalid_sgd(options: Mapping[str, Any]) -> str:
     momentum, dampening = options["momentum"], options["dampening"]
     if options["nesterov"] and (momentum <= 0.0 or dampening != 0.0):
@@ -121,6 +130,21 @@ STEP_OPS: dict[str, StepOp] = {
             arguments={
                 "exp_avg, exp_avg_sq": "[nnz], both fp32 or both bf16.",
                 "beta1, beta2, eps, weight_decay": "as in `torch.optim.AdamW`.",
+            },
+            why_invalid=_why_invalid_betas,
+        ),
+        StepOp(
+            "indexed_lion_",
+            states=("exp_avg",),
+            options={"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0},
+            update=_lion,
+            summary="One Lion step on the active elements",
+            reference='Chen et al., "Symbolic discovery of optimization algorithms", https://arxiv.org/abs/2302.06675',
+            arguments={
+                "exp_avg": "[nnz] fp32 or bf16.",
+                "beta1": "weight of `exp_avg` in the average whose sign is the update.",
+                "beta2": "weight of `exp_avg` in its own next value.",
+                "weight_decay": "decoupled, as in `torch.optim.AdamW`.",
             },
             why_invalid=_why_invalid_betas,
         ),

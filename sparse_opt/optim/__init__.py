@@ -21,9 +21,10 @@ collective per buffer, on `values` between `finish()` and the step.
 """
 
 from .adamw import SparseAdamW
+from .lion import SparseLion
 from .sgd import SparseSGD
 from .sparse_optimizer import SparseOptimizer
 
-OPTIMIZERS = (SparseAdamW, SparseSGD)
+OPTIMIZERS = (SparseAdamW, SparseLion, SparseSGD)
 
-__all__ = ["OPTIMIZERS", "SparseAdamW", "SparseOptimizer", "SparseSGD"]
+__all__ = ["OPTIMIZERS", "SparseAdamW", "SparseLion", "SparseOptimizer", "SparseSGD"]

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "adamw.h"
+#include "lion.h"
 #include "sgd.h"
 
 #define SPARSE_OPT_FOR_EACH_RULE(USE) \
   USE(AdamW)                          \
+  USE(Lion)                           \
   USE(Sgd)
