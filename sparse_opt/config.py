@@ -40,7 +40,6 @@ def add_options(parser: CommandParser, config_class: type) -> CommandParser:
     """
     parser.usage = f"{parser.prog} [--config FILE] [--key value ...] [key=value ...]"
     parser.description = (config_class.__doc__ or "").strip().partition("\n")[0]
-    parser.epilog = "YAML files are read first; then flags and key=value words in the order given, later ones winning."
     parser.presets = getattr(config_class, "presets", parser.presets)
     parser.annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
@@ -57,6 +56,13 @@ def add_options(parser: CommandParser, config_class: type) -> CommandParser:
             help=f"{field.metadata.get('help', '')} ({default})".replace("%", "%%").strip(),
             **({"action": argparse.BooleanOptionalAction} if kind is bool else {"metavar": type_name(kind)}),
         )
+    given = "".join(f" --{action.dest} {action.dest.upper()}" for action in parser._actions if action.required)
+    parser.epilog = f"""YAML files are read first, then flags and key=value words in the order given; later ones win.
+
+examples:
+  {parser.prog}{given}
+  {parser.prog} --config options.yaml
+"""
     return parser
 
 

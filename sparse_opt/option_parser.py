@@ -58,7 +58,10 @@ class CommandParser(argparse.ArgumentParser):
                     self.error(f"the action is missing{nearest('', action.choices)}")
                 if words[0] not in action.choices:
                     self.error(f"unknown action '{words[0]}'{nearest(words[0], action.choices)}")
-                args = action.choices[words[0]].parse_words(words[1:])
+                parser = action.choices[words[0]]
+                helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+                parser.description = parser.description or helps[words[0]][:1].upper() + helps[words[0]][1:] + "."
+                args = parser.parse_words(words[1:])
                 setattr(args, action.dest, words[0])
                 return args
         if "--config" not in self._option_string_actions and self._subparsers is None:

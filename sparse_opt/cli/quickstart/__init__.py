@@ -76,8 +76,8 @@ def _parser() -> CommandParser:
         default=Path("quickstart"),
         help="new or empty folder, or that of an earlier quickstart, which is deleted (./quickstart)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same numbers on a CPU (%(default)s)")
-    parser.add_argument("--device", default="auto", help="torch device; auto is cuda if there is one, else cpu")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
+    parser.add_argument("--device", default="auto", help="torch device; auto is cuda if there is one (%(default)s)")
     parser.add_argument("--sft_steps", type=int, default=200, help="steps of SFT (%(default)s)")
     parser.add_argument("--dpo_steps", type=int, default=100, help="steps of each DPO run (%(default)s)")
     parser.add_argument("--n_questions", type=int, default=3000, help="questions; one in six is held out (%(default)s)")
