@@ -12,7 +12,8 @@ import torch
 
 from sparse_opt import backends, ops
 
-PAGE = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "ops.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 BLOCKS = [
     pytest.param(block, id=f"{title}-{i}", marks=[pytest.mark.gpu] if '"cuda"' in block else [])
@@ -30,6 +31,11 @@ def test_block(block):
     assert any(isinstance(node, ast.Assert) for node in ast.walk(tree))
     torch._dynamo.reset()
     exec(compile(block, "docs/ops.md", "exec"), {"__name__": "docs_ops"})
+
+
+def test_the_example_of_adding_an_op():
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "adding_an_op.md").read_text(), flags=re.M | re.S)
+    exec(compile(block, "docs/adding_an_op.md", "exec"), {"__name__": "docs_adding_an_op"})
 
 
 def test_every_fence_is_one_that_runs():
