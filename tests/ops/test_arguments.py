@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
-from cases import make
+from cases import make, step_call
 
 from sparse_opt import BackendUnavailable, backends, ops
+from sparse_opt.ops import STEP_OPS
 
 
-def adamw(case, **changes):
-    arguments = {
-        "params": case.params,
-        "indices": case.indices,
-        "starts": case.starts,
-        "ends": case.ends,
-        "exp_avg": case.exp_avg,
-        "exp_avg_sq": case.exp_avg_sq,
-        "lr": case.lr,
-        "steps": case.steps,
-        "grad": case.grad,
-        **changes,
-    }
-    names = ("params", "indices", "starts", "ends", "exp_avg", "exp_avg_sq", "lr", "steps")
-    positional = [arguments.pop(n) for n in names]
-    ops.indexed_adamw_(*positional, **arguments)
+def step(op, case, **changes):
+    """The step op with all arguments by name; `state0` and `state1` are its states."""
+    names = list(inspect.signature(getattr(ops, op)).parameters)
+    positional, keywords = step_call(op, case)
+    states = {f"state{i}": name for i, name in enumerate(STEP_OPS[op].states)}
+    changes = {states.get(name, name): value for name, value in changes.items()}
+    getattr(ops, op)(**{**dict(zip(names, positional, strict=False)), **keywords, **changes})
 
 
 BAD = {
@@ -65,10 +59,11 @@ BAD = {
         lambda c: {"grad": None, "dense_grads": [c.dense_grads[0].view(-1), *c.dense_grads[1:]]},
         r"dense_grads\[0\] has shape \[231\], params\[0\] has \[7, 33\]",
     ),
-    "moment dtype": (lambda c: {"exp_avg": c.exp_avg.half()}, "exp_avg is torch.float16, expected float32 or bfloat16"),
-    "moments differ": (
-        lambda c: {"exp_avg_sq": c.exp_avg_sq.bfloat16()},
-        "exp_avg_sq is torch.bfloat16, expected float32",
+    "state dtype": (lambda c: {"state0": c.exp_avg.half()}, "STATE0 is torch.float16, expected float32 or bfloat16"),
+    "state length": (lambda c: {"state0": c.exp_avg[:-1]}, r"STATE0 has \d+ elements, expected \d+"),
+    "states differ": (
+        lambda c: {"state1": c.exp_avg_sq.bfloat16()},
+        "STATE1 is torch.bfloat16, expected float32",
     ),
     "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, expected float32"),
     "lr": (
@@ -107,14 +102,37 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_adamw(what):
+def changes_an_argument_of(op, what):
+    names = {*inspect.signature(getattr(ops, op)).parameters, *("state0", "state1")[: len(STEP_OPS[op].states)]}
+    return names >= set(BAD[what][0](make(torch.device("cpu"))))
+
+
+@pytest.mark.parametrize(
+    ("op", "what"), [(op, what) for op in STEP_OPS for what in BAD if changes_an_argument_of(op, what)]
+)
+def test_steps(op, what):
     case = make(torch.device("cpu"))
     before = case.clone()
     change, message = BAD[what]
-    with pytest.raises(ValueError, match="indexed_adamw_: " + message if "|" not in message else message):
-        adamw(case, **change(case))
+    for i, name in enumerate(STEP_OPS[op].states):
+        message = message.replace(f"STATE{i}", name)
+    with pytest.raises(ValueError, match=f"{op}: " + message if "|" not in message else message):
+        step(op, case, **change(case))
     assert all(torch.equal(a, b) for a, b in zip(case.params, before.params, strict=True))
+
+
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_a_state_that_the_options_need(op):
+    case = make(torch.device("cpu"))
+    for state, option in STEP_OPS[op].optional.items():
+        with pytest.raises(ValueError, match=f"{op}: {option} is 0.9 but {state} is None"):
+            step(op, case, **{option: 0.9, state: None})
+
+
+def test_nesterov_needs_momentum_without_dampening():
+    message = "nesterov needs momentum > 0 and dampening 0, found momentum 0.9 and dampening 0.1"
+    with pytest.raises(ValueError, match=f"indexed_sgd_: {message}"):
+        step("indexed_sgd_", make(torch.device("cpu")), nesterov=True)
 
 
 def test_other_ops():
@@ -142,8 +160,6 @@ def test_other_ops():
         ValueError, match=r"masked_grad_gather_: segment 0 is \[\d+, \d+\), expected multiples of run_length 64"
     ):
         ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, run_length=64)
-    with pytest.raises(ValueError, match="momentum is 0.9 but momentum_buffer is None"):
-        ops.indexed_sgd_(c.params, *segments, None, c.lr, c.steps, grad=c.grad, momentum=0.9)
 
 
 def test_narrow_indices():
@@ -207,15 +223,15 @@ def test_runs_are_checked_also_past_the_python_layer(run_length, ends, message):
 def test_an_explicit_backend_runs_or_raises(monkeypatch):
     case = make(torch.device("cpu"))
     with pytest.raises(BackendUnavailable, match="'cuda' .* cannot run: it runs on cuda tensors, these are on cpu"):
-        adamw(case, backend="cuda")
+        step("indexed_adamw_", case, backend="cuda")
     with pytest.raises(
         BackendUnavailable, match="'fast' .* no backend has this name; there are reference, cpu, triton, cuda"
     ):
-        adamw(case, backend="fast")
+        step("indexed_adamw_", case, backend="fast")
     monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
     with pytest.raises(BackendUnavailable, match="SPARSE_OPT_BACKEND"):
-        adamw(case)
-    adamw(case, backend="reference")  # the argument outranks the environment
+        step("indexed_adamw_", case)
+    step("indexed_adamw_", case, backend="reference")  # the argument outranks the environment
 
 
 def test_a_missing_extension_keeps_its_cause(monkeypatch):

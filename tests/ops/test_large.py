@@ -7,6 +7,7 @@ import torch
 from cases import bits_of
 
 from sparse_opt import ops
+from sparse_opt.ops import STEP_OPS
 
 NUMEL = 2**32 + 5  # past the unsigned border too
 NEAR = (0, 2**31 - 2, 2**32 - 2)
@@ -41,8 +42,9 @@ def test_step_gather_and_swap(large, run_length):
         gathered, compact = torch.empty(n, device=device), torch.ones(n, dtype=torch.bfloat16, device=device)
         one = torch.ones(1, device=device)
         ops.masked_grad_gather_(gathered, params, indices, [0], [n], **how)
-        ops.indexed_adamw_(params, indices, [0], [n], *moments, 0.01 * one, one, dense_grads=params, **how)
-        ops.indexed_sgd_(params, indices, [0], [n], None, 0.01 * one, one, grad=gathered, **how)
+        for op in STEP_OPS.values():
+            states = moments[: len(op.states)]
+            getattr(ops, op.name)(params, indices, [0], [n], *states, 0.01 * one, one, dense_grads=params, **how)
         ops.indexed_swap_(params, compact, indices, [0], [n], **how)
         results.append([gathered, *moments, compact])
     for got, want in zip(*results, strict=True):

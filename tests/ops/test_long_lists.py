@@ -1,4 +1,4 @@
-"""Lists longer than the tables that CUDA kernels take as arguments (8 and 320 tensors), and the native schemas."""
+"""Lists longer than the tables that CUDA kernels take as arguments (8 and 320 tensors)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from cases import assert_same_bits, make
+from cases import assert_same_bits, make, run_step
 
 from sparse_opt import backends, ops
+from sparse_opt.ops import STEP_OPS
 
 
 @pytest.mark.parametrize("count", [9, 321, 700])
@@ -23,15 +24,10 @@ def test_long_lists(count, place):
         c = case.clone()
         sum_sq = torch.full((count,), float("nan"), device=device)
         ops.masked_grad_gather_(c.grad, c.dense_grads, c.indices, c.starts, c.ends, sum_sq=sum_sq, backend=name)
-        for _ in range(2):  # steps differ from tensor to tensor
-            ops.indexed_adamw_(
-                c.params, c.indices, c.starts, c.ends, c.exp_avg, c.exp_avg_sq, c.lr, c.steps,
-                dense_grads=c.dense_grads, backend=name,
-            )  # fmt: skip
+        for op in STEP_OPS:
+            run_step(op, c, name, compact=False)  # steps differ from tensor to tensor
             c.steps += 1
-        ops.indexed_sgd_(
-            c.params, c.indices, c.starts, c.ends, None, c.lr, c.steps, grad=c.grad, backend=name
-        )  # fmt: skip
+        run_step("indexed_sgd_", c, name, momentum=0.0)
         values = torch.randn(c.indices.numel(), generator=torch.Generator().manual_seed(1)).to(device)
         ops.indexed_swap_(c.params, values, c.indices, c.starts, c.ends, backend=name)
         encoded = ops.delta_encode(case.params, c.params, backend=name)
