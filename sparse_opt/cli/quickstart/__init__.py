@@ -8,17 +8,16 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
+from ...config import add_options, option, require_number_ranges
+from ...option_parser import CommandParser
 from ...tables import table
 from ..output import format_bytes, print_json
-from ..parser import CommandParser, add_json_flag
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     import torch
 
 RESULTS_FILE = "quickstart.json"
@@ -44,19 +43,29 @@ examples:
 """
 
 
+@dataclass(kw_only=True)
+class QuickstartOptions:
+    """A whole experiment on a tiny model: SFT, dense DPO, a mask, sparse DPO, and dense DPO rebuilt bit for bit."""
+
+    output_dir: Path = option(
+        Path("quickstart"), "new or empty folder, or that of an earlier quickstart, whose files are deleted"
+    )
+    seed: int = option(0, "random seed")
+    device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
+    sft_steps: int = option(200, "steps of SFT", at_least=1, at_most=10**6)
+    dpo_steps: int = option(100, "steps of each DPO run", at_least=1, at_most=10**6)
+    n_questions: int = option(3000, "questions; one in six is held out", at_least=12, at_most=4005)
+    json: bool = option(False, "print JSON on stdout instead of text")
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
+
+
 def run(argv: Sequence[str]) -> int:
     """Run the experiment, check it, and print its table or JSON."""
-    args = _parser().parse_words(argv)
-    from ...config import SEEDS  # not before the help, which loads as little as possible
-
-    # Two of twelve questions are held out; there are 4005 pairs of numbers.
-    for name, least, most in (("sft_steps", 1, 10**6), ("dpo_steps", 1, 10**6), ("n_questions", 12, 4005)):
-        if not least <= getattr(args, name) <= most:
-            raise ConfigError(f"option '{name}' is {getattr(args, name)}: expected {least} to {most}")
-    if args.seed not in SEEDS:
-        raise ConfigError(f"option 'seed' is {args.seed}: expected {SEEDS.start} to {SEEDS.stop - 1}")
-    results = experiment(args)
-    if args.json:
+    options = QuickstartOptions(**vars(_parser().parse_words(argv)))
+    results = experiment(options)
+    if options.json:
         print_json(results)
     else:
         print(_text(results))
@@ -64,28 +73,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="sparse-opt quickstart",
-        description="A whole experiment on a tiny model, in minutes, without downloads: SFT, dense DPO with a delta\n"
-        "log, a mask from the log, sparse DPO under the mask, and the dense model rebuilt from the log, bit for bit.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        default=Path("quickstart"),
-        help="new or empty folder, or that of an earlier quickstart, which is deleted (./quickstart)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
-    parser.add_argument("--device", default="auto", help="torch device; auto is cuda if there is one (%(default)s)")
-    parser.add_argument("--sft_steps", type=int, default=200, help="steps of SFT (%(default)s)")
-    parser.add_argument("--dpo_steps", type=int, default=100, help="steps of each DPO run (%(default)s)")
-    parser.add_argument("--n_questions", type=int, default=3000, help="questions; one in six is held out (%(default)s)")
-    add_json_flag(parser)
+    parser = add_options(CommandParser(prog="sparse-opt quickstart"), QuickstartOptions)
+    parser.epilog = _EPILOG
     return parser
 
 
-def experiment(args: Namespace) -> dict[str, Any]:
+def experiment(args: QuickstartOptions) -> dict[str, Any]:
     """Run all stages in order and return the results, which are also written to quickstart.json in the folder.
 
     Raises:
@@ -105,7 +98,7 @@ def experiment(args: Namespace) -> dict[str, Any]:
         return _experiment(args, device)
 
 
-def _experiment(args: Namespace, device: torch.device) -> dict[str, Any]:
+def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]:
     import datasets
 
     from sparse_opt.trainers import dpo, sft
