@@ -26,7 +26,8 @@ from typing import Any, Literal
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .sampling import SamplingOptions, sample, write_lines, write_report
+from .parts import write_lines, write_report
+from .sampling import SamplingOptions, sample
 
 KEPT_FILE = "kept.jsonl"
 REPORT_FILE = "report.json"

@@ -17,7 +17,8 @@ from typing import Any
 
 from sparse_opt.config import option
 
-from .sampling import SamplingOptions, sample, write_lines, write_report
+from .parts import write_lines, write_report
+from .sampling import SamplingOptions, sample
 
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -23,7 +23,6 @@ from torch import nn
 from sparse_opt.config import option, require_count
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.files import one_line, written_aside
 from sparse_opt.option_parser import Setting
 
 from ..data.encoding import require_known_tokens
@@ -35,22 +34,12 @@ from ..profiles import profile_settings
 from ..rewards.functions import Rewards, load_rewards
 from ..rollouts import Engine, Sampling, make_engine
 from ..run.lock import RunLock, require_unlocked
-from ..run.manifest import DIGEST_KEY, content_digest
-from ..run.outputs import (
-    OPTIONS_FILE,
-    begin_outputs,
-    check_new_folder,
-    write_text,
-    writing,
-)
+from ..run.outputs import check_new_folder
 from ..run.progress import Progress
 from ..run.resume import is_begun, require_same_options
 from ..run.training_run import seed_everything
+from .parts import MAY_DIFFER, claimed, part_file, read_part, write_part
 
-INPUTS_FILE = "inputs.json"
-PARTS_FOLDER = "parts"
-# Options that may differ when a run is resumed.
-_MAY_DIFFER = {"resume", "mount_dir", "output_dir"}
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
@@ -169,7 +158,7 @@ class Sampled:
         rewards (None if no reward function applies), right, answered, finished, n_tokens.
         """
         for part in range(self.n_parts):
-            yield from _read_part(self.folder, part)["rows"]
+            yield from read_part(self.folder, part)["rows"]
 
     def report(self, options: SamplingOptions, stage: str, **own: Any) -> dict[str, Any]:
         """The report of a stage: inputs, counts, the stage's own entries, seconds, and this process's peak GPU memory.
@@ -205,7 +194,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
     require_unlocked(folder)
     resuming = options.resume and is_begun(folder)
     if resuming:
-        require_same_options(folder, options, _MAY_DIFFER)
+        require_same_options(folder, options, MAY_DIFFER)
     else:
         check_new_folder(folder, "output_dir")
     device = resolve_device(options.device)
@@ -239,13 +228,13 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
     with ExitStack() as locked:
         with closing(engine):
             locked.enter_context(RunLock(folder))
-            locked.enter_context(_claimed(folder, options, inputs, resuming=resuming))
-            there = {part for part in range(len(blocks)) if _part_file(folder, part).is_file()}
+            locked.enter_context(claimed(folder, options, inputs, resuming=resuming))
+            there = {part for part in range(len(blocks)) if part_file(folder, part).is_file()}
             with Progress(f"rft {stage}", len(blocks)) as progress, torch.no_grad():
                 for part, block in enumerate(blocks):
                     if part not in there:
-                        _write_part(folder, part, _sample_block(options, part, block, engine, tokenizer, rewards))
-                    content = _read_part(folder, part)
+                        write_part(folder, part, _sample_block(options, part, block, engine, tokenizer, rewards))
+                    content = read_part(folder, part)
                     for row in content["rows"]:
                         counts.add(row)
                     for name in seconds:
@@ -303,42 +292,6 @@ def _shown(counts: CompletionCounts, seconds: float) -> dict[str, str]:
     }
 
 
-# The folder
-
-
-@contextmanager
-def _claimed(folder: Path, options: SamplingOptions, inputs: dict[str, str], *, resuming: bool) -> Iterator[None]:
-    """Write options and input digests to a locked folder, or check them against those of the run to resume.
-
-    A new run that fails before its first part leaves no files.
-    """
-    file = folder / INPUTS_FILE
-    if resuming:
-        require_same_options(folder, options, _MAY_DIFFER)
-        # The file is missing if the run was killed right after its start; then it has no part either.
-        found = _read_json(file) if file.exists() or _has_parts(folder) else inputs
-        for name, digest in inputs.items():
-            if found.get(name) != digest:
-                raise ConfigError(
-                    f"option 'resume': the {name} have digest {digest}; expected {found.get(name)}, as in the run in "
-                    f"{folder}"
-                )
-    else:
-        check_new_folder(folder, "output_dir")
-        begin_outputs(folder, options)
-    try:
-        (folder / PARTS_FOLDER).mkdir(exist_ok=True)
-        if not file.exists():
-            write_report(file, inputs)
-        yield
-    finally:
-        if not resuming and not _has_parts(folder):
-            for path in (folder / OPTIONS_FILE, file):
-                path.unlink(missing_ok=True)
-            if (folder / PARTS_FOLDER).is_dir():
-                (folder / PARTS_FOLDER).rmdir()
-
-
 def _prompts_digest(prompts: Sequence[PromptExample]) -> str:
     hasher = xxhash.xxh3_128()
     for example in prompts:
@@ -350,48 +303,3 @@ def _weights_digest(model: nn.Module) -> str:
     tensors = model.state_dict()
     digests = StateDigest.start(list(tensors.values())).result()
     return xxhash.xxh3_128_hexdigest(json.dumps(list(zip(tensors, digests, strict=True))).encode())
-
-
-def _has_parts(folder: Path) -> bool:
-    parts = folder / PARTS_FOLDER
-    return parts.is_dir() and any(parts.iterdir())
-
-
-def _part_file(folder: Path, part: int) -> Path:
-    return folder / PARTS_FOLDER / f"{part:06d}.json"
-
-
-def _write_part(folder: Path, part: int, content: dict[str, Any]) -> None:
-    digest = {DIGEST_KEY: content_digest(content)}
-    write_text(_part_file(folder, part), json.dumps({**content, **digest}, allow_nan=False))
-
-
-def _read_part(folder: Path, part: int) -> dict[str, Any]:
-    file = _part_file(folder, part)
-    content = _read_json(file, "; remove it to sample it again")
-    found, expected = content_digest(content), content.get(DIGEST_KEY)
-    if found != expected:
-        raise DataError(f"{file}: damaged: it has digest {found}, expected {expected}; remove it to sample it again")
-    return content
-
-
-def _read_json(file: Path, hint: str = "") -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file}: cannot be read: {one_line(error)}{hint}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: cannot be read: holds a {type(content).__name__}, expected an object{hint}")
-    return content
-
-
-def write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, atomically."""
-    with writing(path), written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write a report as indented JSON, atomically."""
-    write_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
