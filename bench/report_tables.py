@@ -17,7 +17,7 @@ from sparse_opt.cli.parser import CommandParser
 
 from .common import spread
 from .common.harness import exit_code
-from .common.report import Columns, markdown_table, render
+from .common.report import Columns, machine_line, markdown_table, render
 from .delta import report as delta_report
 from .kernels import dram_bytes, floors
 from .kernels.table import main as kernels
@@ -82,16 +82,6 @@ def filled(text: str, results: Path) -> str:
     return SPAN.sub(lambda span: f"{span[1]}{span[2]}\n{TABLES[span[1]](results)}\n\n", text)
 
 
-def machine_line(environment: Mapping[str, Any]) -> str:
-    """Where and when a run was made."""
-    machine, versions = environment["machine"], environment["versions"]
-    gpu = machine.get("gpu")
-    name = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['logical_cpus']} cores"
-    triton = f", triton {versions['triton']}" if gpu else ""
-    commit, dirty, _ = (environment["commit"] or "unknown").partition("-dirty")
-    return f"{name}, torch {versions['torch']}{triton}, {environment['date'][:10]}, commit {commit[:9]}{dirty}"
-
-
 def kernel_table(results: Path) -> str:
     """The table of kernels of the last full run on a GPU, with verdicts if its floors were counted as they are now."""
     report = _load(results / "gpu_check.json")
@@ -102,7 +92,7 @@ def kernel_table(results: Path) -> str:
     missed = [verdict for verdict in verdicts if not verdict.met]
     columns = dict(kernels.columns(verdicts))
     lines = [
-        f"{machine_line(report['environment'])}. {found['numel'] / 1e9:.2f} B bf16 weights in {found['n_matrices']} "
+        f"{machine_line(report)}. {found['numel'] / 1e9:.2f} B bf16 weights in {found['n_matrices']} "
         f"matrices, deltas of {found['delta_numel']} elements, copy {found['copy_gb_per_s']:.0f} GB/s.",
         "",
     ]
@@ -134,7 +124,7 @@ def tile_table(results: Path) -> str:
     found = kernels.columns(verdicts)
     shown = ("work", "backend", "density", "ms", "p20 - p80", "x torch.mm", "floor ms", "x floor", "verdict", "target")
     columns: Columns = {name: x_whole if name == "x torch.mm" else found[name] for name in shown}
-    where = [f"{machine_line(report['environment'])}.", ""] if rows else []
+    where = [f"{machine_line(report)}.", ""] if rows else []
     lines = [*where, render(columns, rows, n_words=2, markdown=True)]
     missed = [f"- missed: {verdict.text}" for verdict in verdicts if not verdict.met]
     return "\n".join([*lines, *([""] if missed else []), *missed])
@@ -162,7 +152,7 @@ def pytest_table(results: Path) -> str:
         if bench["params"]["density"] == 0.025 and bench["params"]["dtype"] in ("bf16", "fp32")
     ]
     info = report["benchmarks"][0]["extra_info"]
-    where = machine_line(report["machine_info"]["sparse_opt"])
+    where = machine_line({"environment": report["machine_info"]["sparse_opt"]})
     return (
         f"{where}; {info['numel']} elements, {info['threads']} thread(s), copy {info['copy_gb_per_s']:.1f} GB/s.\n\n"
         f"{render(PYTEST_COLUMNS, rows, n_words=2, markdown=True)}"
@@ -172,7 +162,7 @@ def pytest_table(results: Path) -> str:
 def spread_table(results: Path) -> str:
     """The spread of several runs of the same code."""
     report = _load(results / "pytest_spread.json")
-    where = f"{machine_line(report['environment'])}; {report['n_runs']} runs of {report['n_cases']} cases"
+    where = f"{machine_line(report)}; {report['n_runs']} runs of {report['n_cases']} cases"
     return f"{where}.\n\n{markdown_table(spread.HEADERS, spread.rows(report))}"
 
 
@@ -194,7 +184,7 @@ def _baselines(paths: Iterable[Path]) -> str:
     for path in sorted(paths):
         report = _load(path)
         headers, rows = baseline_report.cells(report)
-        parts += [f"{machine_line(report['environment'])}. {baseline_report.heading(report)}.", ""]
+        parts += [f"{machine_line(report)}. {baseline_report.heading(report)}.", ""]
         parts += [markdown_table(headers, rows), "", *(f"- {line}" for line in baseline_report.ratio_lines(report)), ""]
     return "\n".join(parts[:-1])
 
@@ -206,7 +196,7 @@ def modes_table(results: Path) -> str:
         return "Not measured on a GPU with SHiRA yet."
     return "\n\n".join(
         [
-            f"{machine_line(report['environment'])}. {baseline_report.heading(report)}.",
+            f"{machine_line(report)}. {baseline_report.heading(report)}.",
             markdown_table(*baseline_report.cells(report)),
             markdown_table(*baseline_report.held_cells(report)),
         ]
@@ -218,7 +208,7 @@ def trl_memory_table(results: Path) -> str:
     report = _load(results / "trl_memory.json")
     settings = report["settings"]
     where = (
-        f"{machine_line(report['environment'])}, TRL {report['versions']['trl']}. {settings['shape'].upper()} shape, "
+        f"{machine_line(report)}, TRL {report['versions']['trl']}. {settings['shape'].upper()} shape, "
         f"{settings['batch_size']} pair(s) of {settings['sequence_length']} tokens a step, density "
         f"{settings['density']:.1%}."
     )
@@ -233,7 +223,7 @@ def _if_measured(file: str, text: Callable[[dict[str, Any]], str], missing: str)
         if not path.is_file():
             return missing
         report = _load(path)
-        return f"{machine_line(report['environment'])}.{text(report)}"
+        return f"{machine_line(report)}.{text(report)}"
 
     return table
 
@@ -252,7 +242,7 @@ delta_tables = {
     for device in ("gpu", "cpu")
 }
 delta_logging_table = _if_measured(
-    "delta_logging.json",
+    "delta_logging_gpu.json",
     lambda report: f" {logging_report.document_text(report)}",
     "Not measured yet: `sparse-opt bench delta_logging` on a GPU.",
 )

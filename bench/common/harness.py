@@ -38,19 +38,18 @@ class Benchmark:
     """One benchmark; `main` is its command line.
 
     Args:
-        name: name in the report and of the default results file.
+        name: name in the report.
         command: the command that runs it, by default `sparse-opt bench NAME`.
-        doc: description in the help, by default the module's docstring.
+        doc: description in the help: the docstring of the module.
         options: adds the benchmark's own options.
         problem: checks the options before any work and returns the error, or an empty string.
         measure: fills the report. It may raise `WrongResult`.
         text: the report for a terminal.
         failures: lines for stderr after the text. If there are any, the exit code is 1.
         partial: whether the options leave out a part without which a run is not complete.
-        output: default results file, which may contain options in braces, `{device}` (cpu or gpu) and
-            `{_cpu}` (empty on a GPU); None writes no file by default.
-        device: default of --device; `auto` is a GPU if there is one; None adds no option. `--small` of a benchmark
-            that has this option means the CPU.
+        output: default results file, which may contain options in braces and `{device}` (cpu or gpu); None writes none.
+        device: default of --device, perhaps `auto`; None adds no option. With the option `--small`, a benchmark that
+            has it runs on the CPU.
         threads: default of --threads, which applies to torch during the run; None adds no option.
     """
 
@@ -74,12 +73,11 @@ class Benchmark:
         parser = CommandParser(prog=command, description=self.doc, epilog=self.epilog)
         self.options(parser)
         if self.device is not None:
-            default = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-            parser.add_argument("--device", default=default, help="(%(default)s)")
+            parser.add_argument("--device", default=self.device, help="cpu, cuda, cuda:N or auto (%(default)s)")
         if self.threads is not None:
             parser.add_argument("--threads", type=int, default=self.threads, help="CPU threads (%(default)s)")
         shown = self.output or "default: none is written"
-        names = ("--output", "--json", "--results")  # one option; earlier versions had another name for each benchmark
+        names = ("--output", "--json", "--results")
         parser.add_argument(*names, dest="output", type=Path, metavar="FILE", help=f"results as JSON ({shown})")
         return parser
 
@@ -91,6 +89,8 @@ class Benchmark:
         """The first error of the options; empty if they are valid."""
         if getattr(args, "small", False):
             args.device = "cpu"
+        if self.device is not None and args.device == "auto":
+            args.device = _best_device()
         if self.device is not None and (problem := why_unusable(args.device)):
             return problem + ("; --small runs on a CPU" if hasattr(args, "small") else "")
         if self.threads is not None and args.threads < 1:
@@ -99,7 +99,7 @@ class Benchmark:
             return problem
         if args.output is None and self.output is not None:
             on_gpu = str(getattr(args, "device", "cpu")).startswith("cuda")
-            names = vars(args) | {"device": "gpu" if on_gpu else "cpu", "_cpu": "" if on_gpu else "_cpu"}
+            names = vars(args) | {"device": "gpu" if on_gpu else "cpu"}
             args.output = Path(self.output.format(**names))
         return "" if args.output is None else why_unwritable(args.output)
 
@@ -108,7 +108,7 @@ class Benchmark:
         args = parser.parse_words(words)
         if problem := self._problem(args):
             parser.error(problem)
-        device = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = getattr(args, "device", None) or _best_device()
         report: Report = {"benchmark": self.name, "environment": environment(device), "completed": False}
         n_described = len(report)
         threads = torch.get_num_threads()
@@ -143,6 +143,10 @@ def exit_code(run: Callable[[], int]) -> int:
             raise
         print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
+
+
+def _best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def why_unusable(device: str) -> str:

@@ -66,6 +66,11 @@ def machine_name(report: Mapping[str, Any]) -> str:
 
 
 def machine_line(report: Mapping[str, Any]) -> str:
-    """Machine, torch and commit of a report."""
+    """Machine, versions, date and commit of a report."""
     environment = report["environment"]
-    return f"{machine_name(report)}, torch {environment['versions']['torch']}, commit {environment['commit']}"
+    machine, versions = environment["machine"], environment["versions"]
+    gpu = machine.get("gpu")
+    name = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['logical_cpus']} cores"
+    triton = f", triton {versions['triton']}" if gpu else ""
+    commit, dirty, _ = (environment["commit"] or "unknown").partition("-dirty")
+    return f"{name}, torch {versions['torch']}{triton}, {environment['date'][:10]}, commit {commit[:9]}{dirty}"

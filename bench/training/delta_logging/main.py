@@ -243,7 +243,7 @@ main = Benchmark(
     measure=run,
     text=text,
     failures=lambda report, args: [f"MISSED: {verdict.text}" for verdict in judge(report) if not verdict.met],
-    output="bench/results/delta_logging{_cpu}.json",
+    output="bench/results/delta_logging_{device}.json",
     device="cuda",
 ).main
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
+from sparse_opt.bench.common import harness
 from sparse_opt.bench.common.harness import Benchmark, WrongResult, job_main, one_of_each, out_of_range, run_in_process
 from sparse_opt.errors import SparseOptError
 
@@ -35,9 +37,9 @@ def test_the_report_is_printed_and_written(tmp_path, capsys, flag):
 
 def test_the_default_file_names_options_and_the_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one = benchmark(device="cpu", threads=3, output="results/{threads}_{device}{_cpu}.json")
+    one = benchmark(device="cpu", threads=3, output="results/{threads}_{device}.json")
     assert one.main([]) == 0
-    assert [path.name for path in tmp_path.glob("results/*")] == ["3_cpu_cpu.json"]
+    assert [path.name for path in tmp_path.glob("results/*")] == ["3_cpu.json"]
 
 
 def test_measurements_before_an_error_are_written_and_the_threads_restored(tmp_path):
@@ -103,6 +105,16 @@ def test_wrong_options_end_with_2_before_any_work(capsys, monkeypatch):
     assert "less than 2147483648" in refused(capsys, one.main, "--n_rounds", 2**31)
     assert "cannot be written to /proc/none/x.json" in refused(capsys, one.main, "--json", "/proc/none/x.json")
     assert "unknown option 'round'" in refused(capsys, one.main, "--round", "1")
+
+
+@pytest.mark.parametrize(("available", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch, available, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(harness, "environment", lambda device: {"of": device})
+    seen = []
+    one = benchmark(lambda args, report: report.update(rows=seen.append((args.device, report["environment"]))))
+    assert dataclasses.replace(one, device="auto").main([]) == 0
+    assert seen == [(device, {"of": device})]
 
 
 def test_small_runs_on_a_cpu(monkeypatch, capsys):

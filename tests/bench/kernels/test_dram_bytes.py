@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from sparse_opt.bench.common import harness
 from sparse_opt.bench.kernels import dram_bytes
 
 # As ncu 2025.3 writes it with --csv --print-units base; the lines before the table are its own.
@@ -86,3 +89,32 @@ def test_without_a_gpu_or_without_ncu_it_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "ncu (Nsight Compute) is not on PATH" in failed(capsys)
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_the_counts_of_a_profiled_run_are_written(capsys, monkeypatch, tmp_path, exit_code):
+    """Nsight Compute is replaced by a function that writes what it and the profiled process would write."""
+    path = tmp_path / "dram_bytes.json"
+
+    def ncu(command, **options):
+        words = list(map(str, command))
+        Path(words[words.index("--log-file") + 1]).write_text(LOG)
+        Path(words[words.index("--profiled") + 1]).write_text(json.dumps([CALL]))
+        assert words[words.index("-m") : words.index("-m") + 2] == ["-m", dram_bytes.MODULE]
+        assert words[words.index("--numel") + 1] == "1000"
+        assert words[words.index("--output") + 1] != str(path)
+        return subprocess.CompletedProcess(command, exit_code)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(harness, "environment", lambda device: {"device": device})
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", ncu)
+    monkeypatch.delenv("SPARSE_OPT_DEBUG", raising=False)
+    assert dram_bytes.main(["--numel", "1000", "--output", str(path)]) == exit_code
+    out, err = capsys.readouterr()
+    if exit_code:
+        assert "ncu ended with exit code 1: " in err and not path.exists()
+        return
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["bytes_read"] == 3_600_000_064 and row["floor_bytes"] == CALL["floor_bytes"]
+    assert "indexed_swap_" in out
