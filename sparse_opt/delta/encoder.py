@@ -121,11 +121,9 @@ class StepCoder:
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
         return StepJob(
             header=header,
-            layout=layout,
             payload=HostCopy(payload),
             digests=digests[0],
             digested=tuple(differ),
-            against_base=settings.against == "base",
             fresh=fresh,
         )
 

@@ -167,7 +167,7 @@ class DeltaLog(DeltaReader):
             DeltaLogError: there is no log in the directory.
         """
         log = cls(Path(directory), model_or_state, on_error, backend)
-        if not log._listed():
+        if not log._files.steps():
             raise DeltaLogError(f"{log.directory}: holds no delta log (no step_*.safetensors file)")
         return log
 

@@ -14,7 +14,7 @@ from . import maintenance
 from .chain import LogFiles
 from .codec import Backend
 from .digest import StateDigest
-from .files import LogSettings, StepFile, read_header
+from .files import LogSettings, read_header
 from .maintenance import Problem
 from .state import StateLayout, read_state
 from .writer import StepInfo
@@ -35,13 +35,10 @@ class DeltaReader:
         self._drain()
         return self._log_files
 
-    def _listed(self) -> dict[int, StepFile]:
-        return self._files.steps()
-
     @property
     def steps(self) -> tuple[int, ...]:
         """The logged steps, ascending, as the directory lists them now."""
-        return tuple(self._listed())
+        return tuple(self._files.steps())
 
     @property
     def layout(self) -> StateLayout:
@@ -128,7 +125,7 @@ class DeltaReader:
         layout = self.layout
         layout.require_same(found, str(self.directory))
         digest = layout.state_digest(StateDigest.start([tensors[name] for name in layout.names]).result())
-        headers = (read_header(file) for file in reversed(self._listed().values()))
+        headers = (read_header(file) for file in reversed(self._files.steps().values()))
         return next((header.file.step for header in headers if header.result_digest == digest), None)
 
     def info(self) -> list[StepInfo]:
@@ -137,7 +134,7 @@ class DeltaReader:
         Raises:
             DeltaLogError: a header is damaged.
         """
-        return [StepInfo.of(read_header(file)) for file in self._listed().values()]
+        return [StepInfo.of(read_header(file)) for file in self._files.steps().values()]
 
     def verify(self, on_step: Callable[[int], None] | None = None) -> list[Problem]:
         """Rebuild every step of the log and compare every digest; return the problems found.

@@ -16,7 +16,6 @@ from ..errors import DeltaLogError
 from .digest import StateDigest
 from .files import KEYFRAME, StepHeader, write_step
 from .lock import WriterLock
-from .state import StateLayout
 
 # Submitted steps that are not yet on disk: one that is being written and one in the queue.
 IN_FLIGHT = 2
@@ -59,17 +58,9 @@ class StepInfo:
 
     @classmethod
     def of(cls, header: StepHeader) -> StepInfo:
-        size = header.file.path.stat().st_size
-        return cls(
-            header.file.step,
-            header.file.kind,
-            header.changed,
-            header.numel,
-            size,
-            header.level,
-            header.masked,
-            header.parent_step,
-        )
+        size, file = header.file.path.stat().st_size, header.file
+        changed, numel, parent = header.changed, header.numel, header.parent_step
+        return cls(file.step, file.kind, changed, numel, size, header.level, header.masked, parent)
 
 
 class HostCopy:
@@ -119,11 +110,9 @@ class StepJob:
     """
 
     header: StepHeader
-    layout: StateLayout
     payload: HostCopy
     digests: StateDigest
     digested: tuple[int, ...]
-    against_base: bool
     fresh: bool = False
 
 
@@ -263,7 +252,9 @@ class StepWriter:
             self._slots.release()
 
     def _write(self, job: StepJob, payload: Mapping[str, Tensor], digests: tuple[str, ...]) -> StepInfo:
-        parent = self._base if job.against_base else self._last
+        layout, settings = self._base.layout, self._base.settings
+        assert layout is not None and settings is not None  # the base is a keyframe
+        parent = self._base if settings.against == "base" else self._last
         whole = list(parent.tensor_digests)
         for i, digest in zip(job.digested, digests, strict=True):
             whole[i] = digest
@@ -274,7 +265,7 @@ class StepWriter:
             parent_step=parent.file.step if patch else None,
             parent_digest=parent.result_digest if patch else "",
             tensor_digests=tuple(whole),
-            result_digest=job.layout.state_digest(whole),
+            result_digest=layout.state_digest(whole),
         )
         write_step(header, payload, require_lock=self._lock_file.require_held)
         with self._lock:
