@@ -7,14 +7,14 @@ NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -nam
 
 STEP = $(PYTHON) .ci/step.py
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
-# Nothing in the suite may reach for the network.
+# No test may use the network.
 PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-# What `make bench-compare` holds a run against, and the growth of the fastest call that fails it: docs/performance.md
-# says how far runs of one commit lie apart.
+# The run with which `make bench-compare` compares, and the growth of the fastest call at which it fails. docs/performance.md
+# shows how much runs of one commit differ.
 BASELINE ?= $(lastword $(sort $(wildcard bench/results/pytest/*/*_cpu.json)))
 BENCH_THRESHOLD ?= min:20%
-# More words for `make gpu-check`: --resume goes on where a run was cut short.
+# Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
 .PHONY: help build quickstart test test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
@@ -22,7 +22,7 @@ GPU_CHECK_OPTIONS ?=
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-# Nothing but ninja decides what is out of date. It is next to the environment's python, and torch looks for it on PATH.
+# ninja decides what to compile. It is next to the environment's python, and torch finds it by PATH.
 build: $(VENV)/.python ## build the extension in .venv, or update it: only what has changed is compiled
 	@PATH="$(BIN):$$PATH" SPARSE_OPT_REQUIRE_NATIVE=1 $(STEP) "building the extension" \
 	  $(BIN)/python setup.py --quiet build_ext --inplace
@@ -30,8 +30,8 @@ build: $(VENV)/.python ## build the extension in .venv, or update it: only what 
 quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
 	$(BIN)/sparse-opt quickstart
 
-# The suite in parts, for `make --jobs` to run side by side: these folders each, and all others in one. tests/ops takes
-# every backend that can run; Triton's run under the interpreter, in a process that has it on.
+# The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, and one for all others.
+# tests/ops uses every available backend. The Triton kernels run under the interpreter, in processes of their own.
 FOLDERS := integrations trainers packaging
 BACKENDS := reference triton triton-ops without-avx512 defaults
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
@@ -53,7 +53,7 @@ test-triton: $(VENV)/.test build
 test-triton-ops: $(VENV)/.test build
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
 
-# The library names every device and dtype; what it makes on meta by mistake has no values, and fails.
+# The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
 test-defaults: $(VENV)/.test build
 	$(PYTEST) --quiet tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
 	  --default-dtype float64 --default-device meta
@@ -68,8 +68,8 @@ test-browser: $(VENV)/.test build ## the report's page in a browser's engine, wh
 	$(INSTALL) --quiet PySide6-WebEngine
 	$(PYTEST) tests/analysis -k browser
 
-# mypy looks a package up by its folder: lay the import map out as it is installed. Its cache goes with the layout: kept
-# across two layouts, it lost modules.
+# mypy finds packages by folder, so the package is copied as it is installed. mypy's cache is deleted with the copy, because
+# it lost modules when it was kept.
 lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,9 +94,9 @@ bench-baseline: $(VENV)/.test build ## keep a new run for bench-compare
 performance-tables: $(VENV)/.test build ## write the tables of docs/performance_tables.md and other pages from bench/results
 	$(BIN)/python -m sparse_opt.bench.report_tables
 
-# Uses the torch that PYTHON has and installs nothing: the package is laid out under build/gpu. PYTHONSAFEPATH keeps the
-# checkout's own sparse_opt folder, which has no extension for this torch, from standing in front of it.
-gpu-check: ## build for the GPU at hand against PYTHON's torch, run the GPU tests and benches
+# Uses PYTHON's torch and installs nothing: the package is built in build/gpu. With PYTHONSAFEPATH the checkout's sparse_opt
+# folder, which has no extension for this torch, is not imported instead.
+gpu-check: ## build for this machine's GPU against PYTHON's torch, run the GPU tests and benchmarks
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"gpu-check needs a CUDA GPU that torch {torch.__version__} can use")'
 	rm -rf build/gpu
 	@TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-native}" SPARSE_OPT_REQUIRE_NATIVE=1 $(STEP) "building for this GPU" \

@@ -1,4 +1,4 @@
-// The extension module: what was built and with what, and the lists that a step hands over whole. Importing it
+// The extension module: information about the build, and the bindings of BoundParams and TileRoute. Importing it
 // registers torch.ops.sparse_opt_native.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -28,7 +28,7 @@ using namespace py::literals;
 
 namespace {
 
-// For what runs a kernel, may wait for a device, or may wait on a mutex.
+// Releases the interpreter's lock around functions that run a kernel, or that may wait for a device or a mutex.
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 py::dict build_info() {
@@ -60,7 +60,7 @@ py::dict build_info() {
 }
 
 #ifdef SPARSE_OPT_WITH_CUDA
-// Bytes; see l2_fetch.py.
+// In bytes; see l2_fetch.py.
 int64_t l2_fetch_granularity(c10::DeviceIndex device) {
   const c10::cuda::CUDAGuard guard(device);
   size_t bytes = 0;
