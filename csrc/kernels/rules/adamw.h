@@ -9,7 +9,7 @@
 
 namespace sparse_opt {
 
-struct AdamW : Rule {
+struct AdamW : RuleDefaults {
   static constexpr const char* kOp = "indexed_adamw_";
   static constexpr const char* kStates[] = {"exp_avg", "exp_avg_sq"};
 

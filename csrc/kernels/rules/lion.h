@@ -5,7 +5,7 @@
 
 namespace sparse_opt {
 
-struct Lion : Rule {
+struct Lion : RuleDefaults {
   static constexpr const char* kOp = "indexed_lion_";
   static constexpr const char* kStates[] = {"exp_avg"};
 

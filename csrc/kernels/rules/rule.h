@@ -7,7 +7,7 @@
 //   TensorScalars    what the elements of one tensor share: tensor_scalars(options, lr, step), once for each tensor
 //   update(call, tensor, branch, g, p, states...)   one element
 //
-// and, if the defaults of Rule do not fit, kOptionalStates, uses_states and branch. Everything is fp32, unless a scalar
+// and, if RuleDefaults does not fit, kOptionalStates, uses_states and branch. Everything is fp32, unless a scalar
 // needs fp64, and each operation is rounded on its own, so that all backends give the same bits. That needs
 // -ffp-contract=off (host) and --fmad=false (nvcc).
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace sparse_opt {
 
-struct Rule {
+struct RuleDefaults {
   // Whether the states may be absent. If so, uses_states says whether a call with these options reads and writes them.
   static constexpr bool kOptionalStates = false;
   static bool uses_states(const auto&) { return true; }

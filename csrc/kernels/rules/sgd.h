@@ -5,7 +5,7 @@
 
 namespace sparse_opt {
 
-struct Sgd : Rule {
+struct Sgd : RuleDefaults {
   static constexpr const char* kOp = "indexed_sgd_";
   static constexpr const char* kStates[] = {"momentum_buffer"};
   static constexpr bool kOptionalStates = true;
