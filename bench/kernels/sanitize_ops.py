@@ -168,7 +168,7 @@ main = Benchmark(
     command="python -m sparse_opt.bench.kernels.sanitize_ops",
     doc=__doc__,
     measure=run,
-    text=lambda report: f"{len(report['wrong'])} wrong in all",
+    text=lambda report: f"{len(report['wrong'])} wrong results in total",
     failures=lambda report, args: report["wrong"],
     device="cuda",
 ).main

@@ -59,8 +59,8 @@ def report_of(slower_mean_ms: float, slower_median_ms: float, *, small: bool = F
 
 def test_the_larger_difference_is_judged():
     assert delta_logging.judge(report_of(9.0, 10.0))[0].met
-    for figures in ((10.5, 3.0), (3.0, 10.5)):
-        (verdict,) = delta_logging.judge(report_of(*figures))
+    for slower in ((10.5, 3.0), (3.0, 10.5)):
+        (verdict,) = delta_logging.judge(report_of(*slower))
         assert not verdict.met
         assert verdict.text == "a log of every step, mode dense (cuda): 10.5 ms a step, expected <= 10 ms a step"
     assert delta_logging.judge(report_of(50.0, 50.0, small=True)) == []

@@ -30,7 +30,7 @@ def results(tmp_path):
     return Results(tmp_path / "results.json", HEADER)
 
 
-def figures(run, after, curve=(0.1, 0.2)):
+def measurements(run, after, curve=(0.1, 0.2)):
     masked = {"active": 0.0997} if ":" in run.trained else {}
     fields = {"algorithm": run.algorithm, "trained": run.trained, "learning_rate": run.learning_rate, "seed": run.seed}
     return {**fields, "start": "s0", **masked, "after": after, "curve": list(curve), "seconds": 3.0}
@@ -144,7 +144,7 @@ class HereAndNow:
     def submit(self, function, world, run):
         self.done.append(run)
         future = Future()
-        future.set_result(figures(run, self.after(run)))
+        future.set_result(measurements(run, self.after(run)))
         return future
 
 
@@ -175,15 +175,15 @@ def test_nothing_begins_after_the_deadline(results, tmp_path):
     world = World(tmp_path, {}, "cpu")
     assert do_runs(work_of(pool, deadline=0.0), world, runs, results) == 3
     assert not pool.done and not results.data["runs"]
-    results.add(runs[1], figures(runs[1], 0.5))
+    results.add(runs[1], measurements(runs[1], 0.5))
     assert do_runs(work_of(pool), world, runs, results) == 0
     assert [run.seed for run in pool.done] == [0, 2]
 
 
 def test_the_file_holds_a_curve_a_line_and_goes_on(results):
     run, trial = Run("grpo", "dense", 1e-3, 0), Run("grpo", "dense", 1e-3, TUNING_SEED)
-    results.add(run, figures(run, 0.123456789, [0.123456789, -1.5e-7, 3]))
-    results.add(trial, figures(trial, 0.5))
+    results.add(run, measurements(run, 0.123456789, [0.123456789, -1.5e-7, 3]))
+    results.add(trial, measurements(trial, 0.5))
     read = json.loads(results.path.read_text(encoding="utf-8"))
     assert read == results.data == Results(results.path, HEADER).data
     assert '"curve": [0.12346, -1.5e-07, 3.0],\n' in results.path.read_text(encoding="utf-8")
@@ -210,13 +210,13 @@ def test_tables(results):
     for what, ends in afters.items():
         for seed, after in zip(SEEDS, ends, strict=True):
             run = Run("grpo", what, rates[what], seed)
-            results.add(run, figures(run, after))
+            results.add(run, measurements(run, after))
         for factor in (0.1, 1.0):
             trial = Run("grpo", what, rates[what] * factor, TUNING_SEED)
-            results.add(trial, figures(trial, 0.7 + factor / 100))
+            results.add(trial, measurements(trial, 0.7 + factor / 100))
         results.choose("grpo", what, rates[what])
     # Of another rate than the chosen one, as an earlier call may have left it.
-    results.add(Run("grpo", "dense", 1e-2, 0), figures(Run("grpo", "dense", 1e-2, 0), 0.1))
+    results.add(Run("grpo", "dense", 1e-2, 0), measurements(Run("grpo", "dense", 1e-2, 0), 0.1))
     results.data["before"]["grpo"] = 0.5
     shown = pattern_text(results, "grpo", list(afters), SEEDS)
     cells = [line.split() for line in shown.splitlines()]
@@ -232,7 +232,7 @@ def test_tables(results):
         line.split() for line in text(results, ["grpo"], list(afters), SEEDS).splitlines()
     ]
     other = Run("grpo", "dense", 1e-4, 1)
-    results.add(other, {**figures(other, 0.94), "start": "s1"})
+    results.add(other, {**measurements(other, 0.94), "start": "s1"})
     assert "The runs started from 2 different models: s0, s1" in pattern_text(results, "grpo", list(afters), SEEDS)
 
 
