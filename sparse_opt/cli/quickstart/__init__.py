@@ -117,7 +117,13 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
 
     _say("1/6 model, tokenizer and questions")
     n_held_out = _make_inputs(folder, args.n_questions, args.seed)
-    shared = {"device": str(device), "dtype": "fp32", "seed": args.seed, "max_length": 64, "batch_size": 32}
+    shared: dict[str, Any] = {
+        "device": str(device),
+        "dtype": "fp32",
+        "seed": args.seed,
+        "max_length": 64,
+        "batch_size": 32,
+    }
 
     _say("2/6 SFT: the form of an answer, right or wrong")
     start = sft.train(
@@ -130,7 +136,7 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
             **shared,
         )
     )
-    dpo_options = {
+    dpo_options: dict[str, Any] = {
         "policy_name": start["checkpoint"],
         "dataset": str(folder / "data" / "preferences.jsonl"),
         "n_steps": args.dpo_steps,
