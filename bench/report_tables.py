@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.tables import markdown_table
 
 from .common import spread
 from .common.harness import exit_code
-from .common.report import Columns, machine_line, markdown_table, render
+from .common.report import Columns, machine_line, render
 from .delta import report as delta_report
 from .kernels import dram_bytes, floors
 from .kernels.table import main as kernels

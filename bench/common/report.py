@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_opt.files import written_aside
-from sparse_opt.tables import markdown_table as markdown_table
-from sparse_opt.tables import table as table
+from sparse_opt.tables import markdown_table, table
 
 
 def why_unwritable(path: Path) -> str:

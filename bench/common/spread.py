@@ -15,9 +15,9 @@ from typing import Any
 
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import ConfigError
+from sparse_opt.tables import table
 
 from .harness import Benchmark, Report
-from .report import table
 
 STATISTICS = ("median", "min")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.report import markdown_table
+from sparse_opt.tables import markdown_table
+
 from . import targets as delta_targets
 
 SPEED_HEADERS = ("1.2 % changed", "bytes a change", "encode ms", "GB/s", "of the copy rate", "decode ms", "GB/s")

@@ -37,7 +37,7 @@ def test_two_masks_by_part_and_layer(sparse_opt, masks):
     ]
     (listed,) = found["pairs"]
     assert (listed["first"], listed["second"]) == ("a", "b")
-    figures = ("jaccard", "jaccard_chance", "jaccard_chance_error", "jaccard_chance_sd", "of_first", "of_second_chance")
+    names = ("jaccard", "jaccard_chance", "jaccard_chance_error", "jaccard_chance_sd", "of_first", "of_second_chance")
     for key, overlap in (
         (("total",), pair.total),
         (("parts", "mlp_up"), pair.parts["mlp_up"]),
@@ -50,7 +50,7 @@ def test_two_masks_by_part_and_layer(sparse_opt, masks):
             entry = entry[word]
         counts = ("active_first", "active_second", "active_both")
         assert [entry[key] for key in counts] == [overlap.first, overlap.second, overlap.both]
-        assert [entry[figure] for figure in figures] == [getattr(overlap, figure) for figure in figures]
+        assert [entry[name] for name in names] == [getattr(overlap, name) for name in names]
     text = sparse_opt("mask", "compare", *paths[:2]).done()
     assert "model.norm.weight" not in text
     assert f"{pair.parts['mlp_up'].jaccard:.4f}" in next(

@@ -116,12 +116,12 @@ def test_debug_lists_every_tensor(find, files):
     found = json.loads(find("magnitude", "--debug", "--json").done())
     mask = MaskSet.load(found["file"])
     assert found["tensors"].keys() == set(mask.names)
-    for name, figures in found["tensors"].items():
+    for name, stats in found["tensors"].items():
         change = (files.states[3][name].float() - files.states[0][name].float()).abs().view(-1)
-        assert (figures["kept"], figures["numel"]) == (mask[name].numel(), change.numel())
-        assert figures["scoring"] == int((change > 0).sum())
-        assert figures["most"] == float(change.max())
-        assert figures["threshold"] == float(change[mask[name].long()].min())
+        assert (stats["kept"], stats["numel"]) == (mask[name].numel(), change.numel())
+        assert stats["scoring"] == int((change > 0).sum())
+        assert stats["most"] == float(change.max())
+        assert stats["threshold"] == float(change[mask[name].long()].min())
     text = find("magnitude", "--debug").done()
     assert f"threshold over all tensors {found['threshold']:.6g}" in text
     assert all(name in text for name in mask.names)

@@ -6,7 +6,8 @@ import math
 import statistics
 from typing import Any
 
-from ...common.report import table
+from sparse_opt.tables import table
+
 from ...common.timing import percentiles
 
 # The first step's policy is its reference: DPO's loss is ln 2 whatever the weights, and GRPO's policy is the one that

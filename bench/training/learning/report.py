@@ -12,8 +12,8 @@ from typing import Any
 from sparse_opt.errors import ConfigError
 from sparse_opt.files import written_aside
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.tables import table
 
-from ...common.report import table
 from .runs import TUNING_SEED, Run, Trained
 
 HEADERS = ("algorithm", "trained", "learning rate", "before", "after", "of the seeds", "gained", "s a run")
