@@ -286,7 +286,7 @@ def _text(results: dict[str, Any]) -> str:
         "preference accuracy, before": ("accuracy_before", "{:.1%}".format),
         "preference accuracy, after": ("accuracy_after", "{:.1%}".format),
         "step time (median)": ("step_time_s", _milliseconds),
-        "  of it, optimizer": ("optimizer_time_s", _milliseconds),
+        "  optimizer": ("optimizer_time_s", _milliseconds),
         "optimizer state, with indices": ("optimizer_state_bytes", format_bytes),
         "gradients": ("gradient_bytes", format_bytes),
         "reference weights": ("reference_bytes", format_bytes),
