@@ -70,41 +70,17 @@ void delta_mark(const DeltaArguments& args, ParallelFor parallel_for) {
 
 void delta_collect(const DeltaArguments& args, ParallelFor parallel_for) {
   parallel_for(args.first_block[args.count], [&](int64_t first, int64_t last) {
-    const bool wide = args.wide_indices;
-    switch (args.element_size) {
-      case 1:
-        wide ? collect<uint8_t, int64_t>(args, first, last) : collect<uint8_t, int32_t>(args, first, last);
-        break;
-      case 2:
-        wide ? collect<uint16_t, int64_t>(args, first, last) : collect<uint16_t, int32_t>(args, first, last);
-        break;
-      case 4:
-        wide ? collect<uint32_t, int64_t>(args, first, last) : collect<uint32_t, int32_t>(args, first, last);
-        break;
-      case 8:
-        wide ? collect<uint64_t, int64_t>(args, first, last) : collect<uint64_t, int32_t>(args, first, last);
-        break;
-    }
+    with_word(args.element_size, [&](auto word) {
+      using Word = decltype(word);
+      args.wide_indices ? collect<Word, int64_t>(args, first, last) : collect<Word, int32_t>(args, first, last);
+    });
   });
 }
 
 void delta_apply(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
-    switch (args.element_size) {
-      case 1:
-        apply_chunks<uint8_t>(args, work, first, last);
-        break;
-      case 2:
-        apply_chunks<uint16_t>(args, work, first, last);
-        break;
-      case 4:
-        apply_chunks<uint32_t>(args, work, first, last);
-        break;
-      case 8:
-        apply_chunks<uint64_t>(args, work, first, last);
-        break;
-    }
+    with_word(args.element_size, [&](auto word) { apply_chunks<decltype(word)>(args, work, first, last); });
   });
 }
 

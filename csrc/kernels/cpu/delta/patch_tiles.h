@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../../delta/patch.h"
+#include "../common/with_word.h"
 
 namespace sparse_opt::cpu {
 
@@ -65,21 +66,6 @@ void for_each_bit(const uint64_t* bits, int64_t n, Call call) {
 // Sets bit k % 64 of bits[k / 64] if word k changed, and clears it otherwise, also from n to the next multiple of 64.
 // Returns the number of changes.
 int64_t mark_changes(int element_size, const void* old_words, const void* new_words, int64_t n, uint64_t* bits);
-
-// Calls call(Word{}) with the unsigned type of this size.
-template <typename Call>
-decltype(auto) with_word(int element_size, Call call) {
-  switch (element_size) {
-    case 1:
-      return call(uint8_t{});
-    case 2:
-      return call(uint16_t{});
-    case 4:
-      return call(uint32_t{});
-    default:
-      return call(uint64_t{});
-  }
-}
 
 // encode writes the tile's head and size, appends the record to `out`, and returns the number of changes. apply returns
 // whether the record is undamaged.

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../common/blocks.h"
+#include "../common/with_word.h"
 #include "../kernels.h"
 
 namespace sparse_opt::cpu {
@@ -34,34 +35,19 @@ void take_chunks(const MoveArguments& args, const Work& work, int64_t first, int
   });
 }
 
-// Calls call.template operator()<Word>() with the unsigned type of this size.
-template <typename Call>
-void with_word(int element_size, Call call) {
-  switch (element_size) {
-    case 1:
-      return call.template operator()<uint8_t>();
-    case 2:
-      return call.template operator()<uint16_t>();
-    case 4:
-      return call.template operator()<uint32_t>();
-    default:
-      return call.template operator()<uint64_t>();
-  }
-}
-
 }  // namespace
 
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
-    with_word(args.element_size, [&]<typename Word>() { swap_chunks<Word>(args, work, first, last); });
+    with_word(args.element_size, [&](auto word) { swap_chunks<decltype(word)>(args, work, first, last); });
   });
 }
 
 void indexed_take(const MoveArguments& args, ParallelFor parallel_for) {
   const Work work(args.segments);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
-    with_word(args.element_size, [&]<typename Word>() { take_chunks<Word>(args, work, first, last); });
+    with_word(args.element_size, [&](auto word) { take_chunks<decltype(word)>(args, work, first, last); });
   });
 }
 
