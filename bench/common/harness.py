@@ -187,16 +187,19 @@ def comma_separated(text: str) -> list[str]:
 
 
 def run_in_process(
-    module: str, job: Mapping[str, Any], folder: Path, variables: Mapping[str, str] | None = None
+    module: str, name: str, job: Mapping[str, Any], folder: Path, variables: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """`python -m module JOB RESULT`: the result of `job_main` there; None, with its message printed, if it failed."""
-    job_file, result_file = folder / f"{job['mode']}.job.json", folder / f"{job['mode']}.json"
-    job_file.write_text(json.dumps(job), encoding="utf-8")
-    print(f"{job['mode']}: {job['n_steps']} steps", flush=True)
+    """`python -m module JOB RESULT`: the result of `job_main` there; None, with its message printed, if it failed.
+
+    The files are in `folder`, and the next job replaces them. `name` is the job's, for messages, which go to stderr.
+    """
+    job_file, result_file = folder / "job.json", folder / "result.json"
+    job_file.write_text(json.dumps({"name": name, "job": job}), encoding="utf-8")
+    print(f"{name}: running", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", module, str(job_file), str(result_file)]
-    done = subprocess.run(command, check=False, env={**os.environ, **(variables or {})})
+    done = subprocess.run(command, check=False, stdout=sys.__stderr__, env={**os.environ, **(variables or {})})
     if done.returncode != 0:
-        print(f"{job['mode']}: the run ended with exit code {done.returncode}", file=sys.stderr)
+        print(f"{name}: the run ended with exit code {done.returncode}", file=sys.stderr)
         return None
     result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     return result
@@ -205,11 +208,11 @@ def run_in_process(
 def job_main(run: Callable[[dict[str, Any]], dict[str, Any]], argv: Sequence[str] | None = None) -> int:
     """The other side of `run_in_process`: read the job, run it, write the result."""
     job_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
-    job = json.loads(job_file.read_text(encoding="utf-8"))
+    given = json.loads(job_file.read_text(encoding="utf-8"))
     try:
-        result = run(job)
-    except (SparseOptError, OSError) as error:
-        print(f"sparse-opt: error: mode {job['mode']}: {' '.join(str(error).split())}", file=sys.stderr)
+        result = run(given["job"])
+    except (SparseOptError, torch.OutOfMemoryError, OSError) as error:
+        print(f"sparse-opt: error: {given['name']}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    write_json(result_file, {"job": job, **result})
+    write_json(result_file, {"job": given["job"], **result})
     return 0

@@ -198,7 +198,7 @@ def measure(args: Namespace, report: Report) -> None:
         results = []
         for mode in MODES:
             job = Job(**shared, **paths, mode=mode)
-            results.append(run_in_process(MODULE, asdict(job), folder, caches))
+            results.append(run_in_process(MODULE, mode, asdict(job), folder, caches))
             if results[-1] is None:
                 raise SparseOptError(f"mode {mode} failed")
     settings = {name: value for name, value in vars(args).items() if name not in ("work_dir", "output")}

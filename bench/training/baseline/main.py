@@ -293,7 +293,7 @@ def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:
     """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
     # The cache of `datasets` for the random words is deleted with them.
     caches = {"HF_DATASETS_CACHE": str(folder / "datasets")} if own_data else {}
-    return run_in_process("sparse_opt.bench.training.baseline.run", asdict(job), folder, caches)
+    return run_in_process("sparse_opt.bench.training.baseline.run", job.mode, asdict(job), folder, caches)
 
 
 def failures(report: Report, args: Namespace) -> list[str]:

@@ -19,7 +19,6 @@ hold.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from sparse_opt.trainers.policy.models import resolve_device
 from sparse_opt.trainers.profiles import NAMES, profile_settings
 
 from ...common.environment import environment
+from ...common.harness import run_in_process
 from ...common.report import why_unwritable, write_json
 from .report import Configuration, failures, summarized, text
 from .run import STAGES, Job
@@ -304,19 +304,10 @@ def _job(
 
 
 def _run(job: Job) -> dict[str, Any] | None:
-    """Run a job in its own process, so that peaks are its own; None if it failed, after its message is printed."""
+    """Run a job in its own process, so that peaks are its own; None, with its error printed, if it failed."""
     folder = Path(job.folder)
     folder.mkdir()
-    job_file, result_file = folder / "job.json", folder / "result.json"
-    job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    print(f"{job.name}: running", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "sparse_opt.bench.training.profiles.run", str(job_file), str(result_file)]
-    done = subprocess.run(command, check=False, stdout=sys.stderr)
-    if done.returncode != 0:
-        print(f"{job.name}: the run ended with exit code {done.returncode}", file=sys.stderr)
-        return None
-    result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-    return result
+    return run_in_process("sparse_opt.bench.training.profiles.run", job.name, asdict(job), folder)
 
 
 if __name__ == "__main__":

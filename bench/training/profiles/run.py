@@ -12,21 +12,20 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparse_opt.config import parse_config
-from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers import sft
 from sparse_opt.trainers.data.loaders import data_loader
 from sparse_opt.trainers.data.packing import pack
 from sparse_opt.trainers.policy.models import load_tokenizer
 from sparse_opt.trainers.rft import train as rft
 
-from ...common.report import write_json
+from ...common.harness import job_main
 
 _WARMUP_PROMPTS = 8
 _WARMUP_STEPS = 2
@@ -141,16 +140,8 @@ def _peak_resident_bytes() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job of a JSON file and write its result to another."""
-    job_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
-    job = Job(**json.loads(job_file.read_text(encoding="utf-8")))
-    try:
-        result = {"job": asdict(job), **run(job)}
-    except (SparseOptError, torch.OutOfMemoryError, OSError) as error:
-        print(f"sparse-opt: error: {job.name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    write_json(result_file, result)
-    return 0
+    """Run the job that a JSON file describes and write the measurements to another."""
+    return job_main(lambda job: run(Job(**job)), argv)
 
 
 if __name__ == "__main__":

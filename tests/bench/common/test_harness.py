@@ -144,18 +144,18 @@ def test_a_job_runs_in_another_process(tmp_path, monkeypatch, capfd):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     job = {"mode": "sparse", "n_steps": 3}
-    assert run_in_process("one_job", job, tmp_path, {"ONE": "1"}) == {"job": job, "twice": 6, "variable": "1"}
-    assert run_in_process("no_such_module", job, tmp_path) is None
+    assert run_in_process("one_job", "sparse", job, tmp_path, {"ONE": "1"}) == {"job": job, "twice": 6, "variable": "1"}
+    assert run_in_process("no_such_module", "sparse", job, tmp_path) is None
     assert "sparse: the run ended with exit code 1" in capfd.readouterr().err
 
 
-def test_a_job_that_fails_names_its_mode(tmp_path, capsys):
+def test_a_job_that_fails_is_named(tmp_path, capsys):
     def fail(job):
         raise SparseOptError("no mask")
 
-    (tmp_path / "job.json").write_text('{"mode": "tiles"}')
+    (tmp_path / "job.json").write_text('{"name": "tiles", "job": {}}')
     assert job_main(fail, [str(tmp_path / "job.json"), str(tmp_path / "result.json")]) == 1
-    assert capsys.readouterr().err == "sparse-opt: error: mode tiles: no mask\n"
+    assert capsys.readouterr().err == "sparse-opt: error: tiles: no mask\n"
     assert not (tmp_path / "result.json").exists()
 
 

@@ -376,5 +376,5 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path, bench):
     words = ("--device", "cpu", "--checkpoint", folder, "--modes", "dense", "--dataset", Path("/nowhere/pairs.jsonl"))
     code, _, err = bench("dpo", *words)
     assert code == 1
-    assert "sparse-opt: error: mode dense: dataset /nowhere/pairs.jsonl: no such file" in err.splitlines()
+    assert "sparse-opt: error: dense: dataset /nowhere/pairs.jsonl: no such file" in err.splitlines()
     assert "dense: the run ended with exit code 1" in err.splitlines()

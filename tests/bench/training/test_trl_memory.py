@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ TINY = ["--shape", "tiny", "--sequence_length", "32", "--n_steps", "2"]
 @pytest.fixture
 def one_process(run_here):
     """For the first mode; the others run here."""
-    run_here(trl_memory, unless=lambda command: command[-1].endswith(f"/{trl_memory.MODES[0]}.json"))
+    run_here(trl_memory, unless=lambda command: json.loads(Path(command[3]).read_text())["name"] == trl_memory.MODES[0])
 
 
 @pytest.mark.slow
