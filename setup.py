@@ -14,7 +14,7 @@ from pathlib import Path
 import setuptools
 from setuptools import find_packages, setup
 
-# --no-build-isolation takes what is installed; an older setuptools cannot read pyproject.toml, nor say why.
+# --no-build-isolation uses the installed setuptools, and an old one fails on pyproject.toml with an obscure error.
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
         f"sparse-opt: the build needs setuptools 77 or newer, found {setuptools.__version__}: pip install -U setuptools"

@@ -84,7 +84,7 @@ def select(requested: str, known: Collection[str]) -> Selection:
         known: what `nvcc --list-gpu-arch` prints, such as "compute_90".
 
     Raises:
-        ValueError: an entry is no architecture.
+        ValueError: an entry is not an architecture.
     """
 
     def compiles(arch: Arch) -> bool:

@@ -141,8 +141,8 @@ def test_an_explicit_triton_raises_on_a_gpu_that_it_cannot_compile_for(machine):
 @pytest.mark.filterwarnings("ignore:sparse_opt runs backend")
 def test_each_gpu_of_a_machine_is_judged_by_itself(machine):
     machine.has("H100", "T4", "A100", arch_list="8.0;9.0a", triton=False)
-    wanted = ["native indexed_swap_", "reference", "native indexed_swap_"]
-    for index, expected in enumerate(wanted):
+    names = ["native indexed_swap_", "reference", "native indexed_swap_"]
+    for index, expected in enumerate(names):
         device = torch.device("cuda", index)
         ops = backends.functions(device)
         function = ops.indexed_swap_

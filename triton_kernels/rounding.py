@@ -1,7 +1,7 @@
 """fp32 to and from 16-bit storage, to nearest or stochastically; the bits of `sparse_opt.ops.rounding`.
 
-bf16 goes by its bits, not by casts: Triton's interpreter truncates where hardware rounds to nearest even, and would
-test something else than what runs. A NaN becomes 0x7FFF, as in the hardware's conversion.
+bf16 is converted by integer operations, not by casts: Triton's interpreter truncates where hardware rounds to nearest
+even, so that its tests would not cover what runs on a GPU. A NaN becomes 0x7FFF, as in the hardware's conversion.
 """
 
 from __future__ import annotations

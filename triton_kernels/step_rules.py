@@ -1,7 +1,7 @@
 """The arithmetic of the optimizer steps on a block of active elements: one function for each rule, and its scalars.
 
 A rule's device function is called as update(p, g, state0, state1, factors, scalars, lr, steps, tensor): fp32 blocks of
-the weights, gradients and states (zeros for a state that the op has not), the rule's numbers, and pointers to its
+the weights, gradients and states (zeros for a state that the op does not have), the rule's numbers, and pointers to its
 scalars of this tensor, the learning rate and the step numbers. It returns (p, state0, state1), with the operations of
 `sparse_opt.ops.step_ops` in the same order.
 """

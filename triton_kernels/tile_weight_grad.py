@@ -31,13 +31,13 @@ class TileOptions(NamedTuple):
             "num_stages": self.num_stages,
             "enable_fp_fusion": False,  # as in SLOT_OPTIONS; does not affect tl.dot
         }
-        # Triton's AMD backend rejects options that it does not know, such as this one.
+        # Triton's AMD backend rejects unknown options, such as this one.
         if aligned and self.max_registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.max_registers
         return options
 
 
-# By tile size and operand size, chosen by the resources of sm_90; large calls on an H200 take 0.95 to 1.17 times as
+# By tile size and operand size, chosen by the resources of sm_90; large calls on an H200 take 0.95 to 1.18 times as
 # long as with the CUDA kernel (docs/notebook.md). 16-bit operands use 64 and 96 KiB of shared memory (tiles of 64 and
 # 128), so that three and two programs fit on a multiprocessor with 227 KiB; 4 warps compute 64 rows of a wgmma; two
 # programs of 8 warps have 128 registers for each thread. fp32 operands are multiplied by FMAs from registers, which
@@ -57,7 +57,7 @@ WHOLE_BELOW = 2048  # tokens
 LEAST_TOKENS = 512
 MOST_SPLITS = 8
 SCRATCH_BYTES = 64 << 20
-# Rows of a tile of which one program adds up the parts' sums.
+# Rows of a tile for which one program adds up the sums of all parts.
 BAND = 16
 BAND_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 

@@ -4,8 +4,8 @@ The weights are bf16, normal(0, 0.02), before and after one step of Adam's size 
 rate is chosen to change the share of the case. Every result is decoded and compared bit by bit before it is timed, and
 all coders of a case are timed in turns, with a copy among them. GB/s count one dense bf16 tensor, 2 bytes per element,
 whatever the work reads: encoding reads two. The share of the copy rate counts everything that encoding reads and
-writes. Times on a GPU are between events and include waiting for the host during the work (`packed` and `tight` look
-at a sample first), but not before the first kernel; "wall ms" is from an idle device to an idle device.
+writes. Times on a GPU are between events and include waiting for the host during the work (`packed` and `tight` read
+a sample first), but not before the first kernel; "wall ms" is from an idle device to an idle device.
 
 Case "dense" changes 60 % of the weights. Case "mask" changes a tenth of the positions of a random mask of 2.5 %. It is
 encoded like in a delta log, over the elements of the mask, and in the ordinary form.
@@ -269,7 +269,7 @@ class _Decode:
 
 
 def of_clock(key: str) -> Callable[[Mapping[str, Any]], str]:
-    """The cell of the milliseconds of encoding or decoding: wall time if the host takes part in the work."""
+    """The cell of the milliseconds of encoding or decoding: wall time if the host works too."""
     return lambda row: f"{row[key]['ms' if row['clock'] == 'device' else 'wall_ms']:.3f}"
 
 

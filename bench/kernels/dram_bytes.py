@@ -64,7 +64,7 @@ def options(parser: CommandParser) -> None:
 
 def problem(args: Namespace) -> str:
     if not torch.cuda.is_available():
-        return f"dram_bytes needs a CUDA GPU, and torch {torch.__version__} sees none"
+        return f"dram_bytes needs a CUDA GPU, and torch {torch.__version__} finds none"
     if args.profiled is None and shutil.which(NCU) is None:
         return f"{NCU} (Nsight Compute) is not on PATH; it comes with the CUDA toolkit"
     return ""

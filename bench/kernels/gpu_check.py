@@ -94,7 +94,7 @@ def passed_before(output: Path, here: Report) -> Report:
     try:
         report: Report = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"--resume: {output} is no JSON: {error}") from error
+        raise ConfigError(f"--resume: {output} is not JSON: {error}") from error
     then, commit = report.get("environment", {}), here["commit"]
     if not commit or commit.endswith("-dirty") or any(then.get(key) != here[key] for key in here if key != "date"):
         return {}
@@ -166,7 +166,7 @@ def _junit_counts(results: Path) -> Counter[str]:
 def _sanitizer(report: Report, device: torch.device) -> list[str]:
     _title(SANITIZER)
     if device.type != "cuda" or shutil.which(SANITIZER) is None:
-        why = f"{device} is no GPU" if device.type != "cuda" else f"{SANITIZER} is not on PATH"
+        why = f"{device} is not a GPU" if device.type != "cuda" else f"{SANITIZER} is not on PATH"
         print(f"skipped: {why}")
         report["sanitizer"] = {"skipped": why}
         return []

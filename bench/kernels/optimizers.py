@@ -215,7 +215,7 @@ def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        raise WrongResult(f"{what} waits for the device: {error}") from error
+        raise WrongResult(f"{what} synchronized with the device: {error}") from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

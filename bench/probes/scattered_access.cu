@@ -1,4 +1,4 @@
-// How fast a GPU reads and writes pieces of memory that lie scattered: random units of 32 to 1024 bytes, in ascending
+// How fast a GPU reads and writes scattered pieces of memory: random units of 32 to 1024 bytes, in ascending
 // order, each a given share of all. No arithmetic, no indices but one for each unit. What a sparse step cannot beat.
 //
 //   nvcc -O3 -std=c++17 -arch=sm_90 bench/probes/scattered_access.cu -o scattered_access && ./scattered_access

@@ -108,7 +108,7 @@ struct MoveArguments {
   int element_size = 0;     // 1, 2, 4 or 8
 };
 
-// Elements of a block, which lies in one tensor. A CPU marks and counts the changes of each block, then writes them at
+// Elements of a block, all of one tensor. A CPU marks and counts the changes of each block, then writes them at
 // the running sum of the counts; a GPU samples blocks.
 constexpr int64_t kDeltaBlock = 8192;
 constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;

@@ -192,7 +192,7 @@ def _hub_files(source: str) -> list[Path]:
         # For the ties of the head; not every model has one.
         with suppress(EntryNotFoundError):
             _hub_file(name, revision, "config.json")
-        # Cached files first: without a connection, the hub cannot tell which of the two files exists.
+        # Cached files first: without a connection, it is not known which of the two files the hub has.
         single, index = (_cached(name, revision, file) for file in (_SINGLE, _INDEX))
         if single is None and index is None:
             try:

@@ -1,7 +1,7 @@
 """Compression of indices to two bytes: an offset for each active element, and a base for every 256 of them.
 
 Frame of reference coding (Goldstein, Ramakrishnan and Shaft, "Compressing relations and indexes", ICDE 1998) of the
-positions that `sparse_opt.ops` take. At 2.5 % active, 256 elements lie within about 10 000 of each other, and an
+positions that `sparse_opt.ops` take. At 2.5 % active, 256 consecutive elements span about 10 000 positions, and an
 index takes 2.02 bytes where int32 takes 4.
 """
 
@@ -18,7 +18,7 @@ _REACH = 2**16
 
 
 def can_narrow(positions: Tensor) -> bool:
-    """Whether sorted `positions` [n] of one tensor can be narrowed: any 256 in a row lie within 65536 of each other."""
+    """Whether sorted `positions` [n] of one tensor can be narrowed: any 256 in a row are within 65536 of each other."""
     if positions.numel() == 0:
         return True
     if int(positions[-1]) >= 2**31:

@@ -47,7 +47,7 @@ def tile_table(positions: Tensor, shape: Sequence[int], tile_size: int, *, first
     begun = tile_row // tile_size * across + tile_column // tile_size
     if not torch.equal(tile, begun) or not torch.equal(held, sizes):
         raise ValueError(
-            f"tile_table: {position.numel()} positions lie in {tile.numel()} tiles of {tile_size}, of which "
-            f"{first.numel()} begin among them and hold {int(sizes.sum())}; expected whole aligned tiles"
+            f"tile_table: {position.numel()} positions are in {tile.numel()} tiles of {tile_size}, but contain the "
+            f"first element of {first.numel()}, which have {int(sizes.sum())} elements; expected whole aligned tiles"
         )
     return torch.stack([tile_row, tile_column, first + first_slot, stride], dim=1)

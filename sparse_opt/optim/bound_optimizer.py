@@ -125,7 +125,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         names = group.get("param_names")
         if names is None or len(names) != len(group["params"]):
             raise ValueError(
-                f"parameter group {len(self.param_groups) - 1} has no parameter names, which the mask goes by; "
+                f"parameter group {len(self.param_groups) - 1} has no parameter names, which the mask requires; "
                 "pass a model, model.named_parameters(), or groups whose 'params' are (name, parameter) pairs"
             )
         if len({id(p) for p in group["params"]}) < len(group["params"]):

@@ -159,7 +159,7 @@ class SparseOptimizer(BoundOptimizer):
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return (grad_scale, found_inf) as a GradScaler has set them on this optimizer, each None if it has not."""
+        """Return (grad_scale, found_inf) as set on this optimizer by a GradScaler; None for what it has not set."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and self.grads == "compact" and not self._collector.scaler_proxies:
             raise RuntimeError(
@@ -282,7 +282,7 @@ class SparseOptimizer(BoundOptimizer):
             for bucket in self._buckets:
                 missing = set(self._state_names({**group, **loaded})) - bucket.state.keys()
                 if bucket.group is group and missing:
-                    raise ValueError(f"{where}its options need {sorted(missing)}, which this optimizer has not")
+                    raise ValueError(f"{where}its options require {sorted(missing)}, absent from this optimizer")
         bases = self._bases
         if bases:
             bases = base_weights.rebuild(self._buckets, saved.base_weights(self._buckets), self.backend)

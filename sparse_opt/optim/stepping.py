@@ -24,7 +24,7 @@ class BucketStep:
     op: Callable[[], None]
     check_op: Callable[[], None]  # raises the same errors and writes nothing
     dense: bool  # gradients are read from `param.grad`
-    params: Sequence[Tensor]  # those that `op` does not notify autograd of
+    params: Sequence[Tensor]  # whose version counters `op` does not increment
     counted: Tensor | None = None  # step counts after this step, unless `op` increments them itself
     which: Tensor | None = None  # [n] int64, the parameters of `counted`; None: all
 

@@ -72,7 +72,7 @@ def work_on_a_full_disk(scenario: str, directory: Path, n: int) -> None:
     assert "No space left on device" in refusal, refusal
     begins_anew = "step 8: cannot be written" in refusal
     assert log.verify() == [], log.verify()
-    # The disk has room again.
+    # The disk has free space again.
     assert log.append(10, state_at(10)).wait().kind == ("keyframe" if begins_anew else "patch")
     assert log.append(11, state_at(11)).wait().kind == "patch"
     log.close()

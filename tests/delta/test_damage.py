@@ -219,7 +219,7 @@ def test_forged_patches_write_nowhere(
     rewrite(logged, 1, change)
     with pytest.raises(DeltaLogError, match=f"{logged.file(1)}: step 1: damaged: .*{message}"):
         logged.load(1)
-    for name in logged.states[0]:  # of which each is right, or refused too
+    for name in logged.states[0]:  # each is right, or refused too
         refusal, tensor = "", logged.states[1][name]
         try:
             tensor = next(DeltaLog.open(logged.directory).tensor_states(name, [1]))[1]

@@ -172,7 +172,7 @@ def test_training_can_continue_without_the_log(
     assert FULL.format(2) + "; training continues" in str(warned[0].message)
     with pytest.raises(DeltaLogError, match=FULL.format(7)):
         handed.wait()
-    # While there is not even room for a keyframe, none is made.
+    # While there is not enough space for a keyframe, none is made.
     with monkeypatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("error")
         patched.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=15_999))

@@ -47,7 +47,7 @@ def has_native_codec() -> bool:
 
 @st.composite
 def pairs(draw: Any, dtypes: list[torch.dtype]) -> tuple[Tensor, Tensor]:
-    """A tensor, and what became of it: `numel` words of which about a share `density` are others."""
+    """A tensor before and after a step that changes about a share `density` of its `numel` words."""
     dtype, numel, density, kind = draw(st.sampled_from(dtypes)), draw(NUMELS), draw(DENSITIES), draw(KINDS)
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     if dtype == torch.bool:

@@ -128,7 +128,7 @@ def test_a_gpu_gives_the_same_bits_and_the_same_mask(method: str, dtype: torch.d
     there, _ = scores_of(log, torch.device("cuda"), method=method)
     for name in SHAPES:
         assert torch.equal(here.bits(name), there.bits(name).cpu())
-    # Room for one unit: the matrix is smaller than a tile, and no more than 640 of its 641 elements are expected.
+    # One unit fits: the matrix is smaller than a tile, and no more than 640 of its 641 elements are expected.
     for pattern, sparsity in (("element", 50), ("run16", 50), ("tile64", 1)):
         masks = [
             find_from_log(log, method=method, sparsity=sparsity, pattern=pattern, min_tensor_keep=0, device=device).mask  # type: ignore[arg-type]

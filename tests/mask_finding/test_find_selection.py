@@ -109,12 +109,12 @@ def brute_mask(
                 break
             kept[name] += positions
     if pool == "global":
-        room = quota_of(sum(t.numel() for t in scores.values()), sparsity) - sum(map(len, kept.values()))
+        remaining = quota_of(sum(t.numel() for t in scores.values()), sparsity) - sum(map(len, kept.values()))
         for *_, name, positions in sorted(rest):
-            if len(positions) > room:
+            if len(positions) > remaining:
                 break
             kept[name] += positions
-            room -= len(positions)
+            remaining -= len(positions)
     return {name: sorted(positions) for name, positions in kept.items()}
 
 

@@ -318,7 +318,7 @@ def test_wrapped_models_have_names_of_their_own(page: dict[str, Any], tmp_path: 
         mask = load()
         text = refusal(lambda mask=mask: mask.resolve(model))
         assert f"{next(iter(outside))} is not a parameter of the model" in text, source
-        assert "and 1 more" in text  # four parameters, of which three are named
+        assert "and 1 more" in text  # four parameters, three of them named
         plain = page["without_wrappers"](mask)
         assert (plain.pattern, plain.metadata) == (mask.pattern, mask.metadata)
         assert plain.resolve(model).names == tuple(name for name, _ in model.named_parameters())

@@ -70,7 +70,7 @@ def test_delta(large):
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_tensors", [1, 900])
 def test_changes_that_are_other_than_before(place, n_tensors):
-    """The CUDA backend makes room by what the call before found, and has to see that it was wrong."""
+    """The CUDA backend allocates for the number of changes of the previous call, and must detect that it is too low."""
     device, backend = place
     if device != "cuda":
         pytest.skip("needs a CUDA device")
@@ -92,7 +92,7 @@ def test_changes_that_are_other_than_before(place, n_tensors):
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_tensors", [1, 900])
 def test_changes_that_a_sample_misses(place, n_tensors):
-    """The CUDA backend makes room by a sample of its blocks, every 512th, and has to see that it was wrong."""
+    """The CUDA backend allocates for an estimate from every 512th block, and must detect that it is too low."""
     device, backend = place
     if device != "cuda":
         pytest.skip("needs a CUDA device")

@@ -85,7 +85,7 @@ def test_a_finite_value_is_rounded_to_a_neighbour_that_is_finite(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=name_of)
 def test_rounding_is_up_as_often_as_the_rest_says(dtype):
-    """All random words that count, on values that lie at each eighth between two neighbours."""
+    """All random words that count, on values at each eighth between two neighbours."""
     neighbours = torch.tensor([1.0, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4], dtype=dtype)
     bits = neighbours.view(torch.int16)
     below, above = (bits - 1).view(dtype).float(), neighbours.float()
@@ -113,7 +113,7 @@ def test_what_is_not_finite_stays_so(dtype):
     ids=name_of,
 )
 def test_no_backend_rounds_a_finite_value_to_infinity(stored, dtype, seed, place):
-    """A step that makes values around the largest: the same bits as the reference's, of which none is infinite."""
+    """A step that makes values around the largest: the same bits as the reference's, none of them infinite."""
     device, backend = place
     x = around_the_largest(dtype)
     if place == ("cpu", "triton"):

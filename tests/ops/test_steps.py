@@ -266,7 +266,7 @@ def test_stochastic_rounding_repeats_itself_and_depends_on_seed_step_and_element
     assert not torch.equal(run(1, 5), run(2, 5))
     assert not torch.equal(run(1, 5), run(1, 6))
     result = run(1, 5).float()
-    # 1 - 1e-3 lies between 1 - 2^-8 and 1: a share p = 1e-3 * 256 goes down. 4 standard deviations of a mean of 1024.
+    # 1 - 1e-3 is between 1 - 2^-8 and 1: a share p = 1e-3 * 256 goes down. 4 standard deviations of a mean of 1024.
     down, p = (result < 1).float().mean().item(), 1e-3 * 256
     assert set(result.unique().tolist()) == {1.0, 1.0 - 2.0**-8}
     assert abs(down - p) < 4 * math.sqrt(p * (1 - p) / 1024)

@@ -356,7 +356,7 @@ def test_tiles_flag_what_is_not_finite(dtype, bad, any_place):
     flag = torch.tensor([0.5], device=device)
     want = call.run(backend, found_inf=flag)
     assert flag.item() == 0.5  # left alone
-    call.grad_outputs[0][:, 64:] = bad  # beside the tile, where kernels read on
+    call.grad_outputs[0][:, 64:] = bad  # next to the tile, where kernels continue to read
     call.inputs[0][:, 64:] = bad
     assert_bits(call.run(backend, found_inf=flag), want)
     assert flag.item() == 0.5  # outside the tiles nobody looks

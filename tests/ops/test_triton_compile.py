@@ -233,7 +233,7 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
 
 
 class _Driver:
-    """What Triton asks of a device up to the launch itself."""
+    """The part of a device that Triton uses before the launch itself."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -373,14 +373,14 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
         ],
         "delta_apply_": [lambda: ops.delta_apply_(dense, indices, compact, [0, 16], [16, 17])],
     }
-    figures = {}
+    counts = {}
     with unittest.mock.patch.object(JITFunction, "run", compile_only):
         for name, launches in calls.items():
             launched.clear()
             for call in launches:
                 call()
-            figures[name] = {kernel: len(compiled) for kernel, compiled in launched.items()}
-    return figures
+            counts[name] = {kernel: len(compiled) for kernel, compiled in launched.items()}
+    return counts
 
 
 def _run_child(*words: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ SHARED_BYTES = 64 << 10  # of a workgroup on gfx942 (its local data share)
 
 
 class _Gfx942Driver:
-    """What Triton asks of a device up to the launch itself."""
+    """The part of a device that Triton uses before the launch itself."""
 
     def get_current_device(self) -> int:
         return 0

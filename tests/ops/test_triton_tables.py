@@ -115,7 +115,7 @@ compiled_only = pytest.mark.skipif(triton_kernels.interpreted(), reason="needs T
 
 
 class _Swap:
-    """A swap on two tensors; its inverse is itself, and which of its two states it is in can be told."""
+    """A swap on two tensors; it is its own inverse, and its two states can be distinguished."""
 
     def __init__(self) -> None:
         self.dense = [torch.zeros(100, device="cuda"), torch.zeros(50, device="cuda")]

@@ -49,14 +49,14 @@ def test_nothing_of_it_runs_before_it_is_imported(wheel, wheel_files):
 
 @pytest.mark.parametrize("folder", MAPPED)
 def test_wheel_holds_the_mapped_folder(wheel_files, checkout, folder):
-    wanted = {f"sparse_opt/{folder}/{module}" for module in modules(checkout / folder)}
-    assert wanted, f"{folder} has no modules"
-    assert wanted <= wheel_files
+    expected = {f"sparse_opt/{folder}/{module}" for module in modules(checkout / folder)}
+    assert expected, f"{folder} has no modules"
+    assert expected <= wheel_files
 
 
 def test_wheel_holds_every_module_of_the_package_and_its_type_marker(wheel_files, checkout):
-    wanted = {f"sparse_opt/{module}" for module in modules(checkout / "sparse_opt")} | {"sparse_opt/py.typed"}
-    assert wanted <= wheel_files
+    expected = {f"sparse_opt/{module}" for module in modules(checkout / "sparse_opt")} | {"sparse_opt/py.typed"}
+    assert expected <= wheel_files
 
 
 def test_wheel_holds_the_settings_that_modules_read(wheel_files, checkout):

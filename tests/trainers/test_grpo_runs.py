@@ -92,7 +92,7 @@ def test_grpo_learns_and_writes_what_came_of_it(options, modes, prompts_file, mo
         assert 1 <= row["completion_length_min"] <= row["completion_length"] <= row["completion_length_max"] <= 8
         assert 0 <= row["truncated"] <= 1 and 0 <= row["zero_std_groups"] <= 1 and row["kl"] is None
         assert row["ratio_mean"] == 1 and row["ratio_error"] == row["clip_low"] == row["clip_high"] == 0
-    # The entropy of 320 tokens is ln 320 = 5.8 at most; a sampled estimate may lie a little above.
+    # The entropy of 320 tokens is ln 320 = 5.8 at most; a sampled estimate may be a little higher.
     assert 4 < metrics[0]["entropy"] < 6
     folder = config.output_dir
     evaluations = rows(folder / "evaluations.jsonl")

@@ -106,7 +106,7 @@ def fingerprint(completion: str, deduplicate: str) -> str:
     """A key that is equal for equivalent completions.
 
     text: the words. equations: the equations in order, without spaces (section 3.3 of the paper), or the words if there
-    is no equation.
+    is not an equation.
     """
     if deduplicate == "equations":
         equations = ["".join(match.split()).strip(".,$") for match in _EQUATION.findall(completion)]

@@ -75,7 +75,7 @@ class Checkpoints:
         """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError if the write fails.
 
         Args:
-            before_publishing: called when the files are on disk, but the checkpoint has not its final name; its errors
+            before_publishing: called when the files are on disk, before the checkpoint gets its final name; its errors
                 propagate.
         """
         states = {name: thing.state_dict() for name, thing in kept.items()}

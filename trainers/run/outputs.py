@@ -186,7 +186,7 @@ def write_text(path: Path, text: str, before_publishing: Callable[[], object] | 
     """Write a file atomically.
 
     Args:
-        before_publishing: called when the file is on disk, but has not its final name; its errors propagate.
+        before_publishing: called when the file is on disk, before it gets its final name; its errors propagate.
 
     Raises:
         SparseOptError: the file cannot be written.
@@ -207,7 +207,7 @@ def save_checkpoint(
 
     Args:
         write_extra: writes further files into the folder passed to it.
-        before_publishing: called when all files are on disk, but `folder` has not its name; its errors propagate.
+        before_publishing: called when all files are on disk, before `folder` gets its name; its errors propagate.
 
     Raises:
         SparseOptError: the checkpoint cannot be written.

@@ -68,7 +68,7 @@ def require_metrics(output_dir: Path, last_step: int) -> None:
     for row in rows:
         odd = [name for name, value in row.items() if not (value is None or isinstance(value, int | float))]
         if odd or not isinstance(row.get("step_time_s"), float):
-            raise DataError(f"{path}: step {row['step']}: {odd[0] if odd else 'step_time_s'} is no number")
+            raise DataError(f"{path}: step {row['step']}: {odd[0] if odd else 'step_time_s'} is not a number")
     found = [row["step"] for row in rows]
     for step in range(1, last_step + 1):
         if step > len(found) or found[step - 1] != step:

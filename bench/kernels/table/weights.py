@@ -223,7 +223,7 @@ class WeightRows:
         mask = MaskSet.random(self.shapes, density=density, pattern=pattern, seed=self.seed)
         name = f"{targets.STEP_DENSE}, {pattern}"
         if not mask.nnz:
-            self.recorder.left_out[name] = f"{density:.1%} of matrices this small is no {pattern} unit"
+            self.recorder.left_out[name] = f"{density:.1%} of these small matrices is less than one unit of {pattern}"
             return
         masked = Masked(mask, active_of(mask, self.recorder.device), density)
         works = []

@@ -285,7 +285,7 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     chosen = {name: parameters[name] for name in names}
     mask = MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
     if not mask.nnz:
-        raise ConfigError(f"--density {args.density:g} of matrices this small is no {pattern} unit")
+        raise ConfigError(f"--density {args.density:g} of these small matrices is less than one unit of {pattern}")
     return mask
 
 

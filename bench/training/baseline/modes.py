@@ -82,7 +82,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model.
     - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
-    - tiles: the same under a mask of whole tiles, of which the optimizer computes the active ones alone.
+    - tiles: the same under a mask of whole tiles; only the active tiles of weight gradients are computed.
     - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
     - shira: the same with peft's SHiRA, whose bf16 values are at random positions of the weights.
 

@@ -1,7 +1,7 @@
 """Do the loops learn, and how well do sparse runs learn compared with dense and LoRA runs? On generated arithmetic.
 
-A small Llama is trained from scratch by SFT on demonstrations, some of which are right (`trainers.arithmetic`), which
-leaves room for reinforcement. From there GRPO, PPO, RFT and RLT train with the reward of a verifier or a student:
+A small Llama is trained from scratch by SFT on demonstrations, only some of them right (`trainers.arithmetic`), so that
+reinforcement learning can improve it. GRPO, PPO, RFT and RLT then train with the reward of a verifier or a student:
 
 | trained | |
 |---|---|

@@ -9,7 +9,7 @@ test), once for each configuration and repeat, each in its own process:
 
 A step reads 32 examples in every configuration: with packing, as many rows as hold that many on average.
 
-Without a model it generates arithmetic and a small Llama, trained by SFT on demonstrations, some of which are right.
+Without a model it generates arithmetic and a small Llama, trained by SFT on demonstrations, only some of them right.
 All configurations start from the same weights; a repeat is another seed of sampling, order and mask. The accuracy of a
 profile holds if it is at most `--sigmas` binomial standard errors of the difference below plain's, counted with the
 prompts of the test alone, whatever the number of repeats; the exit code is 1 if the accuracy of a profile does not
@@ -51,7 +51,7 @@ _DEPENDS_ON = {
 }
 
 _EPILOG = """examples:
-  sparse-opt bench profiles                                    # arithmetic, on the machine at hand
+  sparse-opt bench profiles                                    # arithmetic, on this machine
   sparse-opt bench profiles --profiles balanced --no_settings --repeats 1
   sparse-opt bench profiles --model_name M --dataset train.jsonl --test_dataset test.jsonl --reward_functions math \\
       --max_completion_length 1024 --max_length 2048 --train_steps 200 --learning_rate 1e-5

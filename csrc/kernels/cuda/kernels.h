@@ -14,7 +14,7 @@ template <typename Rule>
 void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
           cudaStream_t stream);
 
-// Two lists in host memory, [args.segments.count], each of which may be null. partial_sums[i]: fp32 [gather_blocks] on
+// Two lists in host memory, [args.segments.count]; both may be null. partial_sums[i]: fp32 [gather_blocks] on
 // the device, the sums of squares of the blocks of segment i. numbers[i]: the number of segment i in index_bases; null
 // is 0, 1, 2... args.sum_sq is not written: sum_partials adds up the partial sums of all segments, in one array, to
 // sum_sq, fp32 [segments.count]. The segments may have been gathered in several calls.

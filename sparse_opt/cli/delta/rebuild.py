@@ -146,7 +146,7 @@ def run_export(args: Namespace) -> None:
             found |= {"steps": steps, "inexact": inexact}
             lost = ", ".join(f"{count:,} at step {step}" for step, count in inexact.items() if count)
             said = f"{len(steps)} steps and their base" + (
-                f"; elements that do not come back exactly: {lost}" if lost else ""
+                f"; elements that are not restored exactly: {lost}" if lost else ""
             )
     files = list(args.output.iterdir()) if pt else [args.output]
     found["bytes"] = sum(path.stat().st_size for path in files)

@@ -145,7 +145,7 @@ def cluster_rules() -> dict[int, list[tuple[int, float, int]]]:
 
 @pytest.mark.parametrize("multiprocessors", [114, 132])
 def test_the_sanitized_clusters_are_of_every_size(multiprocessors, monkeypatch):
-    """By the rules of the CUDA kernel, on H100 PCIe and H200; on a GPU the program asks the kernel."""
+    """By the rules of the CUDA kernel, on H100 PCIe and H200; on a GPU the program queries the kernel."""
     rules, tokens, seen = cluster_rules(), sanitize_ops.CLUSTER_TOKENS, set()
     monkeypatch.setattr(sanitize_ops, "CLUSTER_TOKENS", 1)  # the operands take time to draw, and are not multiplied
     for dtype in sanitize_ops.DTYPES[:2]:

@@ -69,7 +69,7 @@ def test_the_bytes_of_tile_gradients_agree_with_a_count_on_masks():
         hit = 64 * (tiles.any(dim=1).sum().item() + tiles.any(dim=0).sum().item())
         counts.append(tokens * hit * 2 + nnz * 4)
     found = floors.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=64, itemsize=2)
-    # The count's own spread says how far the mean of 30 may lie off: five standard errors, and a percent for drawing
+    # The count's own spread shows how far the mean of 30 may be off: five standard errors, and a percent for drawing
     # the tiles without replacement.
     allowed = 5 * statistics.stdev(counts) / math.sqrt(len(counts)) + 0.01 * found
     assert found == pytest.approx(statistics.mean(counts), abs=allowed)

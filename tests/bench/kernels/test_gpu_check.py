@@ -61,7 +61,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_e
     path.write_text("{")
     with pytest.raises(SystemExit):
         gpu_check.main([*words, "--resume"])
-    assert f"--resume: {path} is no JSON: Expecting" in capsys.readouterr().err
+    assert f"--resume: {path} is not JSON: Expecting" in capsys.readouterr().err
 
 
 def test_a_part_is_kept_as_it_ends(tmp_path, monkeypatch, needs_extension):
@@ -96,7 +96,7 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
     report = json.loads(path.read_text())
     assert report["completed"]
     assert report["failures"] == []
-    assert report["sanitizer"] == {"skipped": "cpu is no GPU"}
+    assert report["sanitizer"] == {"skipped": "cpu is not a GPU"}
     assert report["build_info"]["torch"]
 
     rows = report["kernels"]["rows"]
@@ -136,7 +136,7 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
     expected |= {(targets.tile_gradient("tile128", 48), 1.0), (targets.gathered_gradient(48), 0.025)}
     # At this size no matrix has as many tiles as it takes for one to be 2.5 % of them.
     assert timed == expected
-    assert "no tile64 unit" in report["kernels"]["left_out"]["SparseAdamW.step, dense gradients, tile64"]
+    assert "less than one unit of tile64" in report["kernels"]["left_out"]["SparseAdamW.step, dense gradients, tile64"]
     peers = {row["work"] for row in rows if row["backend"] == "torch"}
     torch_steps = {
         "torch.optim.AdamW(fused=True).step",

@@ -1,4 +1,4 @@
-"""Patches of which one tile is damaged, and the arguments of the op that reads them."""
+"""Patches with one damaged tile, and the arguments of the op that reads them."""
 
 from __future__ import annotations
 

@@ -107,12 +107,12 @@ def test_a_damaged_tile_of_another_launch_is_named(gpu, level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_tensors_of_any_alignment(gpu, level, dtype):
     source = np.random.default_rng(22)
-    numel, room = 2 * 8192 + 77, 3 * 8192
+    numel, capacity = 2 * 8192 + 77, 3 * 8192
     offsets = [(0, 1), (1, 0), (1, 1), (3, 2), (7, 7), (15, 9)]
     old = [any_words(source, numel, dtype) for _ in offsets]
     for density, step in [(0.01, 2), (0.5, None)]:
         new = [changed_words(source, tensor, density, step) for tensor in old]
-        memory = [(torch.zeros(room, dtype=dtype, device=gpu), torch.zeros(room, dtype=dtype, device=gpu)) for _ in old]
+        memory = [tuple(torch.zeros(capacity, dtype=dtype, device=gpu) for _ in range(2)) for _ in old]
         here_old = [whole[at : at + numel] for (whole, _), (at, _) in zip(memory, offsets, strict=True)]
         here_new = [whole[at : at + numel] for (_, whole), (_, at) in zip(memory, offsets, strict=True)]
         for target, words in zip([*here_old, *here_new], [*old, *new], strict=True):
@@ -355,7 +355,7 @@ def test_tensors_on_another_device(gpu, level):
         )
 
 
-# In a process of its own: the blocks of memory that other tests have left partly free would be room for the records.
+# In a process of its own: blocks of memory that other tests have left partly free could hold the records.
 _NO_MEMORY = """
 import sys
 import torch

@@ -11,7 +11,7 @@ from sparse_opt.trainers.rft import train as rft
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """(folder of the arithmetic, model after SFT on demonstrations of which half are wrong)."""
+    """(folder of the arithmetic, model after SFT on demonstrations, half of them wrong)."""
     world = make_arithmetic(
         tmp_path_factory.mktemp("world") / "arithmetic",
         max_operand=9,

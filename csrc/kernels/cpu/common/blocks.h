@@ -76,7 +76,7 @@ struct Work {
 template <typename Word, typename Index>
 void prefetch_words(const Word* dense, const Index* indices, int64_t n, int64_t every) {
   for (int64_t k = 0; k < n; k += every) __builtin_prefetch(dense + indices[k], 0, 2);
-  asm volatile("");  // GCC takes a function that only prefetches for one without effect, and drops the call
+  asm volatile("");  // GCC regards a function that only prefetches as one without effect, and drops the call
 }
 
 template <typename Word, typename Index>

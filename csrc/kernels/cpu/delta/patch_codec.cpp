@@ -51,7 +51,7 @@ void for_each_tile(const PatchArguments& args, ParallelFor parallel_for, Body bo
   });
 }
 
-// The record of a tile, if its size and offsets are consistent and it lies within the records.
+// The record of a tile, if its size and offsets are consistent and it is within the records.
 std::optional<Record> record_of(const PatchArguments& args, int64_t number) {
   const bool tight = args.level == PatchLevel::kTight;
   const int64_t unit = tight ? kTightUnit : kRecordUnit;

@@ -7,7 +7,7 @@
 #include "../../rules/rules.h"
 #include "../common/multiversion.h"
 
-// Clang lacks the target pragma below.
+// Clang does not have the target pragma below.
 #if defined(SPARSE_OPT_AVX512) && !defined(__clang__)
 #define SPARSE_OPT_LANES
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// Lists of tensors of which a kernel reads every element.
+// Lists of tensors for kernels that read every element.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace sparse_opt::cuda {
 
-// Calls launch(table, blocks) for the tables of a list of tensors, each of which is one segment with all of its
+// Calls launch(table, blocks) for the tables of a list of tensors. Each tensor is one segment with all of its
 // elements. Tables without elements are left out.
 template <typename Launch>
 void for_each_whole_table(int64_t count, void* const* tensors, const void* const* companions, const int64_t* numels,

@@ -9,7 +9,7 @@
 //
 // With decoupled look-back (Merrill and Garland, NVIDIA NVR-2016-002) each tile would add up the counts before it, 32
 // at a time, and this chain would limit the bandwidth: an H200 copies 130 tiles of 2 * 16 KiB in a microsecond, which
-// requires four dependent reads of counts in that time. (Such a kernel took 1.4 ms there for 2^30 bf16 of which 1 %
+// requires four dependent reads of counts in that time. (Such a kernel took 1.4 ms there for 2^30 bf16, 1 % of them
 // changed, and 1.0 ms without the chain.) Here one warp reads all counts, enough at a time to keep ahead of memory, and
 // every block has its next loads in flight before it waits for a sum.
 #pragma once
@@ -250,7 +250,7 @@ struct EncodeSlot {
     }
   }
 
-  // Writes all changes of a tile of which the bits were kept, kCapacity at a time. Called by the whole block.
+  // Writes all changes of a tile whose bits were kept, kCapacity at a time. Called by the whole block.
   template <typename Index>
   __device__ __forceinline__ void write_by_bits(const DeltaArguments& args, int64_t begin, int64_t at,
                                                 const Word* new_words) {

@@ -6,7 +6,7 @@
 
 namespace sparse_opt::cuda {
 
-// Whether the record of tile `number` has `length` bytes, is aligned to `unit` and lies within the records, for any
+// Whether the record of tile `number` has `length` bytes, is aligned to `unit` and is within the records, for any
 // values of the offsets.
 __device__ __forceinline__ bool has_record(const PatchArguments& args, int64_t number, int64_t length, int unit) {
   const int64_t begin = args.offsets[number], end = args.offsets[number + 1];

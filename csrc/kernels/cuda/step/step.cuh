@@ -7,8 +7,8 @@
 //
 // A parameter is stored only where its bits change. Stores to single elements all over memory are the most expensive
 // part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/notebook.md), and in training few
-// active weights move by as much as their last bit in one step. That is why the parameter is read even where a master
-// holds its value.
+// active weights move by as much as their last bit in one step. Therefore the parameter is read even if a master holds
+// its value.
 #pragma once
 
 #include <algorithm>
@@ -87,7 +87,8 @@ struct StepSlots : Layout {
     for (int j = 0; j < kUnroll; ++j) g[j] = to_float(held[j]);
   }
 
-  // The branches are the same for a whole launch. Nothing waits for what is loaded: gradient_values converts it.
+  // The branches are the same for a whole launch. No instruction waits for the loaded words; gradient_values converts
+  // them later.
   __device__ __forceinline__ void load_gradient(const StepArguments& args, const void* dense) {
     switch (args.grad_dtype) {
       case DType::kFloat32:
@@ -194,8 +195,8 @@ inline bool moves_vectors(const StepArguments& args) {
 }
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
-// times. Scattered elements with dense gradients, each of which has a line of the parameter and one of the gradient,
-// run with few at a time.
+// times. Scattered elements with dense gradients need two cache lines each, of the parameter and of the gradient, so
+// few of them are in flight at a time.
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, Call call) {
   const bool scattered = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype));
@@ -209,7 +210,7 @@ void dispatch_step_layout(const StepArguments& args, Call call) {
 }
 
 // Shared memory that a block of `kernel` allocates and does not use, so that no more than Layout::kMostBlocks of them
-// are on a multiprocessor at a time: parts of so little that the L1 cache keeps its size.
+// are on a multiprocessor at a time. The sum of these allocations is so small that the L1 cache keeps its size.
 template <typename Layout, auto kKernel>
 size_t unused_shared_memory() {
   if constexpr (Layout::kMostBlocks == 0) {

@@ -143,7 +143,7 @@ def test_fetches_are_as_they_were_after_an_error(monkeypatch):
 def test_a_call_that_waits_for_the_device_is_found():
     x = torch.ones(3, device="cuda")
     optimizers.check_no_sync("adding", lambda: x.add_(1), x.device)
-    with pytest.raises(WrongResult, match="reading waits for the device"):
+    with pytest.raises(WrongResult, match="reading synchronized with the device"):
         optimizers.check_no_sync("reading", x.sum().item, x.device)
 
 
