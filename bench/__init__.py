@@ -3,11 +3,11 @@
 | module | what it measures |
 |---|---|
 | `kernels.cpu_step` | the optimizer step on a CPU, next to `torch.optim.AdamW(fused=True)` |
-| `kernels.table` | every op and optimizer on the weight shapes of a 3B model, next to floors, peers and targets |
+| `kernels.table` | every op and optimizer of a 3B model, next to bandwidth bounds, peers and targets |
 | `kernels.gpu_check` | all checks on a GPU: tests, `compute-sanitizer`, and the table of `kernels.table` |
 | `kernels.plots` | plots of the rows written by `kernels.table` or `kernels.gpu_check` |
 | `kernels.host_time` | host time of an optimizer step and of the gradient hooks |
-| `kernels.dram_bytes` | the bytes that the ops move, counted by Nsight Compute, next to their floors |
+| `kernels.dram_bytes` | the bytes that the ops move, counted by Nsight Compute, next to their minimum |
 | `delta` | patches, delta logs and mask finding |
 | `training.baseline` | training end to end, sparse, dense and LoRA: time of each part of a step, and peak memory |
 | `training.learning` | what the loops learn on generated arithmetic, by mode, learning rate and mask pattern |

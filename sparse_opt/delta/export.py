@@ -12,8 +12,8 @@
 These are the keys of grail's sparse updates (https://github.com/one-covenant/grail, `apply_sparse_delta`), and per
 tensor the fields of vLLM's `CheckpointWeightPatch` (https://docs.vllm.ai/en/latest/api/vllm/model_executor/model_loader/
 checkpoint_weight_patch/), whose loader takes floating-point values that are not NaN. NeMo-RL's and verl's sparse
-updates are messages between their processes; there is no file of theirs to write. Values overwrite: applied
-twice, or to a state in between, they give the same result. Metadata, all strings:
+updates are messages between their processes and have no file format. Values overwrite: applied twice, or to a state in
+between, they give the same result. Metadata, all strings:
 
     format, format_version     sparse-opt sparse values, 1
     since, step                the two steps

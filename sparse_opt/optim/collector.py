@@ -129,7 +129,7 @@ class GradientCollector:
             raise RuntimeError(arrived_inside(name))
         if self._clip_coef is not None:
             raise RuntimeError(
-                f"a gradient of {name!r} arrived after clip_grad_norm_(); step() or zero_grad() comes first"
+                f"a gradient of {name!r} arrived after clip_grad_norm_(); call step() or zero_grad() first"
             )
 
     def begin(self, buffer: GradientBuffer) -> Tensor | None:

@@ -98,7 +98,7 @@ def test_a_model_that_mixes_packed_sequences_is_refused(options, tokenizer, tmp_
     plain = options("plain", policy_name=str(tmp_path / "bloom"), n_steps=1)
     assert sft.train(plain)["n_steps"] == 1
     packed = dataclasses.replace(plain, packing=True, output_dir=tmp_path / "packed")
-    with pytest.raises(ConfigError, match="'packing': in BloomForCausalLM a packed sequence sees the one before it"):
+    with pytest.raises(ConfigError, match="'packing': in BloomForCausalLM a packed sequence depends on the one before"):
         sft.train(packed)
     assert not (tmp_path / "packed").exists()
 

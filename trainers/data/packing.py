@@ -147,7 +147,7 @@ def check_packing(model: Any) -> None:
             raise
         raise ConfigError(f"option 'packing': {name} takes no position ids; train it without") from error
     if not torch.equal(after_first, after_other):
-        raise ConfigError(f"option 'packing': in {name} a packed sequence sees the one before it; train it without")
+        raise ConfigError(f"option 'packing': in {name} a packed sequence depends on the one before; train it without")
     error_norm = ((after_first - alone).norm() / alone.norm()).item()
     allowed = _SAME[next(model.parameters()).dtype]
     if not error_norm <= allowed:

@@ -1,8 +1,7 @@
 """`DenseAdamW`, the dense baseline: `torch.optim.AdamW` with clipping and master weights as in SparseAdamW.
 
-With `master_weights` AdamW updates fp32 copies and the 16-bit weights are the rounded copies, as in mixed-precision
-training: 16 bytes per parameter during a step (4 master, 8 moments, 4 for the fp32 gradient) in addition to the 2 of
-    the
+With `master_weights` AdamW updates fp32 copies, which are rounded into the 16-bit weights, as in mixed-precision
+training: 16 bytes per parameter during a step (4 master, 8 moments, 4 for the fp32 gradient) in addition to 2 for the
 weight. Without them AdamW updates the 16-bit weights with 16-bit moments: 4 bytes per parameter, and updates below half
 a unit in the last place are lost.
 """

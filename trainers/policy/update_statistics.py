@@ -1,8 +1,7 @@
 """Statistics of a run's update, measured during training: share of changed weights, their changes, and ranks.
 
 The statistics are those of `sparse-opt analyze` (`sparse_opt.analysis`), computed on the weights that a checkpoint
-would
-hold: in mode lora with the adapters merged.
+would hold: in mode lora with the adapters merged.
 """
 
 from __future__ import annotations

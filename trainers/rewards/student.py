@@ -84,7 +84,7 @@ def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
         raise ConfigError(
             f"option 'student_model': {name} has another vocabulary than the policy, {len(words)} tokens against "
             f"{len(policy_words)}; {different!r} has id {words.get(different)} there, {policy_words.get(different)} "
-            "here. A student has to read the teacher's tokens"
+            "here. The student must read the teacher's tokens"
         )
     return own
 

@@ -50,7 +50,7 @@ class RFTConfig(sft.SFTConfig):
         at_most=1,
     )
     mask_pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = option(
-        "element", "how the random mask takes elements"
+        "element", "pattern of the random mask"
     )
     float32_matmul_precision: MatmulPrecision = option(
         "highest", "torch.set_float32_matmul_precision: high and medium let fp32 products round their inputs on a GPU"

@@ -85,7 +85,7 @@ class ContinuousBatchingEngine:
         """
         if sampling.min_new_tokens:
             raise ConfigError(
-                f"min_new_tokens is {sampling.min_new_tokens}: rollout_engine continuous_batching cannot hold EOS back"
+                f"min_new_tokens is {sampling.min_new_tokens}: rollout_engine continuous_batching cannot suppress EOS"
             )
         require_room(self.model, prompts, sampling)
         config = generation_config(sampling, self.pad_id, self.eos_ids)

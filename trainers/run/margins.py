@@ -1,6 +1,6 @@
 """`MarginsLog`: write the margin of each pair of a DPO run to disk.
 
-    logs/margins/margins_log.jsonl              a row a step: step, epoch, n, mean, std, min, max, share_positive
+    logs/margins/margins_log.jsonl              one row per step: step, epoch, n, mean, std, min, max, share_positive
     logs/margins/epoch_000/step_00001.npy       the step's margins, fp32 [n], in the order of the data
 
 A margin is beta * h, the implicit reward of the chosen completion minus that of the rejected one. Epochs count from 0

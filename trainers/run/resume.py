@@ -74,4 +74,4 @@ def require_metrics(output_dir: Path, last_step: int) -> None:
         if step > len(found) or found[step - 1] != step:
             raise DataError(f"{path}: has no row of step {step}, and the checkpoint is of step {last_step}")
     if len(found) > last_step:
-        raise DataError(f"{path}: has {len(found)} rows up to step {last_step}, expected one a step")
+        raise DataError(f"{path}: has {len(found)} rows up to step {last_step}, expected one per step")

@@ -18,7 +18,7 @@ from .runs import TUNING_SEED, Run, Trained
 
 HEADERS = ("algorithm", "trained", "learning rate", "before", "after", "of the seeds", "gained", "s a run")
 PATTERN_HEADERS = (
-    "mask", "asked %", "pattern", "active %", "learning rate", "after", "lowest", "highest", "gained", "of dense",
+    "mask", "requested %", "pattern", "active %", "learning rate", "after", "lowest", "highest", "gained", "of dense",
 )  # fmt: skip
 # The last digits of a curve differ between machines and are not visible in a plot.
 _CURVE_DIGITS = 5
@@ -170,7 +170,7 @@ def _rates(results: Results, algorithm: str, trained: Sequence[str], seeds: Sequ
             rate = runs[0]["learning_rate"]
             cells.append(f"{_end(results, algorithm, what, rate)}{rate / dense[0]['learning_rate']:.3g}")
         rows.append((source, f"{percent:g}", *cells))
-    return table(("mask", "asked %", *patterns), rows, n_words=2) if rows else ""
+    return table(("mask", "requested %", *patterns), rows, n_words=2) if rows else ""
 
 
 def _end(results: Results, algorithm: str, what: str, rate: float) -> str:

@@ -160,7 +160,7 @@ def test_models_that_can():
     ids=lambda config: config.model_type,
 )
 def test_a_model_that_mixes_sequences_is_refused(config):
-    with pytest.raises(ConfigError, match="'packing': in .*ForCausalLM a packed sequence sees the one before it"):
+    with pytest.raises(ConfigError, match="'packing': in .*ForCausalLM a packed sequence depends on the one before"):
         check_packing(AutoModelForCausalLM.from_config(config))
 
 
