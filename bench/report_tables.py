@@ -84,7 +84,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def kernel_table(results: Path) -> str:
-    """The table of kernels of the last full run on a GPU, with verdicts if its floors were counted as they are now."""
+    """The table of kernels of the last full run on a GPU, with verdicts if its bounds were counted as they are now."""
     report = _load(results / "gpu_check.json")
     found = report["kernels"]
     rows = [row for row in found["rows"] if not targets.is_weight_gradient(row)]  # see tile_table
@@ -101,7 +101,7 @@ def kernel_table(results: Path) -> str:
         del columns["verdict"], columns["target"]
         lines += [
             *(render(columns, rows, n_words=2, markdown=True), ""),
-            "This run counted its floors in another way than `floors.py` does now. It must be repeated before its rows "
+            "This run counted its bounds in another way than `floors.py` does now. It must be repeated before its rows "
             "can be judged.",
         ]
         return "\n".join(lines)
@@ -123,7 +123,7 @@ def tile_table(results: Path) -> str:
         return f"{row['ms'] / whole[0]:.3f}" if whole else ""
 
     found = kernels.columns(verdicts)
-    shown = ("work", "backend", "density", "ms", "p20 - p80", "x torch.mm", "floor ms", "x floor", "verdict", "target")
+    shown = ("work", "backend", "density", "ms", "p20 - p80", "x torch.mm", "bound ms", "x bound", "verdict", "target")
     columns: Columns = {name: x_whole if name == "x torch.mm" else found[name] for name in shown}
     where = [f"{machine_line(report)}.", ""] if rows else []
     lines = [*where, render(columns, rows, n_words=2, markdown=True)]

@@ -1,4 +1,4 @@
-"""The bytes that the ops move, counted by Nsight Compute, next to their floors (see `floors`).
+"""The bytes that the ops move, counted by Nsight Compute, next to their bandwidth bounds (see `floors`).
 
 The program runs itself under `ncu`: each op once on each GPU backend, on the matrices of a 3B model (data that stays in
 the L2 is not counted as written, so the tensors must be many times its size). Every result is checked first, outside of
@@ -46,8 +46,8 @@ COLUMNS: Columns = {
     "GB read": lambda row: f"{row['bytes_read'] / 1e9:.3f}",
     "GB written": lambda row: f"{row['bytes_written'] / 1e9:.3f}",
     "GB": lambda row: f"{_total(row) / 1e9:.3f}",
-    "floor GB": lambda row: f"{row['floor_bytes'] / 1e9:.3f}",
-    "x floor": lambda row: f"{_total(row) / row['floor_bytes']:.2f}",
+    "bound GB": lambda row: f"{row['floor_bytes'] / 1e9:.3f}",
+    "x bound": lambda row: f"{_total(row) / row['floor_bytes']:.2f}",
     "ms": "{ms:.3f}",
 }
 
@@ -191,7 +191,7 @@ def _profile(case: Case, backend: str) -> None:
 
 
 def text(report: Report) -> str:
-    """The table: counted gigabytes, and their ratio to the floor."""
+    """The table: counted gigabytes, and their ratio to the bandwidth bound."""
     return render(COLUMNS, report.get("rows", []), n_words=2)
 
 

@@ -17,7 +17,7 @@ from sparse_opt.tensors import as_bits
 from . import floors
 from .cases import Active, Case
 
-# So large that a step changes the bits of nearly every active weight, as the floors assume.
+# So large that a step changes the bits of nearly every active weight, as the bandwidth bounds assume.
 LR = 1.0
 TOKENS = 512  # tokens in the batch of the weight gradients
 

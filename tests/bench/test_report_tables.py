@@ -142,7 +142,7 @@ def test_rows_are_judged_only_by_floors_that_are_counted_as_now(tmp_path):
     report["kernels"]["floor_counting"] = "by the page"
     path.write_text(json.dumps(report))
     unjudged = report_tables.kernel_table(tmp_path)
-    assert "counted its floors in another way" in unjudged
+    assert "counted its bounds in another way" in unjudged
     assert "missed" not in unjudged
 
 

@@ -189,8 +189,8 @@ def columns(verdicts: Sequence[targets.Verdict]) -> Columns:
         "ms": "{ms:.3f}",
         "p20 - p80": "{p20_ms:.3f} - {p80_ms:.3f}",
         "host ms": "{host_ms:.3f}",
-        "floor ms": lambda row: "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
-        "x floor": lambda row: "" if not row["floor_ms"] else f"{targets.x_floor(row):.2f}",
+        "bound ms": lambda row: "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
+        "x bound": lambda row: "" if not row["floor_ms"] else f"{targets.x_floor(row):.2f}",
         "verdict": verdict,
         "target": lambda row: "; ".join(verdict.target for verdict in targets.of_row(row, verdicts)),
     }

@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 def row_of(work: Work, timing: Timing, copy_rate: float) -> Row:
-    """The measurements of a work; its floor is its bytes over the copy rate in bytes per second."""
+    """The measurements of a work; its bandwidth bound is its bytes over the copy rate in bytes/s."""
     floor_ms = None if work.nbytes is None else 1e3 * work.nbytes / copy_rate
     return {
         "work": work.name,
@@ -120,7 +120,7 @@ class Recorder:
         self.time([*works, *others])
 
     def time_copy(self, numel: int, generator: torch.Generator) -> None:
-        """Time a copy of a bf16 tensor, whose rate gives the floors of all rows."""
+        """Time a copy of a bf16 tensor, whose rate gives the bandwidth bounds of all rows."""
         source = torch.randn(numel, dtype=torch.bfloat16, device=self.device, generator=generator)
         copy = functools.partial(torch.empty_like(source).copy_, source)
         timing = measure({"copy": copy}, device=self.device, n_rounds=self.n_rounds)["copy"]

@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
     work: str
     backend: str
     density: float | None
-    unit: str  # unit of the values: "x floor", "ms host"
+    unit: str  # unit of the values: "x bound", "ms host"
     found: float
     limit: float
     at_most: bool
@@ -130,7 +130,7 @@ def _verdict(row: Row, target: Target, rows: Sequence[Row]) -> list[Verdict]:
 
 
 def x_floor(row: Row) -> float | None:
-    """Measured time over floor."""
+    """Measured time over the bandwidth bound."""
     return None if not row["floor_ms"] else row["ms"] / row["floor_ms"]
 
 
@@ -188,7 +188,7 @@ def _to_faster(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def _at_most_floor(work: str, limit: float, density: float | None = None) -> Target:
-    return Target(work, "x floor", _x_floor, limit, density=density)
+    return Target(work, "x bound", _x_floor, limit, density=density)
 
 
 def _at_most_ms(work: str, limit: float, key: str = "ms", unit: str = "ms", density: float | None = None) -> Target:

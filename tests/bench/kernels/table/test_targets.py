@@ -42,18 +42,18 @@ def judged(*rows: dict[str, Any]) -> dict[str, tuple[float, bool]]:
 def test_a_step_has_a_floor_a_host_time_and_a_dense_peer():
     fused = peer(peers.FUSED, 5.5)
     assert judged(row(targets.STEP_DENSE, 1.1), fused) == {
-        "x floor": (1.1, True),
+        "x bound": (1.1, True),
         "ms host": (0.05, True),
         "times as fast as fused AdamW": (5.0, True),
     }
     assert judged(row(targets.STEP_DENSE, 1.11, host_ms=0.11), fused) == {
-        "x floor": (1.11, False),
+        "x bound": (1.11, False),
         "ms host": (0.11, False),
         "times as fast as fused AdamW": (5.5 / 1.11, False),
     }
     # At 10 % the floor is nearer, and the dense step no yardstick.
     assert judged(row(targets.STEP_DENSE, 1.06, density=0.1), fused) == {
-        "x floor": (1.06, False),
+        "x bound": (1.06, False),
         "ms host": (0.05, True),
     }
 
@@ -71,28 +71,28 @@ def test_narrow_moments_have_to_save_what_their_bytes_say():
     [
         ("run16", set()),
         ("run32", {"times as fast as fused AdamW"}),
-        ("tile64", {"x floor", "times as fast as fused AdamW"}),
+        ("tile64", {"x bound", "times as fast as fused AdamW"}),
         ("tile128", set()),
     ],
 )
 def test_tiles_are_judged_by_their_floor_and_long_runs_by_the_dense_step(pattern, units):
     found = judged(row(f"{targets.STEP_DENSE}, {pattern}", 1.2), peer(peers.FUSED, 20.0))
-    limits = {"x floor": (1.2, True), "times as fast as fused AdamW": (20 / 1.2, False)}
+    limits = {"x bound": (1.2, True), "times as fast as fused AdamW": (20 / 1.2, False)}
     assert found == {unit: limits[unit] for unit in units}
 
 
 @pytest.mark.parametrize("fetches", ["", targets.FINE])
 @pytest.mark.parametrize("work", [targets.STEP_COMPACT, targets.BASE_IN, targets.BASE_OUT])
 def test_scattered_writes_of_all_active_weights_have_no_floor_to_reach_at_2_5_percent(work, fetches):
-    assert "x floor" not in judged(row(work + fetches, 2.0))
-    assert judged(row(work + fetches, 2.0, density=0.1))["x floor"] == (2.0, False)
+    assert "x bound" not in judged(row(work + fetches, 2.0))
+    assert judged(row(work + fetches, 2.0, density=0.1))["x bound"] == (2.0, False)
     small = row(targets.STEP_COMPACT + targets.SMALL + fetches, 2.0)
-    assert judged(small)["x floor"] == (2.0, False)  # few of them are written
+    assert judged(small)["x bound"] == (2.0, False)  # few of them are written
 
 
 def test_an_applied_delta_has_a_floor_to_reach_where_neighbours_are_written_together():
     found = {density: judged(row(targets.APPLY, 1.2, density=density)) for density in (0.01, 0.025, 0.1)}
-    assert found == {0.01: {}, 0.025: {"x floor": (1.2, False)}, 0.1: {"x floor": (1.2, False)}}
+    assert found == {0.01: {}, 0.025: {"x bound": (1.2, False)}, 0.1: {"x bound": (1.2, False)}}
 
 
 def test_an_encoder_is_judged_by_the_copy_rate_and_by_torch_at_the_same_density():
@@ -160,7 +160,7 @@ def test_a_line_of_the_table_says_met_only_if_all_targets_are():
     verdicts = targets.judge(rows)
     lines = [cells(kernels.columns(verdicts), r) for r in rows]
     assert [line[-2] for line in lines] == ["met", "missed"]
-    assert lines[0][-1] == "<= 1.1 x floor; <= 0.1 ms host"
+    assert lines[0][-1] == "<= 1.1 x bound; <= 0.1 ms host"
     assert lines[0][-3] == "1.05"
     report = {"kernels": {"rows": rows}}
     assert [v.text for v in kernels.missed(report["kernels"])] == [
