@@ -17,7 +17,7 @@ MASKS = ("random", "empty", "full", "single", "ragged", "some-empty")
 # How indices are stored: one for each element, in two bytes, or one for each run of so many.
 LAYOUTS = ("element", "narrow", "run16", "run64")
 
-# Values of the step ops' options, by name. With a bool option set, others may have to be as here.
+# Values of the step ops' options, by name. A bool option may be valid only with these values of the others.
 OPTIONS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1}
 BOOL_OPTIONS = {"nesterov": {"nesterov": True, "dampening": 0.0}}
 # The step ops with other options: without each optional state, and with each bool option.
@@ -46,7 +46,7 @@ def runs_of(kind: str, count: int, i: int, generator: torch.Generator) -> Tensor
 
 
 def first_positions(kind: str, numel: int, i: int, generator: torch.Generator, run_length: int) -> Tensor:
-    """Where the active runs begin. In every other tensor the last run ends with the tensor, and none is aligned."""
+    """The starts of the active runs, none of them aligned. In every other tensor the last run ends with the tensor."""
     shift = 0 if i % 2 else numel % run_length
     return runs_of(kind, numel // run_length, i, generator) * run_length + shift
 
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def layout(self) -> dict[str, object]:
-        """How the ops are to read `indices`."""
+        """The arguments that describe the layout of `indices`."""
         return {"run_length": self.run_length, "index_bases": self.index_bases}
 
     def positions(self, i: int) -> Tensor:
@@ -229,7 +229,7 @@ def bits_of(t: Tensor) -> Tensor:
 
 
 def behind_its_beginning(t: Tensor) -> Tensor:
-    """The same values, one element behind where memory begins: where no vector may."""
+    """The same values, one element after the start of the memory, where vector accesses are not allowed."""
     flat = t.reshape(-1)
     return torch.cat([flat[:1], flat])[1:].view(t.shape)
 
@@ -238,7 +238,7 @@ def assert_same_bits(got: Case, want: Case, context: str = "") -> None:
     other = want.tensors()
     for name, tensor in got.tensors().items():
         differ = bits_of(tensor) != bits_of(other[name])
-        # Which NaN an operation makes is the hardware's choice; that it is one is not.
+        # The payload of a NaN result depends on the hardware; that the result is NaN does not.
         if tensor.is_floating_point():
             differ &= ~(tensor.reshape(-1).isnan() & other[name].reshape(-1).isnan())
         if differ.any():

@@ -1,4 +1,4 @@
-"""Bad arguments raise an error that names the tensor, what was found and what was expected."""
+"""Invalid arguments raise an error that names the tensor, the value found and the value expected."""
 
 from __future__ import annotations
 

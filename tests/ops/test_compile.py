@@ -173,7 +173,7 @@ def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, wh
     case = make(device, dtype=dtype, layout="element" if op in DELTAS else layout)
     want, got = case.clone(), case.clone()
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
-    for _ in range(2):  # what one call leaves behind is what the next starts from
+    for _ in range(2):  # each call starts from the buffers of the previous one
         assert_equal_bits(compiled(got, backend), function(want, backend))
         for c in (want, got):
             c.steps += 1
@@ -185,7 +185,7 @@ def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, wh
 
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_no_graph_break_without_fullgraph(op):
-    """With torch's own settings; a result whose shape depends on data wants one of them changed, as torch.nonzero."""
+    """With torch's default settings, except one that results of data-dependent shape require, as in torch.nonzero."""
     case = make(torch.device("cpu"))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=op == "delta_encode"):
         torch.compile(FUNCTIONS[op], backend="aot_eager")(case, "cpu")
@@ -202,7 +202,7 @@ ADAMW = FUNCTIONS["indexed_adamw_"]
 
 
 def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, list[list[int]]]:
-    """The case that the step was compiled for, and where the parameters were that its kernel was called with."""
+    """The case that the step was compiled for, and the addresses of the parameters in the kernel's call."""
     seen: list[list[int]] = []
     function = backends.function
 
@@ -222,7 +222,7 @@ def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, 
 
 
 def test_inductor_hands_over_the_tensors_themselves(monkeypatch):
-    """The compiler makes a mutating op functional, and where it cannot undo that it copies a whole model each call."""
+    """The compiler makes a mutating op functional; if it cannot undo that, it copies the whole model in each call."""
     case, seen = kernel_calls("inductor", monkeypatch)
     assert seen == [[p.data_ptr() for p in case.params]]
     assert "possibly_missed_reinplacing_bytes" not in counters["inductor"]
@@ -237,7 +237,7 @@ def test_parameters_that_require_gradients():
     assert_equal_bits(compiled, eager)
     assert_same_bits(got, want)
     assert [t.requires_grad for t in compiled] == [t.requires_grad for t in eager] == [True] * 6 + [False]
-    compiled[0].sum().backward()  # the graph knows the weights' new version
+    compiled[0].sum().backward()  # the graph has recorded the weights' new version
     assert torch.equal(got.params[0].grad, torch.full_like(got.params[0], 2.0))
 
 
@@ -249,7 +249,7 @@ def test_a_wrong_argument_is_named_when_the_function_is_traced():
 
 
 def graphs_of(function: Callable[..., object], calls: list[tuple[object, ...]]) -> int:
-    """How many graphs are made; more than torch's limit of 8 raise, as a graph break does."""
+    """The number of compiled graphs; more than torch's limit of 8 raise, as a graph break does."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for call in calls:
@@ -280,7 +280,7 @@ def test_each_length_of_the_lists_has_one_graph():
 
 
 def states(count: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """(old, new), from no change to all, so that the number of changes is another each time."""
+    """(old, new), from no change to all elements changed, so that each pair has another number of changes."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for i in range(count):
@@ -376,7 +376,7 @@ def test_replays_are_eager_calls(op, compiler, dtype, layout, gpu_backend):
         graph.replay()
         assert_equal_bits(results, expected)
         assert_same_bits(got, want, f"replay {i}")
-        for c in (want, got):  # the graph reads the tensors that it was captured with, whatever they hold by now
+        for c in (want, got):  # the graph reads the tensors of its capture, with their current content
             c.lr *= 0.5
             c.grad.neg_()
             for g in c.dense_grads:
@@ -393,4 +393,4 @@ def test_finding_a_delta_inside_a_capture_is_refused(gpu_backend):
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         ops.delta_encode(old, new, backend=gpu_backend)
-    assert ops.delta_encode(old, new, backend=gpu_backend)[2].tolist() == [1000]  # the device is as it was
+    assert ops.delta_encode(old, new, backend=gpu_backend)[2].tolist() == [1000]  # the device is still usable

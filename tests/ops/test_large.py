@@ -9,7 +9,7 @@ from cases import bits_of
 from sparse_opt import ops
 from sparse_opt.ops import STEP_OPS
 
-NUMEL = 2**32 + 5  # past the unsigned border too
+NUMEL = 2**32 + 5  # beyond 2^32 too
 NEAR = (0, 2**31 - 2, 2**32 - 2)
 
 
@@ -83,7 +83,7 @@ def test_changes_that_are_other_than_before(place, n_tensors):
         free = torch.cuda.memory_allocated()
         found = ops.delta_encode(olds, news, backend=backend)
         held = torch.cuda.memory_allocated() - free
-        assert held <= 1.4 * 6 * found[0].numel() + 2**22, share  # a guess that was too high is not kept
+        assert held <= 1.4 * 6 * found[0].numel() + 2**22, share  # an estimate that was too high is not kept
         for got, want in zip(found, ops.delta_encode(olds, news, backend="reference"), strict=True):
             assert torch.equal(got, want), share
         del found, got, want
@@ -99,7 +99,7 @@ def test_changes_that_a_sample_misses(place, n_tensors):
     numel = 2**27 // n_tensors
     old = torch.zeros(n_tensors * numel, dtype=torch.bfloat16, device=device)
     new = old.clone()
-    new.view(torch.int16)[torch.arange(new.numel(), device=device) // 8192 % 512 > 1] = 1  # all but the sampled
+    new.view(torch.int16)[torch.arange(new.numel(), device=device) // 8192 % 512 > 1] = 1  # all except the sampled ones
     olds, news = ([t[i * numel : (i + 1) * numel] for i in range(n_tensors)] for t in (old, new))
     found = ops.delta_encode(olds, news, backend=backend)
     expected = ops.delta_encode(olds, news, backend="reference")

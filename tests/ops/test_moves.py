@@ -12,8 +12,8 @@ from sparse_opt import ops
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ANY = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
-# Triton's kernels of swap and delta know a dtype by its size alone: one of each is enough for what the interpreter is
-# slow at.
+# Triton's kernels of swap and delta depend only on a dtype's size: one dtype of each size is enough in the slow
+# interpreter.
 ONE_OF_EACH_SIZE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -49,7 +49,7 @@ def test_gather(dtype, accumulate, layout, mask, place):
     gather(want, "reference", accumulate=accumulate, sum_sq=want_sq)
     gather(got, backend, accumulate=accumulate, sum_sq=got_sq)
     assert_same_bits(got, want)
-    # Positive terms, added in another order: each of two sums is within n roundings, in truth far fewer.
+    # Positive terms, added in another order: each of the two sums is within n roundings, usually far fewer.
     longest = max(e - s for s, e in zip(case.starts, case.ends, strict=True))
     torch.testing.assert_close(got_sq, want_sq, rtol=max(1, longest) ** 0.5 * 4 * 2**-24, atol=0)
 
@@ -111,12 +111,12 @@ def test_gather_flags_what_is_not_finite(dtype, bad, any_place):
     case = make(torch.device(device), dtype=dtype)
     flag = torch.tensor([0.5], device=device)
     gather(case, backend, found_inf=flag)
-    assert flag.item() == 0.5  # left alone
+    assert flag.item() == 0.5  # unchanged
     inactive = torch.ones(case.params[0].numel(), dtype=torch.bool, device=device)
     inactive[case.indices[case.starts[0] : case.ends[0]].long()] = False
     case.dense_grads[0].view(-1)[inactive] = bad
     gather(case, backend, found_inf=flag)
-    assert flag.item() == 0.5  # outside the mask nobody looks
+    assert flag.item() == 0.5  # elements outside the mask are not read
     case.dense_grads[2].view(-1)[case.indices[case.ends[2] - 1].long()] = bad
     gather(case, backend, found_inf=flag)
     assert flag.item() == math.inf
@@ -208,7 +208,7 @@ def test_delta_sees_bits_not_numbers(any_place):
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 4095, 8191, 8192, 8193, 70001])
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_delta_of_any_length_and_alignment(numel, offset, place):
-    """Vector loads must mind storage that starts anywhere and ends anywhere."""
+    """Vector loads must support storage with any start and end."""
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(numel)
     base = any_bits((numel + offset,), torch.bfloat16, generator, device)[offset:]

@@ -1,4 +1,4 @@
-"""Stochastic rounding: its random numbers, and the values where it could leave what is finite."""
+"""Stochastic rounding: its random numbers, and values near the largest finite one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_finite_value_is_rounded_to_a_neighbour_that_is_finite(dtype):
         assert found.isfinite().all()
         past = x.abs() > largest
         assert torch.equal(found[past], largest * x[past].sign())
-        # The values between the largest two have both for neighbours, and what is one of the two stays.
+        # Values between the largest two are rounded to one of the two, which themselves do not change.
         below = torch.tensor(largest, dtype=dtype).view(torch.int16).sub(1).view(dtype).item()
         assert set(found[~past].abs().unique().tolist()) <= {below, largest}
         assert torch.equal(found[x.abs() == largest], x[x.abs() == largest])
@@ -89,7 +89,7 @@ def test_rounding_is_up_as_often_as_the_rest_says(dtype):
     neighbours = torch.tensor([1.0, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4], dtype=dtype)
     bits = neighbours.view(torch.int16)
     below, above = (bits - 1).view(dtype).float(), neighbours.float()
-    words = torch.arange(2**16) << 16 | torch.arange(2**16)  # bf16 goes by the low half, fp16 by the high
+    words = torch.arange(2**16) << 16 | torch.arange(2**16)  # bf16 uses the low half, fp16 the high one
     for low, high in zip(below.tolist(), above.tolist(), strict=True):
         for eighth in range(8):
             x = torch.full((2**16,), low + (high - low) * eighth / 8)
@@ -125,7 +125,7 @@ def test_no_backend_rounds_a_finite_value_to_infinity(stored, dtype, seed, place
 
     def step(name: str) -> Tensor:
         stepped, buffer = p.clone(), torch.zeros(n, dtype=torch.bfloat16, device=device)
-        # p - (p - x) is x, exactly where x is near the largest; and a first gradient is what the buffer becomes.
+        # p - (p - x) is exactly x near the largest value; the first gradient becomes the buffer's value.
         of_params = stored == "params"
         ops.indexed_sgd_(
             [stepped],

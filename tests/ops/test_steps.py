@@ -28,7 +28,7 @@ def name_of(value):
 
 
 def check(op, case, place, rounds=2, **options):
-    """Several calls in a row, so that what one leaves behind is what the next starts from."""
+    """Several calls in a row, each of which starts from the results of the previous one."""
     _, backend = place
     want, got = case.clone(), case.clone()
     for _ in range(rounds):
@@ -110,7 +110,7 @@ def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
-    """No more than there are granules of memory, which GPU kernels go by; lists on both sides of a table's size."""
+    """At most as many active elements as granules, a case of its own on GPUs; lists around a table's size."""
     long = dtype == torch.bfloat16 and place != ("cpu", "triton")  # slow in the interpreter, and Triton has one table
     shapes = [(41, 1 + 3400 // (i + 1)) for i in range(12 if long else 3)]
     device = torch.device(place[0])
@@ -170,7 +170,7 @@ def test_offsets_past_the_sign_bit(op, place):
 
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_runs_are_their_elements(op, any_place):
-    """One index for a run gives the bits that one for each of its elements gives."""
+    """One index per run gives the same bits as one index per element."""
     device, backend = any_place
     case = make(torch.device(device), dtype=torch.bfloat16, layout="run16")
     elements = case.clone()
@@ -237,7 +237,7 @@ def test_nonfinite_gradients_stay_where_they_are(op, dtype, rounding, compact, p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_extreme_values_round_alike(op, dtype, place):
-    """Subnormals, the largest finite values and ties, through a step that leaves the weight as it is (lr 0)."""
+    """Subnormals, the largest finite values and ties, in a step that does not change the weight (lr 0)."""
     device = torch.device(place[0])
     case = make(device, dtype=dtype, mask="full", shapes=[(256,)])
     tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max

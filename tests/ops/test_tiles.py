@@ -41,7 +41,7 @@ class Call:
     masks: list[Tensor]
 
     def run(self, backend: str, **options: object) -> Tensor:
-        """What the op leaves in a copy of `out`."""
+        """The op's result in a copy of `out`."""
         out = self.out.clone()
         where = self.tiles, self.starts, self.ends
         ops.tile_weight_grad_(
@@ -179,7 +179,7 @@ def test_tiles_of_every_dtype(dtype, out_dtype, tile_size, place):
         got = call.run(backend, **options, sum_sq=sum_sq)
         assert_bits(got, call.run("reference", **options))
         assert_sums(sum_sq, call, got)
-    # Overwriting, nothing that a slot held remains; and nobody touched the slots that are of no tile.
+    # Every slot of a tile is overwritten, and slots outside all tiles are unchanged.
     call.out[PADDING:-PADDING] = math.nan
     got = call.run(backend)
     assert got[PADDING:-PADDING].isfinite().all()
@@ -263,7 +263,7 @@ def test_tiles_keep_all_bits_of_fp32_operands(any_place):
     call = make(device, shapes=((n, n),), tokens=(n,), draw=normals, density=1.0)
     full = (1 + torch.randint(1 << 23, (n, n), generator=torch.Generator().manual_seed(2)) * 2**-23).to(device)
     eye = torch.eye(n, device=device)
-    assert (full.view(torch.int32) & 0xFFF).count_nonzero() > 0.99 * n * n  # bits that TF32 has not
+    assert (full.view(torch.int32) & 0xFFF).count_nonzero() > 0.99 * n * n  # bits that TF32 does not have
     call.grad_outputs, call.inputs = [eye], [full]
     assert torch.equal(call.run(backend)[PADDING:-PADDING], full.view(-1))
     call.grad_outputs, call.inputs = [full], [eye]
@@ -282,7 +282,7 @@ def test_tiles_of_matrices_that_share_their_input(any_place):
 def test_tiles_of_matrices_without_any_and_in_any_order(any_place):
     device, backend = any_place
     call = make(device, shapes=((65, 30), (64, 64), (3, 70)), density=1.0, tokens=(5,))
-    call.starts[1], call.ends[1] = call.ends[1], call.ends[1]  # the second has no tiles now: its slots stay
+    call.starts[1], call.ends[1] = call.ends[1], call.ends[1]  # the second has no tiles now: its slots do not change
     sum_sq = torch.full((3,), math.nan, device=device)
     got = call.run(backend, sum_sq=sum_sq)
     assert_bits(got, call.run("reference"))
@@ -355,11 +355,11 @@ def test_tiles_flag_what_is_not_finite(dtype, bad, any_place):
     call.tiles, call.starts, call.ends = call.tiles[[0, 9, 10]].contiguous(), [0, 1], [1, 3]
     flag = torch.tensor([0.5], device=device)
     want = call.run(backend, found_inf=flag)
-    assert flag.item() == 0.5  # left alone
+    assert flag.item() == 0.5  # unchanged
     call.grad_outputs[0][:, 64:] = bad  # next to the tile, where kernels continue to read
     call.inputs[0][:, 64:] = bad
     assert_bits(call.run(backend, found_inf=flag), want)
-    assert flag.item() == 0.5  # outside the tiles nobody looks
+    assert flag.item() == 0.5  # elements outside the tiles are not read
     call.inputs[1][4, 69] = bad
     call.run(backend, found_inf=flag)
     assert flag.item() == math.inf

@@ -1,4 +1,4 @@
-"""The cached device tables of the Triton launchers: what is in them, when they are made again, how long they live."""
+"""The cached device tables of the Triton launchers: their content, when they are rebuilt, and their lifetime."""
 
 from __future__ import annotations
 

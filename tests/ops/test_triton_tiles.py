@@ -23,7 +23,7 @@ SHAPES = ((130, 70), (64, 128))
 def test_parts_make_the_same_gradient(
     monkeypatch: pytest.MonkeyPatch, tile_size: int, dtype: torch.dtype, matrices: int
 ) -> None:
-    """Small integers, whose products and sums are exact in fp32 in any order: every bit is to be the reference's."""
+    """Small integers, whose products and sums are exact in fp32 in any order: every bit must be the reference's."""
     monkeypatch.setattr(tile_weight_grad, "LEAST_TOKENS", 50)
     monkeypatch.setattr(tile_weight_grad, "WHOLE_BELOW", 0)
     tokens, shapes = 170, SHAPES[:matrices]

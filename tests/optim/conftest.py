@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def sparse_optimizer(request):
-    """Each optimizer, for tests of what is true of all; options turn on the states that are optional, as momentum."""
+    """Each optimizer, for tests that apply to all; options turn on optional states such as momentum."""
     optional = STEP_OPS[request.param._op].optional.values()
     return functools.partial(request.param, **dict.fromkeys(optional, 0.9))
 

@@ -1,4 +1,4 @@
-"""Graphs on both sides of `base_weights()`, also where autograd saves no weight whose version it could compare."""
+"""Graphs built inside and outside `base_weights()`, also if autograd saves no weight whose version it could compare."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_graph_made_outside_is_refused_inside(make, mode):
     with optimizer.base_weights(), pytest.raises(RuntimeError, match=r"'.*weight' arrived inside base_weights\(\)"):
         loss.backward()
     assert gradient_of(model, optimizer) is None
-    model.forward().backward()  # nothing of the refusal is left
+    model.forward().backward()  # the refusal has no lasting effect
     assert gradient_of(model, optimizer) is not None
 
 
@@ -111,7 +111,7 @@ def test_a_parameter_without_our_hook_refuses_too(device):
     optimizer = SparseAdamW(list(params.items()), first, lr=0.1, freeze_inactive=False)
     for refused in ("a", "b"):
         if refused == "a":
-            optimizer.set_mask(second)  # its base weights stay
+            optimizer.set_mask(second)  # its base weights are kept
         else:
             optimizer.detach()
         loss = params[refused].sum()
@@ -130,7 +130,7 @@ def test_a_parameter_without_our_hook_refuses_too(device):
 
 
 def test_a_dense_gradient_after_tiles_of_the_same_weight_is_refused_inside(device):
-    """A tied weight: the layer's gradient has come by tiles, which excuses a hook that is called without one."""
+    """A tied weight: the layer's gradient has arrived as tiles, so the hook may be called without one."""
     head = nn.Linear(64, 64, bias=False).to(device)
     optimizer = SparseAdamW(head, MaskSet.random(head, density=1.0, pattern="tile64"), tile_backward=True)
     lookup = F.embedding(torch.tensor([3], device=device), head.weight).sum()
@@ -146,7 +146,7 @@ def test_requires_grad_is_as_it_was(mode, device):
     params = {name: nn.Parameter(torch.randn(64, device=device)) for name in "abc"}
     mask = MaskSet.from_bool({name: torch.full((64,), name != "c") for name in params})
     optimizer = SparseAdamW(list(params.items()), mask, **MODES[mode])
-    params["b"].requires_grad_(False)  # by someone else, for a while
+    params["b"].requires_grad_(False)  # by other code, temporarily
     outside = [True, False, False]
 
     def found():

@@ -16,7 +16,7 @@ OPTIONS = {SparseAdamW: {"betas": (0.8, 0.9)}, SparseSGD: {"momentum": 0.9}}
 
 @pytest.fixture(params=["chosen", "reference"])
 def backend(request):
-    """The backend that is taken where none is named, and the one without native objects."""
+    """The default backend, and the one without native objects."""
     return None if request.param == "chosen" else request.param
 
 
@@ -62,7 +62,7 @@ def option(name, value):
 
 
 def data(change):
-    """Of the last parameter: what a parameter of the second bucket would do too."""
+    """For the last parameter; a parameter of the second bucket would behave the same."""
 
     def damage(params, optimizer):
         before = params["c"].data

@@ -1,4 +1,4 @@
-"""What only a GPU can show: a step does not wait for the device, launches little, and replays from a CUDA graph."""
+"""Tests that need a GPU: a step does not wait for the device, launches few kernels, and replays from a CUDA graph."""
 
 from __future__ import annotations
 

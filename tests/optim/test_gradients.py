@@ -134,7 +134,7 @@ def strided_gradients(model):
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 def test_dense_gradients_never_live_together_when_compact(grads, device):
-    """Counts the bytes of dense gradients alive whenever one has been made: all of them, or one at a time."""
+    """Counts the bytes of live dense gradients whenever one is created: all of them, or one at a time."""
     model = make_model(device, depth=12)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), grads=grads)
     alive = []
@@ -219,7 +219,7 @@ def test_grad_scaler(sparse_optimizer, pattern, grads, unscale, device):
             a.step()
         assert scaler.get_scale() == (scale / 2 if overflow else scale)
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters(), strict=True))
-    assert len(b.state_dict()["param_groups"][0]["params"]) == 6  # the scaler_proxy stays here
+    assert len(b.state_dict()["param_groups"][0]["params"]) == 6  # the scaler_proxy is kept here
 
 
 def test_grad_scaler_without_amp_scaling_is_refused(device):
@@ -277,7 +277,7 @@ def test_detach_leaves_the_model_alone_until_attach(grads, device):
     with optimizer.base_weights():
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
     with torch.no_grad():
-        model[0].weight.mul_(2)  # someone else trains it
+        model[0].weight.mul_(2)  # other code trains it
     optimizer.attach()
     assert not any(p.requires_grad for p in model[1].parameters())
     optimizer.zero_grad()

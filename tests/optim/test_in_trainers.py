@@ -1,4 +1,4 @@
-"""What trainers do around an optimizer: clear, autocast, checkpoint, compile, swap data, save at odd moments."""
+"""What trainers do around an optimizer: clear gradients, autocast, checkpoint, compile, swap data, save at any time."""
 
 from __future__ import annotations
 

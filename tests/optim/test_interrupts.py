@@ -20,7 +20,7 @@ import sparse_opt.optim.collector
 import sparse_opt.optim.signals
 from sparse_opt import MaskSet, SparseAdamW, backends
 
-# Where a signal may change what happens next: here it arrives before every line, and before every instruction of ours.
+# In these tests a signal arrives before every line, or before every instruction of the library.
 OURS = [m.__file__ for m in (sparse_opt.optim.signals, sparse_opt.optim.base_weights, sparse_opt.optim.collector)]
 TRACED = [*OURS, contextlib.__file__, torch.autograd.grad_mode.__file__]
 
@@ -40,7 +40,7 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """What is installed for these signals during a test; Python's own for SIGINT, as in a program."""
+    """The handlers of these signals during a test; Python's own for SIGINT, as in a program."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -270,7 +270,7 @@ def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
     monkeypatch.setattr(second, "swap_", failing)
     with pytest.raises(RuntimeError, match="no kernel"), trained.optimizer.base_weights():
         pass
-    if fails == "leave":  # which the error says; all else is as it was
+    if fails == "leave":  # as the error states; everything else is unchanged
         assert torch.equal(trained.params["a"], trained.before[0])
         with torch.no_grad():
             swap()

@@ -14,7 +14,7 @@ ULP = 2.0**-24  # the largest relative error of one fp32 operation
 
 
 def gradient(m: Tensor) -> Tensor:
-    """A gradient that brings no average so close to 0 that rounding decides its sign."""
+    """A gradient for which no average is so close to 0 that rounding determines its sign."""
     g = torch.randn(m.shape)
     return torch.where((BETA1 * m + (1 - BETA1) * g).abs() < 0.01, g + 1, g)
 

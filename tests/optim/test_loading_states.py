@@ -1,4 +1,4 @@
-"""load_state_dict checks a state before it changes anything, and runs the hooks that torch has for it."""
+"""load_state_dict checks a state before it changes anything, and runs torch's hooks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(device, kind=SparseAdamW, **options):
 
 
 def snapshot(params, optimizer):
-    """Everything that a refused load must leave alone."""
+    """Everything that a refused load must not change."""
     groups = [
         (i, name, repr(value) if name != "params" else [id(p) for p in value])
         for i, group in enumerate(optimizer.param_groups)

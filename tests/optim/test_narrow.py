@@ -1,4 +1,4 @@
-"""Indices of two bytes in the optimizers: the bits that int32 indices give, and half their memory."""
+"""Two-byte indices in the optimizers: the same bits as with int32 indices, and half their memory."""
 
 from __future__ import annotations
 

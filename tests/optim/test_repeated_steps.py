@@ -19,7 +19,7 @@ OPTIONS = {
 
 @pytest.fixture(params=["chosen", "reference"])
 def backend(request):
-    """The backend that is taken where none is named, and the one without native objects."""
+    """The default backend, and the one without native objects."""
     return None if request.param == "chosen" else request.param
 
 
@@ -184,7 +184,7 @@ def test_a_closure_without_a_backward_pass(backend, device):
 
 
 def test_a_step_that_the_scaler_refuses_consumes_the_gradients(backend, device):
-    """Whether it is refused is known on the device alone; torch keeps the infinite gradients until zero_grad."""
+    """Only the device knows whether the step is skipped; torch keeps the infinite gradients until zero_grad."""
     model = make_model(device)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=1e-2, amp_scaling=True, backend=backend)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
@@ -196,7 +196,7 @@ def test_a_step_that_the_scaler_refuses_consumes_the_gradients(backend, device):
     assert all(optimizer.compact_grad(p) is None for p in model.parameters())
     optimizer.step()
     assert_same(snapshot(model, optimizer), before)
-    scaler.scale(model(x).square().mean()).backward()  # begins anew
+    scaler.scale(model(x).square().mean()).backward()  # starts again
     scaler.step(optimizer)
     assert all(p.isfinite().all() for p in model.parameters())
     assert all(int(state["step"]) == 1 for state in optimizer.state.values())

@@ -155,7 +155,7 @@ def test_parameters_without_gradient_are_passed_over(grads, device):
 
 @pytest.mark.parametrize("pattern", ["run16", "tile64"])
 def test_states_load_across(pattern, device):
-    """A file says which elements are active; it does not tell which of the two optimizers has written it."""
+    """A file states which elements are active; it is the same for both optimizers."""
     models = [make_model(device, torch.bfloat16, ragged=True) for _ in range(4)]
     start = make_model(device, torch.bfloat16, ragged=True)
     mask = runs_mask(start, pattern)

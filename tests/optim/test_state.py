@@ -1,4 +1,4 @@
-"""Base weights, saving and resuming, changing the mask, freezing, and refusing what can't be right."""
+"""Base weights, saving and resuming, changing the mask, freezing, and refused arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.errors import MaskError
 
-# Of the weights, 2.weight has rows of whole runs of 16 and 0.weight has not.
+# 2.weight has rows of whole runs of 16, and 0.weight does not.
 PATTERNS = ("element", "run16")
 # The steps of a run that is resumed, and after how many it is saved: fewer under Triton's interpreter, which is slow.
 N_STEPS, SAVED_AT = (5, 2) if os.environ.get("TRITON_INTERPRET") == "1" else (10, 4)
@@ -246,11 +246,11 @@ def test_set_mask_carries_what_is_kept(sparse_optimizer, pattern, device):
         ever = old.bool(name) | new.bool(name)
         assert torch.equal(p.cpu()[~ever], start[name].cpu()[~ever])
         only_old = old.bool(name) & ~new.bool(name)
-        assert torch.equal(p.cpu()[only_old], now[name].cpu()[only_old])  # left where it was
+        assert torch.equal(p.cpu()[only_old], now[name].cpu()[only_old])  # unchanged
     with optimizer.base_weights():
         assert same(bits(model), start)
 
-    saved = copy.deepcopy(optimizer.state_dict())  # base weights of elements that left travel along
+    saved = copy.deepcopy(optimizer.state_dict())  # base weights of elements that left the mask are saved too
     again = make_model(device, torch.bfloat16)
     again.load_state_dict(model.state_dict())
     resumed = sparse_optimizer(again, new, lr=1e-2, master_weights=True)
@@ -311,7 +311,7 @@ def test_tied_weights_are_one_parameter(device):
     torch.manual_seed(0)
     model = Tied().to(device)
     picked = torch.rand(10, 6) < 0.5
-    for name in ("embed.weight", "head.weight"):  # a mask may know either name
+    for name in ("embed.weight", "head.weight"):  # a mask may have either name
         optimizer = SparseAdamW(model, MaskSet.from_bool({name: picked}), lr=1e-2)
         assert list(optimizer.mask.names) == ["embed.weight"]
         assert optimizer.mask.nnz == int(picked.sum())

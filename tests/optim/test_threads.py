@@ -12,7 +12,7 @@ from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
 
-PAUSE = 0.4  # seconds in which another thread gets through code that no lock protects
+PAUSE = 0.4  # seconds in which another thread completes code that no lock protects
 
 
 @pytest.fixture(params=["cpu", "reference"])

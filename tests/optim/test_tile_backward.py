@@ -114,7 +114,7 @@ def test_hundred_tile_steps_err_as_little_as_dense_ones(kind, device):
 
     ours, theirs = distance(model.parameters(), params), distance(twin.parameters(), params)
     assert 0 < ours <= 2 * theirs
-    assert theirs < 1e-3 * distance(params, start)  # the runs have gone somewhere, together
+    assert theirs < 1e-3 * distance(params, start)  # the runs have changed the weights, in the same way
 
 
 def test_tile_clipping_is_the_dense_one(device):

@@ -103,7 +103,7 @@ def _errors_of_a_hundred_steps(model):
 
     params = list(exact.parameters())
     ours, theirs = distance(model.parameters(), params), distance(twin.parameters(), params)
-    assert theirs < 1e-3 * distance(params, start)  # the runs have gone somewhere, together
+    assert theirs < 1e-3 * distance(params, start)  # the runs have changed the weights, in the same way
     return ours, theirs
 
 
@@ -185,7 +185,7 @@ def graphs():
 
 
 def test_tiles_under_compile(graphs):
-    """Whole, without a graph break; an input that needs no gradient; layers that are merged were it not forbidden."""
+    """Whole, without a graph break; an input that needs no gradient; layers that a compiler would merge."""
     model = blocks()
     tiles, twin, dense = pair(model)
     x = torch.randn(3, 20, 128)
@@ -222,7 +222,7 @@ def test_tiles_under_compile(graphs):
 
 
 def test_tiles_under_compile_block_by_block(graphs):
-    """Blocks that are alike share their graphs, whatever parameter theirs are."""
+    """Equal blocks share their graphs, although their parameters differ."""
     model = blocks(6)
     tiles, twin, dense = pair(model)
     for block in model:

@@ -45,7 +45,7 @@ def defaults(dtype: str | None, device: str | None) -> Iterator[None]:
 
 @pytest.fixture(params=["chosen", "reference"])
 def backend(request: pytest.FixtureRequest) -> str | None:
-    """The backend that is taken where none is named, and the one in plain torch."""
+    """The default backend, and the one in plain torch."""
     return None if request.param == "chosen" else request.param
 
 

@@ -1,4 +1,4 @@
-"""Builds with CUDA, by compilers that compile nothing: what they are asked for, and what follows when they fail."""
+"""Builds with CUDA by fake compilers: how they are called, and what happens if they fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the compilers are shell scripts")
 
-# torch without CUDA builds with it where it is made to believe that it has CUDA, and where the toolkit is.
+# torch without CUDA builds CUDA code if these variables claim that it has CUDA and name the toolkit.
 DRIVER = """
 import runpy, sys, torch
 torch.version.cuda = "13.0"
@@ -119,7 +119,7 @@ def test_kernels_that_do_not_compile_leave_an_extension_that_says_why(build):
         f"sparse-opt: THE CUDA KERNELS WERE NOT BUILT, the extension is built without them: {ERROR} "
         "(`pip install --verbose` shows all that the compilers print)"
     ]
-    assert "and another error: later" in built.ended.stdout  # what compilers print is printed still
+    assert "and another error: later" in built.ended.stdout  # the compilers' output is still printed
     recorded = ERROR.replace('"', "'")  # as a C string
     assert f'SPARSE_OPT_CUDA_MISSING="their build failed: {recorded}"' in built.calls
     (link,) = [line for line in built.calls.splitlines() if "-shared" in line]

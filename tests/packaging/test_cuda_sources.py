@@ -1,4 +1,4 @@
-"""The CUDA sources compile for the GPUs that matter, on a machine that need not have one."""
+"""The CUDA sources compile for the supported GPUs, on a machine without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ALSO_FOR = ("80", "100")
 # Nothing here runs the code, and most of the time goes into optimizing it for each GPU. Where it is not, an instruction
 # that the GPU lacks, too much shared memory, an unresolved function and every warning are errors all the same.
 UNOPTIMIZED = "--Ofast-compile=max"
-OPTIMIZED_SOURCES = ("tile_weight_grad.cu",)  # exactly as they are built: whether products overlap shows only then
+# Compiled exactly as in a build, because only then ptxas reports whether products overlap.
+OPTIMIZED_SOURCES = ("tile_weight_grad.cu",)
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of CUDA 12.8 or newer, on PATH")
 

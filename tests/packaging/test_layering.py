@@ -1,4 +1,4 @@
-"""Which module may import which. Imports go down the list of layers only, and no module imports itself in a circle."""
+"""Imports between modules go down the list of layers only, and there is no import cycle."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("sparse_opt", "triton_kernels", "trainers")
-# `Generator` is no function that torch's default device concerns; what draws from it must be on its device.
+# torch's default device does not apply to `Generator`; tensors drawn from it must be on its device.
 FACTORIES = {name for name in dir(torch) if any(getattr(torch, name) is f for f in _device_constructors())}
 FACTORIES.add("Generator")
 # Of integers, or of the dtype of what they are given.
