@@ -159,6 +159,9 @@ def step(  # type: ignore[no-untyped-def]
 ) -> None:
     """Check the arguments of a step op. States, `lr` and `steps` are positional, as in the op's signature."""
     *states, lr, steps = states_lr_steps
+    for name, tensor in (*zip(op.states, states, strict=True), ("lr", lr), ("steps", steps)):
+        if tensor is None and name not in op.optional:
+            _fail(op.name, f"{name} is None, expected a tensor")
     device, run_length = indices.device, kw["run_length"]
     _segments(op.name, "params", params, indices, starts, ends, run_length, kw["index_bases"])
     _dense(op.name, "params", params, device, FLOAT_DTYPES)

@@ -6,7 +6,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         """Show the shared options in the signature of a subclass that takes them as `**shared`."""
         super().__init_subclass__(**kwargs)
         own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and own[-1].name == "shared":
             names = {p.name for p in own}
             base = inspect.signature(BoundOptimizer.__init__).parameters.values()
             own[-1:] = [p for p in base if p.kind is p.KEYWORD_ONLY and p.name not in names]
@@ -62,7 +62,10 @@ class BoundOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         tile_backward: bool | None = None,
         backend: str | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:  # Python's own error would name this class
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {next(iter(unknown))!r}")
         if grads not in ("compact", "dense"):
             raise ValueError(f"grads is {grads!r}, expected 'compact' or 'dense'")
         if state_dtype not in STATE_DTYPES:

@@ -129,6 +129,14 @@ def test_a_state_that_the_options_need(op):
             step(op, case, **{option: 0.9, state: None})
 
 
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_tensors_that_are_not_optional(op):
+    case = make(torch.device("cpu"))
+    for name in {*STEP_OPS[op].states, "lr", "steps"} - STEP_OPS[op].optional.keys():
+        with pytest.raises(ValueError, match=f"{op}: {name} is None, expected a tensor"):
+            step(op, case, **{name: None})
+
+
 def test_nesterov_needs_momentum_without_dampening():
     message = "nesterov needs momentum > 0 and dampening 0, found momentum 0.9 and dampening 0.1"
     with pytest.raises(ValueError, match=f"indexed_sgd_: {message}"):
