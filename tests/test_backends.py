@@ -28,7 +28,7 @@ USUAL = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
 
 
 class Machine:
-    """GPUs that torch is made to find, and the extension and Triton that are made to be installed."""
+    """Fakes the GPUs that torch finds, and whether the extension and Triton are installed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._monkeypatch = monkeypatch

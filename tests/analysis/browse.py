@@ -1,4 +1,4 @@
-"""Opens a local page in Qt's Chromium, off screen, and prints what became of it as JSON. Run in a process of its own.
+"""Opens a local page in Qt's Chromium, off screen, and prints the result as JSON. Run in a process of its own.
 
     python browse.py PAGE.html [PICTURE.png]
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong, in files and options: one line that names it, exit code 2 or 1, and never a traceback.
+"""Invalid files and options: an error of one line that names them, exit code 2 or 1, and never a traceback.
 
 A wrong call ends with 2, a file that cannot be used with 1.
 """
@@ -104,7 +104,7 @@ def test_numbers_and_devices_of_other_commands(sparse_opt, files, tmp_path, comm
 
 # Configuration files
 
-# Each key is a list of nine times the one before: a few hundred bytes that stand for 9^8 values.
+# Each key is a list of nine times the one before: a few hundred bytes for 9^8 values.
 ALIASES = b"a: &a [x]\n" + b"".join(
     b"%c: &%c [%s]\n" % (letter, letter, b",".join([b"*%c" % (letter - 1)] * 9)) for letter in b"bcdefghi"
 )
@@ -403,7 +403,7 @@ def test_a_quantized_mask(sparse_opt, tmp_path):
     assert "expected a dense tensor" in sparse_opt("mask", "info", file).failed_in_one_line(1)
 
 
-# Runs to go on with
+# Runs to resume
 
 
 @pytest.fixture

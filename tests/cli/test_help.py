@@ -1,4 +1,4 @@
-"""What `--help` shows, and that the examples in it are calls that would be understood."""
+"""The content of `--help`; its examples are valid calls."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_output_of_another_suffix_is_refused(sparse_opt, files, tmp_path, action
     line = sparse_opt("mask", action, *source, "--output", tmp_path / "mask.txt").failed_in_one_line(2)
     assert "mask.txt ends in .txt: expected .safetensors" in line
     assert list(tmp_path.iterdir()) == []
-    # A folder that is there may have any name.
+    # An existing folder may have any name.
     (tmp_path / "v1.5").mkdir()
     sparse_opt("mask", action, *source, "--output", tmp_path / "v1.5").done()
     assert len(list((tmp_path / "v1.5").glob("*.safetensors"))) == 1

@@ -1,4 +1,4 @@
-"""`sparse-opt mask find`: every method, what it says, and what it refuses."""
+"""`sparse-opt mask find`: every method, its output, and refused calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNTRAINED = ("random", "weight_magnitude", *CALIBRATION_METHODS)
 
 @pytest.fixture
 def find(sparse_opt, files, tmp_path):
-    """`find("--method", "fisher", ...)`: on the tiny log and model, as the method wants, into tmp_path/masks."""
+    """`find("--method", "fisher", ...)`: on the tiny log or model, whichever the method needs, into tmp_path/masks."""
 
     def call(method, *words):
         source = ["--delta_log_dir", files.delta_log] if method in LOG_METHODS else ["--model_name", files.model]
@@ -145,7 +145,7 @@ def test_random_is_that_of_mask_random(sparse_opt, find, files, tmp_path):
 
 def test_a_log_that_is_the_model_s_gives_it_a_name(find, files):
     found = json.loads(find("magnitude", "--model_name", files.model, "--json").done())
-    assert found["metadata"]["model"] == "tiny"  # what the log says
+    assert found["metadata"]["model"] == "tiny"  # as the log states
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One scenario of a log, over and over, each time in a forked process that meets a fault at a later call than before.
+"""One scenario of a log, over and over, each time in a forked process with a fault at a later call than before.
 
     LD_PRELOAD=faults.so python crash_driver.py FOLDER create|append|queue|squash killed|full
 

@@ -1,4 +1,4 @@
-"""Broken files of a log, thousands of them: each is read as the right bits, or refused by file and step.
+"""Thousands of broken files of a log: each is read as the right bits, or refused with an error naming file and step.
 
     python mutation_driver.py FOLDER COUNT SEED
 
@@ -250,7 +250,7 @@ class Mutations:
 
 
 def read(log: Log, step: int, name: str | None) -> bool:
-    """Whether the read was refused; AssertionError where it was neither right nor refused in due form."""
+    """Whether the read was refused; AssertionError if it was neither right nor refused with a proper message."""
     try:
         opened = DeltaLog.open(log.directory)
         if name is None:
@@ -273,7 +273,7 @@ def mapped_bytes() -> int:
 
 def main(root: Path, count: int, seed: int) -> None:
     torch.set_num_threads(1)
-    os.fsync = lambda descriptor: None  # of the files forged here: nothing is to survive
+    os.fsync = lambda descriptor: None  # of the files forged here: all of them must be refused
     logs = [
         make_log(root / str(i), i, level, against, masked)
         for i, (level, against, masked) in enumerate(
@@ -298,7 +298,7 @@ def main(root: Path, count: int, seed: int) -> None:
         log = source.choice(logs)
         mutation = source.choice(mutations.all)
         mutation(log)
-        # Mostly a read that comes to the broken file.
+        # Mostly a read that uses the broken file.
         step, name = source.choice(sorted(log.states)), source.choice((None, None, "a", "b", "c", "n"))
         if source.random() < 0.8:
             step = last[log.directory, int(mutations.broken[5:13])]

@@ -1,4 +1,4 @@
-"""A small run of 200 steps under a mask, logged at every step, which goes on from its last checkpoint.
+"""A small run of 200 steps under a mask, logged at every step, which resumes from its last checkpoint.
 
     python run_driver.py FOLDER [KILLED_AT]
 

@@ -1,4 +1,4 @@
-"""Appending: what is refused, going on after a stop, and who may write."""
+"""Appending: refused calls, continuing after a stop, and the writer's lock."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> No
     first.append(1)
     first.close()
     assert second.append(2).wait().step == 2
-    # A closed log reads on, and takes the directory again when it is written to.
+    # A closed log can still be read, and locks the directory again when it is written to.
     assert first.steps == (0, 1, 2)
     with pytest.raises(DeltaLogError, match="another writer"):
         first.append(3)
@@ -137,7 +137,7 @@ def test_appending_needs_an_intact_last_step(logged: Any) -> None:
 
 
 def test_leftovers_of_a_killed_writer(logged: Any, same_bits: Compare) -> None:
-    """Readers leave them aside, and the next writer removes them; files of other names stay."""
+    """Readers ignore them, and the next writer removes them; files of other names are kept."""
     ours = {".step_00000009.patch.safetensors.123.abcd.tmp", ".mask.safetensors.123.abcd.tmp", ".tmpA1b2C3"}
     others = {"step_00000009.patch.safetensors.tmp", ".tmpA1b2C34", ".step_9.tmp"}
     for name in ours | others:

@@ -1,4 +1,4 @@
-"""Killed, or out of disk, at every call that changes a file: what was acknowledged is there, bit for bit."""
+"""Killed, or out of disk space, at every call that changes a file: acknowledged steps are on disk, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_driver(faults: Path, tmp_path: Path) -> Callable[..., dict[int, tuple[int, ...]]]:
-    """The driver's scenario; the steps acknowledged at each fault, the run that met none not counted."""
+    """The driver's scenario; the steps acknowledged at each fault, without the run that had none."""
 
     def run(scenario: str, mode: str, keyframe_every: int | None = None) -> dict[int, tuple[int, ...]]:
         if scenario != "create":
@@ -82,7 +82,7 @@ def test_killed_at_every_call_of_an_append(
         assert log.verify() == []
         for step in log.steps:
             same_bits(log.load(step), state_at(step))
-        # The dead writer's lock is gone with it, and so are its unfinished files.
+        # The killed writer's lock is released, and its unfinished files are removed.
         assert log.append(10, state_at(10)).wait().step == 10
         same_bits(log.load(10), state_at(10))
         log.close()

@@ -132,7 +132,7 @@ def test_renamed_files(logged: Any, same_bits: Compare) -> None:
     disguised = renamed.rename(path.with_name("step_00000008.keyframe.safetensors"))
     with pytest.raises(DeltaLogError, match=f"{disguised}: step 8: the file was written as kind patch"):
         logged.load(8)
-    # Names that are no step of a log are left aside by reading, and found by verifying.
+    # Files whose names are not steps of a log are ignored by readers and reported by verify.
     for name in ("notes.safetensors", "step_8.patch.safetensors", "step_000000008.patch.safetensors"):
         disguised = disguised.rename(path.with_name(name))
         assert DeltaLog.open(logged.directory).steps == (0, 1, 2, 5, 7)
@@ -300,7 +300,7 @@ def test_a_log_of_the_first_format(logged: Any) -> None:
 
 @pytest.mark.parametrize("level", ["fast", "packed", "tight"])
 def test_a_tensor_is_read_by_its_own_records_alone(tmp_path: Path, states: Any, same_bits: Compare, level: str) -> None:
-    """Whatever has become of the others': those are refused."""
+    """Damage in the records of another tensor does not matter; reading that tensor is refused."""
     before = {name: states.bits((9000,), torch.bfloat16) for name in ("a", "b")}
     after = states.change(before, 0.1)
     with DeltaLog.create(tmp_path / "log", before, level=level) as log:
@@ -319,7 +319,7 @@ def test_a_tensor_is_read_by_its_own_records_alone(tmp_path: Path, states: Any, 
 
 
 def test_a_chain_that_is_broken_for_one_tensor_names_the_file(logged: Any) -> None:
-    """The digest of what comes out is wrong at the end of the chain; the file at fault is another."""
+    """The wrong digest is found at the end of the chain; the error names the damaged file."""
     content = bytearray(logged.file(1).read_bytes())
     with safe_open(logged.file(1), framework="pt") as file:
         records = file.get_tensor("bfloat16.records").numpy().tobytes()

@@ -128,7 +128,7 @@ def test_steps_behind_a_failed_one_are_dropped_with_it(
     with pytest.raises(DeltaLogError, match="step 2: dropped with step 1, which could not be written"):
         handed[1].wait()
     disk.full = False
-    # Waiting for the second said it.
+    # Waiting for the second reported it.
     assert log.append(3).wait().kind == "keyframe"
     state["w"][5] = 9
     assert log.append(4).wait().kind == "patch"
@@ -243,7 +243,7 @@ def test_no_more_than_two_steps_wait(tmp_path: Path, disk: Disk, state: dict[str
 def test_an_error_while_a_step_is_coded(
     tmp_path: Path, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """The shadow may have moved on with it, so that nothing may be coded against it."""
+    """The shadow may have advanced with it, so that nothing may be coded against it."""
     log = DeltaLog.create(tmp_path / "log", state)
 
     def out_of_memory(*args: Any, **kwargs: Any) -> None:
@@ -273,4 +273,4 @@ def test_a_log_without_references_writes_its_submitted_steps(tmp_path: Path, sta
     del log
     again = DeltaLog.open(tmp_path / "log", state)
     assert again.steps == (0, 1)
-    again.append(2).wait()  # nobody holds the directory any more
+    again.append(2).wait()  # the directory is no longer locked

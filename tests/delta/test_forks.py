@@ -147,7 +147,7 @@ def test_closing_in_a_child_leaves_the_directory_to_its_parent(
             log._writing = None  # as when nothing refers to it any more
         else:
             for callback in list(sys.modules["weakref"].finalize._registry):
-                callback()  # what the interpreter calls at its exit
+                callback()  # called by the interpreter at exit
 
     in_child(work)
     assert contents(log.directory) == before

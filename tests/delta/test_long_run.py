@@ -40,7 +40,7 @@ def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None
         assert done.returncode == (0 if killed_at is None else -9), done.stderr
         log = DeltaLog.open(tmp_path / "log")
         if killed_at is not None:
-            # What was handed over last need not have come to the disk.
+            # The last submitted step may not be on disk.
             assert int(killed_at) - 2 <= log.last_step <= int(killed_at)
 
     assert log.steps == tuple(range(STEPS + 1))

@@ -67,7 +67,7 @@ def test_patches_over_the_mask(
             for name in expected:
                 same_bits({name: next(log.tensor_states(name, [step]))[1]}, {name: expected[name]})
         assert log.verify() == []
-        # Going on, and taking steps out, keep to the mask.
+        # Continuing and squashing use the mask too.
         step_(state, mask, 4)
         assert log.append(4, state).wait().masked
         assert log.squash(1, 3).masked
@@ -97,7 +97,7 @@ def test_a_change_outside_of_the_mask_is_not_lost(
         for step, expected in kept.items():
             same_bits(log.load(step), expected)
         assert log.verify() == []
-        # Over the step that went outside, too.
+        # Across the step that changed other elements, too.
         assert not log.squash(1, 3).masked
         same_bits(log.load(3), kept[3])
 

@@ -25,6 +25,6 @@ def test_ten_thousand_broken_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)["outcomes"]
     assert sum(sum(kinds.values()) for kinds in outcomes.values()) == MUTATIONS
-    # What is broken is met: a read that comes to none of it is right.
+    # The damage is found; a read that does not use it is right.
     for name, kinds in outcomes.items():
         assert kinds["refused"] > 0.3 * sum(kinds.values()), name

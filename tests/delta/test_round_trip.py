@@ -1,4 +1,4 @@
-"""What is logged comes back with the same bits: any dtype, any change, tied tensors, models and plain states."""
+"""Logged states are read with the same bits: any dtype, any change, tied tensors, models and plain states."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_what_cannot_be_logged(tmp_path: Path, entry: Any, message: str) -> None
 
 
 class Wrapping(Tensor):
-    """What DTensor and quantized tensors look like from outside: a tensor made of others."""
+    """Like DTensor and quantized tensors: a tensor made of others."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["inner"], None

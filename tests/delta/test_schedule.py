@@ -1,4 +1,4 @@
-"""Schedules of steps: what a text means, and which texts mean nothing."""
+"""Schedules of steps: the meaning of a text, and invalid texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Squashing: steps go, the others keep their bits."""
+"""Squashing removes steps; the others keep their bits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_log_that_codes_against_its_base_keeps_to_it(tmp_path: Path, states: A
 
 
 def test_appending_after_a_squash(logged: Any, states: Any, same_bits: Compare) -> None:
-    """While writing: what follows is coded against the step that stayed, and keyframes count what is there."""
+    """While writing: later steps are coded against the kept step, and keyframe intervals count existing steps."""
     kept = dict(logged.states)
     with DeltaLog.open(logged.directory) as log:
         kept[9] = states.change(kept[8], 0.05)
@@ -86,7 +86,7 @@ def test_what_can_not_be_squashed(logged: Any, same_bits: Compare) -> None:
         writer.append(9).wait()
         with pytest.raises(DeltaLogError, match="another writer has this delta log open"):
             log.squash(0, 2)
-    # Nothing is taken out where the state cannot be kept.
+    # Nothing is removed if the state cannot be kept.
     content = bytearray(logged.file(1).read_bytes())
     content[-1] ^= 1
     logged.file(1).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Steps taken off the end of a log, for a run that goes on from an earlier one."""
+"""Removal of steps at the end of a log, for a run that continues from an earlier one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_a_run_is_logged_by_one_line(lab, watch, weights, tmp_path, kind):
     assert log.steps == (0, 2, 4, 5)
     assert log.metadata == {"model": str(lab.folder)}
     assert_log_holds(log, {0: start} | {step: watched.weights[step] for step in (2, 4, 5)})
-    log.append(9, trainer.model).wait()  # nobody holds it any more
+    log.append(9, trainer.model).wait()  # it is no longer locked
 
 
 def test_options_are_those_of_the_log(lab, tmp_path):

@@ -1,4 +1,4 @@
-"""What can't be had is refused in one line that says why and what can."""
+"""Unsupported settings are refused in one line that gives the reason and an alternative."""
 
 from __future__ import annotations
 

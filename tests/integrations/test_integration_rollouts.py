@@ -1,4 +1,4 @@
-"""GRPO's completions come from the weights as they are, by whatever generates them."""
+"""GRPO's completions are sampled from the current weights, with every generator."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_against_bool_tensors(densities):
         assert torch.equal(inverted.bool(name), ~x)
         for mask in (either, both, inverted):
             assert mask[name].dtype == torch.int32
-    # What is kept to without looking holds up when looked at.
+    # The pattern that is assumed without a check is correct when it is checked.
     for mask in (either, both, inverted):
         assert MaskSet(mask.indices, mask.shapes, pattern=mask.pattern) == mask
 

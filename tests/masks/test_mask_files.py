@@ -1,4 +1,4 @@
-"""Mask files: what is written is read, and what is damaged, foreign or hostile is refused by name in one line."""
+"""Mask files: written masks are read back; damaged, foreign or hostile files are refused by name in one line."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_pt_finds_the_pattern(tmp_path: Path) -> None:
 
 
 class Planted:
-    """Unpickling this runs a command; refusing it must come first."""
+    """Unpickling this would run a command; it must be refused first."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (os.environ["PLANTED"],)

@@ -1,4 +1,4 @@
-"""MaskSet: what its constructor refuses, its statistics, and how it resolves names in a model."""
+"""MaskSet: refused arguments, its statistics, and how it resolves names in a model."""
 
 from __future__ import annotations
 

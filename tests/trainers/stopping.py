@@ -1,4 +1,4 @@
-"""Runs that die in the middle and go on, and what it means that nothing of it shows."""
+"""Runs that are killed and resumed, and the comparison of their outputs with those of an uninterrupted run."""
 
 from __future__ import annotations
 

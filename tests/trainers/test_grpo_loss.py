@@ -225,7 +225,7 @@ STEP_ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, -1.2, 0.7, 1.5, -1.0])
 
 
 class Recorder(SimpleNamespace):
-    """What `update_on_rollout` needs of a run; an update keeps the gradients and leaves the weights alone."""
+    """The parts of a run that `update_on_rollout` uses; an update keeps gradients and does not change weights."""
 
     def update(self):
         self.grads.append({name: p.grad.clone() for name, p in self.model.named_parameters()})

@@ -91,7 +91,7 @@ def test_it_learns(ppo_options, read_metrics, prompts_file):
     assert summary["last_evaluation"]["eval_reward"] > summary["first_evaluation"]["eval_reward"] + 0.2
     assert rows[-1]["kl"] > 1.0 and rows[-1]["entropy"] < rows[0]["entropy"]
     assert all(row["reward_after_kl"] <= row["reward"] for row in rows if row["kl"] > 0)
-    # The critic gets to know what a completion earns.
+    # The critic learns the score of a completion.
     assert rows[-1]["value_loss"] < 0.5 * rows[0]["value_loss"]
     samples = [json.loads(line) for line in (options.output_dir / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in samples} == {1, 12} and samples[0]["prompt"].startswith("<s>What is ")

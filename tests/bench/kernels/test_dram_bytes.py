@@ -1,4 +1,4 @@
-"""Counting bytes with Nsight Compute: what is called, and how its answer is read. The counting itself needs a GPU."""
+"""Counting bytes with Nsight Compute: its command line, and how its output is parsed. The counting needs a GPU."""
 
 from __future__ import annotations
 

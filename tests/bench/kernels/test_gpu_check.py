@@ -41,7 +41,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_e
     again = json.loads(path.read_text())
     assert again["completed"] and again["tests"] == passed and again["sanitizer"] == checks and again["kernels"]["rows"]
 
-    # What did not end well, or was of another commit, is done again; so is what has no commit to go by.
+    # Failed parts, parts of another commit, and parts without a commit are run again.
     calls = []
     monkeypatch.setattr(gpu_check, "_tests", lambda *_: calls.append(1) or [])
     failed = {**passed, "exit_code": 1}

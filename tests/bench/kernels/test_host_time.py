@@ -1,4 +1,4 @@
-"""The host's time: what is printed, and what is refused."""
+"""The host's time: the output, and refused calls."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
 
 @pytest.fixture(scope="module")
 def tile_masks(tmp_path_factory) -> dict[str, str]:
-    """The small edge tile of every feed-forward matrix, and the same elements in a mask that knows of no tiles."""
+    """The small edge tile of every feed-forward matrix, and the same elements in a mask without a tile pattern."""
     folder = tmp_path_factory.mktemp("tile_masks")
     model = without_weights(words_config(SMALL, 24))
     bools = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters() if ".mlp." in n}

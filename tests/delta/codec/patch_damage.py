@@ -16,7 +16,7 @@ UNIT = {"fast": 4, "packed": 4, "tight": 2}
 
 
 def as_op_arguments(patch: Patch, device: torch.device, offsets: Tensor | None = None) -> list[object]:
-    """What patch_apply_ takes behind the tensors."""
+    """The arguments of patch_apply_ after the tensors."""
     kind, tables = word_kind(patch.dtype), patch.tables
     arrays = [None] * 4 if tables is None else [tables.row_of, tables.rows, tables.class_table, tables.values]
     return [
@@ -55,7 +55,7 @@ def with_record(patch: Patch, tile: int, record: np.ndarray, raw: bool, head: in
 
 
 def damaged(source: np.random.Generator, patch: Patch) -> tuple[Patch, int]:
-    """The patch with one tile damaged, mostly by little, and the tile."""
+    """The patch with one tile damaged, mostly slightly, and the tile."""
     tile = int(source.integers(len(patch.sizes)))
     record = records_of(patch)[tile].copy()
     unit = UNIT[patch.level]

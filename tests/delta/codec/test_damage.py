@@ -1,4 +1,4 @@
-"""What the reference refuses the native decoder refuses, what it reads the native one reads to the same words."""
+"""The native decoder refuses what the reference refuses, and reads everything else to the same words."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_offsets_that_fit_nothing(place, level):
         past_the_end,
     ):
         found = [bits(t).clone().to(place) for t in old]
-        # Tile 0 is the first whose record is not where it should be; with its end alone displaced, too.
+        # Tile 0 is the first tile whose record is misplaced, also if only its end is.
         assert int(torch.ops.sparse_opt_native.patch_apply_(found, *as_op_arguments(patch, place, bad))) == 0
 
 
@@ -115,7 +115,7 @@ def test_tensors_that_the_patch_is_not_for():
 
 
 def test_tables_that_fit_nothing():
-    """What a file holds is checked before; what comes straight to the op is damage, or an error when encoding."""
+    """Values from a file are checked earlier; invalid values passed to the op are damage, or an error when encoding."""
     source = np.random.default_rng(17)
     old = any_words(source, 3000, torch.bfloat16)
     new = changed_words(source, old, 0.05, 2)
@@ -138,7 +138,7 @@ def test_tables_that_fit_nothing():
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """The same numbers, one byte behind an aligned address, as a mapped file may have them."""
+    """The same numbers, one byte after an aligned address, as in a mapped file."""
     data = torch.zeros(tensor.nbytes + 17, dtype=torch.uint8)
     found = torch.from_numpy(np.frombuffer(data.numpy()[1 : 1 + tensor.nbytes].data, dtype=tensor.numpy().dtype))
     found = found.view(tensor.shape).copy_(tensor)

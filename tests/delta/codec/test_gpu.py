@@ -1,4 +1,4 @@
-"""What a GPU alone can get wrong: several launches, addresses past 2^31, alignment, streams, other devices, no memory.
+"""Cases specific to GPUs: several launches, addresses past 2^31, alignment, streams, other devices, out of memory.
 
 The patches of the CPU, which are the reference's, are what those of the GPU are compared with.
 """
@@ -227,7 +227,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def test_tables_that_fit_nothing_stay_within_memory(gpu):
-    """Tables of a file are checked before; those that come straight to the op give void words, and no fault."""
+    """Tables of a file are checked earlier; invalid ones passed to the op give undefined words, and no fault."""
     source = np.random.default_rng(27)
     old = any_words(source, 200_000, torch.float16)
     new = changed_words(source, old, 0.05, None)
@@ -283,7 +283,7 @@ def test_the_current_stream_is_followed(gpu, level):
         for stream, words, new, patch_of_cpu in zip(streams, here, steps, expected, strict=True):
             with torch.cuda.stream(stream):
                 before, after = torch.empty_like(words), torch.empty_like(words)
-                torch.cuda._sleep(2_000_000)  # what comes too early reads memory that is not filled yet
+                torch.cuda._sleep(2_000_000)  # a read that is too early finds memory that is not filled yet
                 before.copy_(here_old)
                 after.copy_(words)
                 patch = encode([before], [after], level, backend="native")
@@ -384,6 +384,6 @@ assert torch.equal(old, new)
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_memory_for_the_records(gpu, level):
-    """The scratch fits and the records do not: a torch error, the tensors as they were, and the next call is sound."""
+    """The scratch memory fits and the records do not: a torch error, unchanged tensors, and the next call works."""
     done = subprocess.run([sys.executable, "-c", _NO_MEMORY, level], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "no memory\n"), done.stderr

@@ -1,4 +1,4 @@
-"""The decoder of the CPU stays within its memory, whatever it is given: fuzz_decoder.cpp under gcc's sanitizers."""
+"""The CPU decoder stays within its memory for any input: fuzz_decoder.cpp under gcc's sanitizers."""
 
 from __future__ import annotations
 

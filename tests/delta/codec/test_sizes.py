@@ -1,4 +1,4 @@
-"""Large tensors: round trips, and how long patches are. docs/formats.md has the forms that bound them."""
+"""Large tensors: round trips, and lengths of patches. docs/formats.md has the forms that bound them."""
 
 from __future__ import annotations
 

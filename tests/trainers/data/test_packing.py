@@ -1,4 +1,4 @@
-"""Packed rows: which sequences stand together, and that they train as they would alone."""
+"""Packed rows: which sequences share a row, and that they train like separate ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model's logits are its output layer's product is found out, on any thread and under any hooks."""
+"""Detection of models whose logits are their output layer's product, on any thread and under any hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on: what is written, what is refused, and that nothing is lost or done otherwise."""
+"""Runs that are stopped and resumed: the same outputs as of an uninterrupted run, and refused calls."""
 
 from __future__ import annotations
 

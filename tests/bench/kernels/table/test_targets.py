@@ -1,4 +1,4 @@
-"""Which rows are judged by what, on rows written by hand."""
+"""The targets of each kind of row, on rows written by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_step_has_a_floor_a_host_time_and_a_dense_peer():
         "ms host": (0.11, False),
         "times as fast as fused AdamW": (5.5 / 1.11, False),
     }
-    # At 10 % the floor is nearer, and the dense step no yardstick.
+    # At 10 % the bound is nearer, and the dense step is no target.
     assert judged(row(targets.STEP_DENSE, 1.06, density=0.1), fused) == {
         "x bound": (1.06, False),
         "ms host": (0.05, True),
