@@ -93,7 +93,7 @@ class CommandParser(argparse.ArgumentParser):
             if taken:
                 values[action.dest] = self._converted(action, taken if several else taken[0], f"'{taken[0]}'")
         if positionals:
-            self.error(f"cannot read '{positionals[0]}': expected --key value, --key=value or key=value")
+            self._cannot_read(positionals[0])
         for key, raw, source in self.presets(dict(values)):
             if self._named(key, source).dest not in values:
                 self._apply((key, raw, source), values)
@@ -116,7 +116,9 @@ class CommandParser(argparse.ArgumentParser):
             word = words.pop(0)
             key, equals, value = word.partition("=")
             if not word.startswith("--"):
-                if not self._is_setting(word) and (not equals or word[0] == "-" or self._get_positional_actions()):
+                if word.startswith("-"):
+                    self._cannot_read(word)
+                if not self._is_setting(word) and (not equals or self._get_positional_actions()):
                     positionals.append(word)
                 elif key == "config":
                     files.append(convert(value, Path, key, f"'{word}'"))
@@ -145,9 +147,14 @@ class CommandParser(argparse.ArgumentParser):
                 settings.append((key[2:], raw, key))
         return files, settings, positionals
 
+    def _cannot_read(self, word: str) -> NoReturn:
+        self.error(f"cannot read '{word}': expected --key value, --key=value or key=value")
+
     def _find(self, key: str) -> argparse.Action | None:
         """The option of a key, which may have dashes for underscores, or the positional argument of that name."""
         key = key.removeprefix("--").replace("-", "_")
+        if key == "help":  # has no value
+            return None
         positionals = {action.dest: action for action in self._get_positional_actions()}
         return self._option_string_actions.get(f"--{key}") or positionals.get(key)
 

@@ -88,9 +88,11 @@ def _cast(raw: Any, expected: Any) -> Any:
         close = difflib.get_close_matches(str(raw), names, n=1)
         raise ValueError(f"expected one of {', '.join(names)}" + (f"; the nearest is '{close[0]}'" if close else ""))
     if origin is list:
-        items = raw if isinstance(raw, list) else [raw]
-        words = [word for item in items for word in (item.split(",") if isinstance(item, str) else [item])]
-        return [_cast(word, typing.get_args(expected)[0]) for word in words]
+        (kind,) = typing.get_args(expected)
+        words = raw if isinstance(raw, list) else [raw]
+        if kind is not Path:  # names of files may have commas
+            words = [part for word in words for part in (word.split(",") if isinstance(word, str) else [word])]
+        return [_cast(word, kind) for word in words]
     return _SCALARS.get(expected, expected)(raw)
 
 

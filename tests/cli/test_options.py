@@ -56,6 +56,8 @@ def test_files_are_positional_and_may_hold_an_equals_sign(tmp_path):
     file.write_text("files: [a.pt, b.pt]\n")
     args = mask_parser().parse_words(["compare", "--config", str(file)])
     assert [str(file) for file in args.files] == ["a.pt", "b.pt"]
+    args = mask_parser().parse_words(["compare", "a,b.pt", "c.pt"])
+    assert [str(file) for file in args.files] == ["a,b.pt", "c.pt"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,8 @@ def test_files_are_positional_and_may_hold_an_equals_sign(tmp_path):
         (["squash", *LOG, "--from"], "option '--from': expected a value"),
         (["export", *LOG, "--step", "--since", "1"], "option '--step': expected a value"),
         (["list", *LOG, "stray"], "cannot read 'stray'"),
+        (["list", *LOG, "help=1"], "unknown option 'help' (from 'help=1')"),
+        (["list", *LOG, "--help=1"], "unknown option 'help' (from --help)"),
         (["lst"], "unknown action 'lst'; the nearest is 'list'"),
         ([], "the action is missing; expected one of list, info"),
     ],
@@ -75,6 +79,11 @@ def test_errors_name_key_value_and_source(words, message):
     with pytest.raises(ConfigError) as error:
         delta_parser().parse_words(words)
     assert message in str(error.value)
+
+
+def test_a_short_flag_is_no_file():
+    with pytest.raises(ConfigError, match="cannot read '-o'"):
+        mask_parser().parse_words(["compare", "-o", "a.pt"])
 
 
 def test_a_file_names_no_further_file_and_is_named_in_errors(tmp_path):
