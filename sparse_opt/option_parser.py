@@ -126,7 +126,8 @@ class CommandParser(argparse.ArgumentParser):
                     settings.append((key, value, f"'{word}'"))
                 continue
             action = self._find(key)
-            if action is None and key.startswith(("--no_", "--no-")) and _is_switch(self._find("--" + key[5:])):
+            negated = self._find("--" + key[5:]) if key.startswith(("--no_", "--no-")) and not equals else None
+            if action is None and _is_switch(negated):
                 settings.append((key[5:], False, word))
                 continue
             action = self._named(key[2:], key)
@@ -178,8 +179,8 @@ class CommandParser(argparse.ArgumentParser):
         if isinstance(action, argparse._StoreConstAction) and action.const is not True:
             if value:
                 values[action.dest] = action.const
-        elif isinstance(action, argparse._ExtendAction):
-            values[action.dest] = [*values.get(action.dest, ()), *value]
+        elif isinstance(action, argparse._ExtendAction) and value is not None:
+            values[action.dest] = [*(values.get(action.dest) or ()), *value]
         else:
             values[action.dest] = value
 

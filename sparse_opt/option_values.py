@@ -32,7 +32,8 @@ def convert(raw: Any, annotation: Any, name: str, source: str) -> Any:
         ConfigError: `raw` is of another type.
     """
     expected, optional = without_none(annotation)
-    if optional and (raw is None or (isinstance(raw, str) and raw.lower() in NONE)):
+    word = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
+    if optional and (raw is None or (isinstance(word, str) and word.lower() in NONE)):
         return None
     try:
         return _cast(raw, expected)

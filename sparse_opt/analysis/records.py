@@ -92,10 +92,14 @@ class Table:
         return [[_text(record[key], column.kind) for key, column in self.columns.items()] for record in self.records]
 
     @property
+    def is_text(self) -> list[bool]:
+        """Whether each column is text, which tables align left."""
+        return [column.kind in ("text", "shape") for column in self.columns.values()]
+
+    @property
     def n_words(self) -> int:
         """Number of columns, from the left, that are text."""
-        kinds = [column.kind in ("text", "shape") for column in self.columns.values()]
-        return [*kinds, False].index(False)
+        return [*self.is_text, False].index(False)
 
 
 def write_csv(table: Table, path: Path) -> None:

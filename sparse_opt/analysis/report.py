@@ -214,11 +214,11 @@ footer { margin-top: 3rem; color: #555; font-size: 13px; }
 <div class="wide"><table>
 <caption>{{ table.title }}</caption>
 <thead><tr>{% for c in table.headings %}
-<th scope="col"{% if loop.index0 < table.n_words %} class="text"{% endif %}>{{ c }}</th>
+<th scope="col"{% if table.is_text[loop.index0] %} class="text"{% endif %}>{{ c }}</th>
 {%- endfor %}</tr></thead>
 <tbody>
 {% for row in table.texts %}
-<tr>{% for cell in row %}<td{% if loop.index0 < table.n_words %} class="text"{% endif %}>{{ cell }}</td>
+<tr>{% for cell in row %}<td{% if table.is_text[loop.index0] %} class="text"{% endif %}>{{ cell }}</td>
 {%- endfor %}</tr>
 {% endfor %}
 </tbody>

@@ -130,6 +130,7 @@ def test_report_is_one_page(sparse_opt, files, tmp_path):
     assert said["bytes"] == (tmp_path / "page.html").stat().st_size
     text = (tmp_path / "report.html").read_text()
     assert all(f'<section id="{name}">' in text for name in (*NAMES, "shapes"))
+    assert '<th scope="col">share</th><th scope="col" class="text">in -&gt; out</th>' in re.sub(r">\s+<", "><", text)
     assert '<section id="ranks">' not in (tmp_path / "page.html").read_text()
 
 

@@ -45,7 +45,9 @@ def test_switches_take_values(words, json, by):
 def test_lists_take_words_and_commas_and_repeated_patterns_add_up():
     args = parse("--include", "a", "b", "--include", "c", "exclude=d,e", "--steps", "1", "2", "device=cpu")
     assert (args.include, args.exclude, args.steps, args.device) == (["a", "b", "c"], ["d", "e"], [1, 2], "cpu")
-    assert parse("--steps", "1", "steps=none").steps is None
+    assert parse("--steps", "1", "steps=none").steps is parse("--steps", "None").steps is None
+    assert parse("--include", "a", "include=none").include is None
+    assert parse("include=none", "--include", "a").include == ["a"]
     assert parse("--include", "device", "json").include == ["device", "json"]
 
 
@@ -70,6 +72,7 @@ def test_files_are_positional_and_may_hold_an_equals_sign(tmp_path):
         (["export", *LOG, "--step", "--since", "1"], "option '--step': expected a value"),
         (["list", *LOG, "stray"], "cannot read 'stray'"),
         (["list", *LOG, "help=1"], "unknown option 'help' (from 'help=1')"),
+        (["list", *LOG, "--no_json=false"], "unknown option 'no_json' (from --no_json); the nearest is 'json'"),
         (["list", *LOG, "--help=1"], "unknown option 'help' (from --help)"),
         (["lst"], "unknown action 'lst'; the nearest is 'list'"),
         ([], "the action is missing; expected one of list, info"),

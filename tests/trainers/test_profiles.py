@@ -81,7 +81,9 @@ def test_profiles_that_are_none(tmp_path, content, message):
 
 
 def test_profiles_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="'profile' is 'balance': expected .*; the nearest is 'balanced'"):
+    with pytest.raises(
+        ConfigError, match="'profile' is 'balance', neither a folder nor a .yaml file; the nearest is 'balanced'"
+    ):
         configured("train", "--profile", "balance")
     with pytest.raises(ConfigError, match="cannot read profile /nowhere/p.yaml: No such file"):
         configured("test", "--profile", "/nowhere/p.yaml")

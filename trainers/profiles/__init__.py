@@ -30,7 +30,7 @@ def profile_settings(profile: str | None, part: Literal["train", "sampling"]) ->
         path /= f"{part}.yaml"
     elif path.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"option 'profile' is '{profile}': expected a profile, a folder or a .yaml file{nearest(profile, NAMES)}"
+            f"option 'profile' is '{profile}', neither a folder nor a .yaml file{nearest(profile, NAMES)}"
         )
     settings = read_settings(path, "profile")
     if not settings:
