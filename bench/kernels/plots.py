@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_opt.analysis.figures import new_figure, require_matplotlib, save_png
 from sparse_opt.cli.parser import CommandParser
 
 from ..common.harness import exit_code
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _draw(parser: CommandParser, args: Namespace) -> int:
     output = args.output or args.results.with_name(f"{args.plot}.png")
+    require_matplotlib("plot")
     report = kernel_report(parser, args.results)
     rows = report["kernels"]["rows"]
     if problem := why_unwritable(output):
@@ -62,9 +63,7 @@ def _draw(parser: CommandParser, args: Namespace) -> int:
 
 
 def kernel_report(parser: CommandParser, path: Path) -> dict[str, Any]:
-    """Read the report of `kernels` or `gpu_check`; it is an error if it or matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("matplotlib is not installed: pip install 'sparse-opt[plot]'")
+    """Read the report of `kernels` or `gpu_check`; it is an error if it is missing."""
     if not path.is_file():
         parser.error(f"results {path}: no such file")
     try:
@@ -107,12 +106,8 @@ def clusters(points: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 def draw_roofline(report: Mapping[str, Any], points: Sequence[Mapping[str, Any]], density: float, output: Path) -> None:
     """Draw numbered points, a legend with their names, and the roof."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     roof = report["kernels"]["copy_gb_per_s"]
-    figure = Figure(figsize=(13, max(6.0, 0.24 * len(points))), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, max(6.0, 0.24 * len(points)))
     plot, names = figure.subplots(1, 2, width_ratios=(3, 2))
     plot.axhline(roof, color="black", linewidth=1)
     plot.annotate(f"copy, {roof:.0f} GB/s", (0.01, roof), xycoords=("axes fraction", "data"), va="bottom")
@@ -129,7 +124,7 @@ def draw_roofline(report: Mapping[str, Any], points: Sequence[Mapping[str, Any]]
     names.axis("off")
     listed = "\n".join(f"{i:2d}  {p['gb_per_s']:6.0f}  {p['label']}" for i, p in enumerate(points, start=1))
     names.text(0, 1, "    GB/s\n" + listed, family="monospace", fontsize=8, va="top")
-    figure.savefig(output, dpi=150)
+    save_png(figure, output)
 
 
 Curve = dict[float, float]  # density -> ms
@@ -148,13 +143,10 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Curve]]:
 
 def draw_tile_gradients(report: Mapping[str, Any], curves: Mapping[int, Mapping[str, Curve]], output: Path) -> None:
     """Draw a panel for each token count, with horizontal lines for torch's dense products without and with a gather."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     rows = report["kernels"]["rows"]
-    figure = Figure(figsize=(1.5 + 4.5 * len(curves), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(1.5 + 4.5 * len(curves), 4.5)
     for plot, (tokens, patterns) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         for pattern, curve in patterns.items():
             densities = sorted(curve)
@@ -174,7 +166,7 @@ def draw_tile_gradients(report: Mapping[str, Any], curves: Mapping[int, Mapping[
         plot.grid(alpha=0.2)
         plot.legend(fontsize=8)
     figure.suptitle(f"Weight gradients of all layers, {machine_name(report)}", fontsize=11)
-    figure.savefig(output, dpi=150)
+    save_png(figure, output)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet
+from sparse_opt.analysis.figures import require_matplotlib
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.config import SEEDS
 from sparse_opt.errors import ConfigError
@@ -62,7 +63,7 @@ from .inputs import (
     write_pairs,
 )
 from .modes import Job, Mode
-from .plot import plot, why_unplottable
+from .plot import plot
 from .report import ratios, summary, text, wrong_results
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -207,7 +208,10 @@ def problem(args: Namespace) -> str:
     with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
     if with_peft and importlib.util.find_spec("peft") is None:
         return f"mode {with_peft[0]} needs peft, which is not installed: pip install 'sparse-opt[bench]'"
-    return "" if args.plot is None else why_unplottable() or why_unwritable(args.plot)
+    if args.plot is None:
+        return ""
+    require_matplotlib("plot")
+    return why_unwritable(args.plot)
 
 
 def run(args: Namespace, report: Report) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from sparse_opt.files import written_aside
+from sparse_opt.analysis.figures import new_figure, save_png
 
 # The Okabe-Ito palette, which is safe for colour-blind readers; grey is time outside all sections.
 _COLOURS = {
@@ -20,17 +19,8 @@ _COLOURS = {
 }
 
 
-def why_unplottable() -> str:
-    """Empty if a plot can be drawn here, else the reason why not."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
-    return ""
-
-
 def plot(report: dict[str, Any], path: Path, title: str) -> None:
     """Write a PNG: milliseconds a step by mode and section (medians), whole step and peak memory above each bar."""
-    from matplotlib.figure import Figure
-
     rows = report["rows"]
     sections = list(rows[0]["section_s"])
     heights = {name: [1e3 * row["section_s"][name] for row in rows] for name in sections}
@@ -38,7 +28,7 @@ def plot(report: dict[str, Any], path: Path, title: str) -> None:
     covered = [sum(heights[name][i] for name in sections) for i in range(len(rows))]
     heights["outside"] = [max(0.0, whole - part) for whole, part in zip(wholes, covered, strict=True)]
 
-    figure = Figure(figsize=(2.4 + 1.9 * len(rows), 6), layout="constrained")
+    figure = new_figure(2.4 + 1.9 * len(rows), 6)
     axes = figure.subplots()
     positions = range(len(rows))
     bottoms = [0.0] * len(rows)
@@ -63,5 +53,4 @@ def plot(report: dict[str, Any], path: Path, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
-    with written_aside(path) as aside:
-        figure.savefig(aside, dpi=150, format="png")
+    save_png(figure, path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from sparse_opt.files import written_aside
+from sparse_opt.analysis.figures import new_figure, save_png
 from sparse_opt.masks.patterns import PATTERNS
 
 from .runs import ALGORITHMS, TRAINED
@@ -21,11 +21,9 @@ def plot(data: dict[str, Any], seeds: Sequence[int], path: Path) -> None:
 
     Rewards are averaged over a twentieth of the run, as a step's few completions make them jump.
     """
-    from matplotlib.figure import Figure
-
     runs = [run for run in data["runs"].values() if run["seed"] in seeds]
     panels = _panels(runs)
-    figure = Figure(figsize=(4.6 * len(panels), 4.4), layout="constrained")
+    figure = new_figure(4.6 * len(panels), 4.4)
     labelled: dict[str, Any] = {}
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for i, (label, what) in enumerate(panel.lines.items()):
@@ -45,8 +43,7 @@ def plot(data: dict[str, Any], seeds: Sequence[int], path: Path) -> None:
     figure.legend(
         labelled.values(), labelled.keys(), loc="outside lower center", ncols=min(len(labelled), 6), frameon=False
     )
-    with written_aside(path) as aside:
-        figure.savefig(aside, dpi=150, format="png")
+    save_png(figure, path)
 
 
 class _Panel(NamedTuple):

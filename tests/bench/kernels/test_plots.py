@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -60,12 +61,12 @@ def failed(capsys, *words):
 
 
 def test_without_matplotlib_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "matplotlib is not installed" in failed(capsys, written(tmp_path, report()))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib, which is not installed" in failed(capsys, written(tmp_path, report()))
 
 
 def test_foreign_results_are_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     assert "no such file" in failed(capsys, tmp_path / "none.json")
     assert "expected 'kernels'" in failed(capsys, written(tmp_path, {"rows": []}))
     assert "no row with bytes at density 0.5" in failed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,7 @@ def test_a_package_that_is_missing(monkeypatch, bench, package, words):
     from importlib import util
 
     found = util.find_spec
+    monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest))
     code, _, err = bench("dpo", "--small", *words)
     assert code == 2
