@@ -12,7 +12,6 @@
 namespace sparse_opt {
 
 using OptionalTensor = std::optional<at::Tensor>;
-using OptionalTensors = std::optional<std::vector<at::Tensor>>;
 
 template <typename Device>
 void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,

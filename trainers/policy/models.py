@@ -145,13 +145,7 @@ def skip_padding_masks() -> Iterator[None]:
     kernels. Left-padded input, and a cache longer than its tokens, need their masks. Packed sequences get a mask from
     their position ids.
     """
-    with _set_skipping(True):
-        yield
-
-
-@contextmanager
-def _set_skipping(on: bool) -> Iterator[None]:
-    before, _skipping.on = _skipping.on, on
+    before, _skipping.on = _skipping.on, True
     try:
         yield
     finally:

@@ -20,9 +20,8 @@ from sparse_opt.errors import ConfigError, SparseOptError
 from .generate import causal_lm, generating, generation_config
 from .sampling import Sampling, require_room
 
-# Tokens of keys and values per page. torch's attention has a mask over all pages, so small pages waste less; other
-# implementations use transformers' default, which their block tables are designed for.
-_PAGE, _PAGE_OF_OTHERS = 32, 256
+# Tokens of keys and values per page. torch's attention has a mask over all pages, so small pages waste less.
+_PAGE = 32
 # Tokens per forward pass, unless more rows are in flight; the mask has a row for each.
 _LARGEST_BATCH = 512
 
@@ -34,15 +33,13 @@ class ContinuousBatchingEngine:
     mode; both are restored afterwards. The pages are allocated for each call, so no cache of older weights remains.
 
     With torch's attention each token attends to the pages of all rows under a mask: time and the memory of the mask
-    grow with the square of the rows in flight, which `max_rows` limits. Implementations with row boundaries, such as
-    flash_attention_2 of the package flash-attn, do not have this cost.
+    grow with the square of the rows in flight, which `max_rows` limits.
 
     Args:
         model: a transformers causal language model, or a PEFT wrapper of one with LoRA-like adapters.
         pad_id: not used, because nothing is padded.
         eos_ids: any of them ends a completion.
         max_rows: completions in flight at once; None for all of a call.
-        attention: transformers' name of the attention for generation; None for torch's.
 
     Raises:
         ConfigError: the model does not support continuous batching, or computes positions from an attention mask, as
@@ -56,13 +53,11 @@ class ContinuousBatchingEngine:
         pad_id: int,
         eos_ids: Sequence[int],
         max_rows: int | None = None,
-        attention: str | None = None,
     ):
         self.model = causal_lm(model)
         self.pad_id = pad_id
         self.eos_ids = tuple(eos_ids)
         self.max_rows = max_rows
-        self.attention = attention
         if not hasattr(self.model, "init_continuous_batching"):
             raise ConfigError(
                 f"rollout_engine continuous_batching needs a transformers model, found {type(self.model).__name__}"
@@ -95,7 +90,7 @@ class ContinuousBatchingEngine:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             generating(self.model, config),
-            _attention(self.model, self.attention),
+            _torch_attention(self.model),
         ):
             manager = self.model.init_continuous_batching(
                 generation_config=config,
@@ -131,10 +126,9 @@ class ContinuousBatchingEngine:
         n_rows = len(prompts) * n
         in_flight = n_rows if self.max_rows is None else min(n_rows, self.max_rows)
         fields = ContinuousBatchingConfig.__dataclass_fields__
-        page = _PAGE if self.attention is None else _PAGE_OF_OTHERS
-        pages = -(-(max(map(len, prompts)) + sampling.max_new_tokens) // page)
+        pages = -(-(max(map(len, prompts)) + sampling.max_new_tokens) // _PAGE)
         settings: dict[str, Any] = {
-            "page_size" if "page_size" in fields else "block_size": page,  # its name until 5.17
+            "page_size" if "page_size" in fields else "block_size": _PAGE,  # its name until 5.17
             "num_blocks": in_flight * pages,
             "max_batch_tokens": max(in_flight, min(_LARGEST_BATCH, n * sum(map(len, prompts)))),
             "max_requests_per_batch": in_flight,
@@ -150,13 +144,12 @@ class ContinuousBatchingEngine:
 
 
 @contextmanager
-def _attention(model: Any, name: str | None) -> Iterator[None]:
-    """A context in which the model uses this attention, or torch's under its name in continuous batching."""
+def _torch_attention(model: Any) -> Iterator[None]:
+    """A context in which the model uses torch's attention, under its name in continuous batching."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if name is None:
-        # Until 5.17, paged attention had separate names.
-        name = "paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa"
+    # Until 5.17, paged attention had separate names.
+    name = "paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa"
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(name)

@@ -87,7 +87,7 @@ class TrainingRun:
         model: the module to call and train; the PEFT wrapper in mode lora.
         optimizer: the optimizer of the trained weights.
         data, eval_data: examples; eval_data is None without an eval_dataset.
-        pad_id, eos_id: token ids; eos_id is None if the tokenizer has no EOS.
+        pad_id: token id of the padding; 0 if the tokenizer has none.
     """
 
     def __init__(self, config: TrainingOptions, algorithm: str, data: DataKind | LoadData):
@@ -120,7 +120,6 @@ class TrainingRun:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.tokenizer = load_tokenizer(config)
-        self.eos_id: int | None = self.tokenizer.eos_token_id
         self.pad_id: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         self._load_data(data_loader(data, config) if isinstance(data, str) else data)
         policy = load_policy(config, self.device)
