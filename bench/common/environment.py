@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from sparse_opt import __version__
+from sparse_opt.cli.doctor import installed_version
 
 COMMIT_VARIABLE = "SPARSE_OPT_COMMIT"
 _PACKAGES = ("triton", "transformers", "safetensors", "pytest")
@@ -37,7 +37,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            **{package: _version(package) for package in _PACKAGES},
+            **{package: installed_version(package) for package in _PACKAGES},
         },
     }
 
@@ -92,10 +92,3 @@ def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, check=False)
     return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

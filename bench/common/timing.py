@@ -69,7 +69,6 @@ def measure(
     device: torch.device | str = "cpu",
     n_warmup: int = 3,
     n_rounds: int = 20,
-    budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> dict[str, Timing]:
     """Time the variants in turns.
@@ -80,7 +79,6 @@ def measure(
         device: where the work runs; a GPU is timed with events.
         n_warmup: untimed calls of each variant.
         n_rounds: timed calls of each variant.
-        budget_s: stop after the round in which this many seconds have passed.
         clock: times a call; by default the clock of the device.
 
     Returns:
@@ -88,9 +86,7 @@ def measure(
     """
     return {
         name: _timing(found)
-        for name, found in samples(
-            variants, device=device, n_warmup=n_warmup, n_rounds=n_rounds, budget_s=budget_s, clock=clock
-        ).items()
+        for name, found in samples(variants, device=device, n_warmup=n_warmup, n_rounds=n_rounds, clock=clock).items()
     }
 
 
@@ -100,7 +96,6 @@ def samples(
     device: torch.device | str = "cpu",
     n_warmup: int = 3,
     n_rounds: int = 20,
-    budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> dict[str, list[tuple[float, float, float]]]:
     """As `measure`, but return the clock's result of every timed call by name."""
@@ -114,13 +109,10 @@ def samples(
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     names = list(variants)
     orders = random.Random(0)
-    began = time.perf_counter()
     for _ in range(n_rounds):
         orders.shuffle(names)
         for name in names:
             times[name].append(clock(rotations[name].next()))
-        if budget_s is not None and time.perf_counter() - began > budget_s:
-            break
     return times
 
 

@@ -19,6 +19,7 @@ from .states import (
     common_dtype,
     distances,
     no_progress,
+    require_thresholds,
 )
 
 TAUS = (0.0, 1e-7, 1e-6, 1e-5, 1e-4)
@@ -81,9 +82,7 @@ def measure_coverage(
             logged or is the base.
         DeltaLogError: the log is damaged.
     """
-    for tau in taus:
-        if not tau >= 0:
-            raise DataError(f"tau is {tau}, expected at least 0")
+    require_thresholds("tau", taus)
     if not taus:
         raise DataError("no tau given, expected at least one")
     names = chosen_names(log, include, exclude, mlp_only)

@@ -34,6 +34,7 @@ from .states import (
     chosen_steps,
     common_dtype,
     no_progress,
+    require_thresholds,
     wide_dtype,
 )
 
@@ -164,8 +165,7 @@ def measure_ranks(
             NaN or infinite; names the tensor.
         DeltaLogError: the log is damaged.
     """
-    if not tau >= 0:
-        raise DataError(f"tau is {tau}, expected at least 0")
+    require_thresholds("tau", [tau])
     dims = {spec.name: len(spec.shape) for spec in log.layout.tensors}
     names = [n for n in chosen_names(log, include, exclude, mlp_only) if is_weight_matrix(n, dims[n])]
     if not names:

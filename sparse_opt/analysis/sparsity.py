@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..delta.state import StateLog
-from ..errors import DataError
 from ..masks.parameters import PART_LABELS, group_by_layer, group_by_part, layer_label
 from ..tensors import as_bits
 from .states import (
@@ -22,6 +21,7 @@ from .states import (
     common_dtype,
     distances,
     no_progress,
+    require_thresholds,
     wide_dtype,
 )
 
@@ -150,7 +150,7 @@ def measure_sparsity(
         DataError: a tolerance is below 0, no tensor is chosen, or a step is not logged or is the base.
         DeltaLogError: the log is damaged.
     """
-    _require_tolerances(tolerances)
+    require_thresholds("tolerance", tolerances)
     names = chosen_names(log, include, exclude, mlp_only)
     chosen = chosen_steps(log, steps)
     any_wide = False
@@ -165,9 +165,3 @@ def measure_sparsity(
                 both = base.to(torch.bfloat16), tensor.to(torch.bfloat16)
                 rounded[step][name] = count_changes(*both, tolerances, device=device)
     return [StepChanges(step, stored[step], rounded[step] if any_wide else None) for step in chosen]
-
-
-def _require_tolerances(tolerances: Sequence[float]) -> None:
-    for tolerance in tolerances:
-        if not tolerance >= 0:
-            raise DataError(f"tolerance is {tolerance}, expected at least 0")

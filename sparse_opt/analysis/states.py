@@ -39,6 +39,13 @@ def chosen_names(
     return names
 
 
+def require_thresholds(name: str, values: Sequence[float]) -> None:
+    """Raise a DataError that names the argument unless all of its values are at least 0."""
+    for value in values:
+        if not value >= 0:
+            raise DataError(f"{name} is {value}, expected at least 0")
+
+
 def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
     """The given steps, ascending, or all after the base.
 

@@ -67,7 +67,7 @@ def examine() -> dict[str, Any]:
         "sparse_opt": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
-        "packages": {name: _installed_version(name) for name in ("torch", "triton", *OPTIONAL_PACKAGES)},
+        "packages": {name: installed_version(name) for name in ("torch", "triton", *OPTIONAL_PACKAGES)},
     }
     if importlib.util.find_spec("torch") is None:
         return report
@@ -96,7 +96,7 @@ def examine() -> dict[str, Any]:
     return report
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -129,13 +129,9 @@ def _verdict(row: Row, target: Target, rows: Sequence[Row]) -> list[Verdict]:
     return [Verdict(*where, target.unit, value, target.limit, target.at_most)]
 
 
-def x_floor(row: Row) -> float | None:
-    """Measured time over the bandwidth bound."""
+def x_floor(row: Row, rows: Sequence[Row] = ()) -> float | None:
+    """Measured time over the bandwidth bound; a `Measure`."""
     return None if not row["floor_ms"] else row["ms"] / row["floor_ms"]
-
-
-def _x_floor(row: Row, rows: Sequence[Row]) -> float | None:
-    return x_floor(row)
 
 
 def _value(key: str) -> Measure:
@@ -188,7 +184,7 @@ def _to_faster(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def _at_most_floor(work: str, limit: float, density: float | None = None) -> Target:
-    return Target(work, "x bound", _x_floor, limit, density=density)
+    return Target(work, "x bound", x_floor, limit, density=density)
 
 
 def _at_most_ms(work: str, limit: float, key: str = "ms", unit: str = "ms", density: float | None = None) -> Target:

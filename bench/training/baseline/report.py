@@ -8,6 +8,7 @@ from typing import Any
 
 from sparse_opt.tables import table
 
+from ...common.report import machine_name
 from ...common.timing import percentiles
 
 # The first step's policy is its reference: DPO's loss is ln 2 whatever the weights, and GRPO's policy is the one that
@@ -168,7 +169,7 @@ def ratio_lines(report: dict[str, Any]) -> list[str]:
 
 def heading(report: dict[str, Any]) -> str:
     """What was trained on what, in one line."""
-    settings, machine = report["settings"], report["environment"]["machine"]
+    settings = report["settings"]
     if report["algorithm"] == "dpo":
         work = f"{settings['batch_size']} pair(s) of at most {settings['sequence_length']} tokens a step"
     else:
@@ -190,8 +191,7 @@ def heading(report: dict[str, Any]) -> str:
     share += ", random masks of feed-forward blocks alone" if settings.get("mlp_only") else ""
     rank = f", LoRA of rank {settings['lora_rank']}" if "lora" in settings["modes"] else ""
     rank += f", SHiRA of rank {settings['shira_rank']}" if "shira" in settings["modes"] else ""
-    name = machine.get("gpu", {}).get("name", machine["cpu"])
-    return f"{_count(report['numel'])} bf16 weights{share}{rank}; {work}{notes}; {name}"
+    return f"{_count(report['numel'])} bf16 weights{share}{rank}; {work}{notes}; {machine_name(report)}"
 
 
 def _share(report: dict[str, Any], mask: dict[str, Any], mode: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparse_opt.tables import table
 
+from ...common.report import machine_name
 from .run import STAGES
 
 
@@ -132,14 +133,13 @@ def text(report: dict[str, Any]) -> str:
 
 
 def _heading(report: dict[str, Any]) -> str:
-    settings, machine = report["settings"], report["environment"]["machine"]
+    settings = report["settings"]
     what = settings["model_name"] or "arithmetic, a small Llama"
     start = report["start"]
     begins = "" if start is None else f", accuracy {start['accuracy']:.4f} before"
-    name = machine.get("gpu", {}).get("name", machine["cpu"])
     return (
         f"RFT on {what}{begins}: {settings['n_prompts']} prompts x {settings['n_generations']} completions, "
-        f"{settings['train_steps']} steps, {settings['n_test']} test prompts; {name}"
+        f"{settings['train_steps']} steps, {settings['n_test']} test prompts; {machine_name(report)}"
     )
 
 
