@@ -12,6 +12,8 @@
 
 namespace sparse_opt {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
 inline DType dtype_of(const char* name, const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
@@ -42,8 +44,7 @@ inline float* float_data(const char* name, const at::Tensor& tensor, int64_t len
   return static_cast<float*>(tensor.data_ptr());
 }
 
-inline float* optional_float_data(const char* name, const std::optional<at::Tensor>& tensor, int64_t length,
-                                  at::Device device) {
+inline float* optional_float_data(const char* name, const OptionalTensor& tensor, int64_t length, at::Device device) {
   return tensor.has_value() ? float_data(name, *tensor, length, device) : nullptr;
 }
 
@@ -101,8 +102,7 @@ inline int64_t checked_slots(const at::Tensor& indices, int64_t run_length) {
   return indices.numel() * run_length;
 }
 
-inline IndexType checked_index_type(const at::Tensor& indices, const std::optional<at::Tensor>& index_bases,
-                                    int64_t run_length) {
+inline IndexType checked_index_type(const at::Tensor& indices, const OptionalTensor& index_bases, int64_t run_length) {
   if (index_bases.has_value()) {
     check_dtype("indices", indices, at::kUInt16);
     SPARSE_OPT_CHECK(run_length == 1, "run_length is ", run_length, ", expected 1 with index_bases");
@@ -118,7 +118,7 @@ inline IndexType checked_index_type(const at::Tensor& indices, const std::option
 template <typename List>
 Segments checked_segments(const char* name, const List& dense, const std::vector<void*>& pointers,
                           const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends,
-                          int64_t run_length = 1, const std::optional<at::Tensor>& index_bases = std::nullopt,
+                          int64_t run_length = 1, const OptionalTensor& index_bases = std::nullopt,
                           std::optional<int64_t> of = std::nullopt) {
   const int64_t nnz = checked_slots(indices, run_length);
   const auto count = static_cast<int64_t>(dense.size());

@@ -11,8 +11,6 @@
 
 namespace sparse_opt {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 template <typename Device>
 void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
                          at::IntArrayRef ends, const OptionalTensor& scale, bool accumulate,

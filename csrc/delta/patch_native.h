@@ -12,8 +12,6 @@
 
 namespace sparse_opt {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 // Kernels require aligned elements. Some of torch's tensors are not aligned, for example those of a mapped file.
 inline int64_t misalignment(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
