@@ -162,12 +162,12 @@ def why_unusable(device: str) -> str:
     return ""
 
 
-def out_of_range(args: Namespace, *names: str, at_least: int = 1) -> str:
+def out_of_range(args: Namespace, *names: str, at_least: int = 1, below: int = 2**31) -> str:
     """The error of the first of these options that is out of range; None is valid."""
     for name in names:
         value = getattr(args, name)
-        if value is not None and not at_least <= value < 2**31:
-            return f"--{name} is {value}, expected at least {at_least} and less than {2**31}"
+        if value is not None and not at_least <= value < below:
+            return f"--{name} is {value}, expected at least {at_least} and less than {below}"
     return ""
 
 

@@ -66,8 +66,10 @@ def problem(args: Namespace) -> str:
     # Without the extension patches are encoded with numpy, which must not be measured.
     device = torch.device(args.device)
     cause = backends.why_unavailable(device.type, device)
-    return out_of_range(args, "numel", "peer_numel", "model_numel", "n_rounds") or (
-        f"patches cannot be coded natively on {device}: {cause}" if cause else ""
+    return (
+        out_of_range(args, "numel", "peer_numel", "model_numel", below=2**63)  # the model has more than 2^31
+        or out_of_range(args, "n_rounds")
+        or (f"patches cannot be coded natively on {device}: {cause}" if cause else "")
     )
 
 

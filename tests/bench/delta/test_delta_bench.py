@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from argparse import Namespace
 from collections import Counter
 
 import pytest
@@ -256,3 +257,9 @@ def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):
         delta.main([*SMALL, *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@needs_native
+def test_tensors_may_have_more_elements_than_int32_counts():
+    counts = {"numel": 2**31, "peer_numel": None, "model_numel": 3_210_000_000, "n_rounds": None}
+    assert delta.problem(Namespace(cases=[], device="cpu", **counts)) == ""
