@@ -224,7 +224,7 @@ def test_tables(results):
     assert ["random", "10", "run32", "9.97", "0.001", "0.850", "0.800", "0.900", "+0.350", "-0.070"] in cells
     assert ["found", "10", "element", "9.97", "0.0003", "0.960", "0.950", "0.970", "+0.460", "+0.040"] in cells
     # The best is the higher of the two that were tried.
-    assert ["mask", "asked", "%", "element", "run32"] in cells
+    assert ["mask", "requested", "%", "element", "run32"] in cells
     assert ["random", "10", ">10"] in cells and ["found", "10", ">3"] in cells
     assert ["random:10:run32", "0.701", "0.710"] in cells
     assert "different models" not in shown
