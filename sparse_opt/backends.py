@@ -216,5 +216,5 @@ def bind(
     """
     if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None
-    # choose() has checked that the module is available.
+    # choose() has checked that the module is available, which the type checker cannot see.
     return native_module()[0].BoundParams(params, indices, starts, ends, run_length, index_bases)  # type: ignore[union-attr]

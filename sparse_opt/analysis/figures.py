@@ -40,7 +40,7 @@ def new_figure(width: float, height: float) -> Figure:
 def require_matplotlib(option: str) -> None:
     """Raise a ConfigError that names the option that needs matplotlib if it is not installed."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401  # only whether it can be imported
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"option '{option}' needs the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"

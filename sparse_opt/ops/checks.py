@@ -151,7 +151,8 @@ def _gradient(
         _dense(op, "dense_grads", dense_grads, indices.device, FLOAT_DTYPES)
 
 
-# The checks take the arguments of the ops, which registry.py and step_functions.py type.
+# The checks take the arguments of the ops, as registry.py (schemas) and step_functions.py (signatures) type them: a
+# second set of annotations here could only disagree, so the definitions below are untyped on purpose.
 
 
 def step(  # type: ignore[no-untyped-def]
