@@ -1,4 +1,4 @@
-"""Fixtures used by several test folders."""
+"""Fixtures used by several test folders; puts launch.py on the import path."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 import sparse_opt
+
+sys.path.append(str(Path(__file__).parent))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 

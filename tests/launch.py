@@ -1,0 +1,105 @@
+"""Runs a function of a test in several processes of one process group, gloo or NCCL."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def launch(
+    function: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Call `function(rank, *args)` in `n` processes, and return the results by rank.
+
+    The processes have RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in their environment, an initialized process
+    group of `backend`, and one thread each. With "nccl", process r uses GPU r.
+
+    Args:
+        function: defined at the top level of the test's file, which every process loads again.
+        args: what `torch.save` can write.
+        timeout: seconds for all processes together, and for a collective.
+
+    Raises:
+        AssertionError: a process failed, or all did not end in time; has the output of the first that failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="launch") as folder:
+        torch.save(args, Path(folder) / "args")
+        source = (function.__code__.co_filename, function.__name__)
+        processes = []
+        for rank in range(n):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(n),
+                "LOCAL_WORLD_SIZE": str(n),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            }
+            with open(Path(folder) / f"output{rank}", "wb") as output:
+                command = [sys.executable, __file__, folder, *source, backend, str(timeout)]
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+        try:
+            failure = _wait(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failure is not None:
+            outputs = {r: (Path(folder) / f"output{r}").read_text(errors="replace") for r in range(n)}
+            shown = outputs if failure[0] is None else {failure[0]: outputs[failure[0]]}
+            raise AssertionError("\n".join([failure[1], *(f"--- rank {r}\n{text}" for r, text in shown.items())]))
+        return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(n)]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int | None, str] | None:
+    """Return (rank, message) of the first process that fails; the rank is None if not all end in time."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                return rank, f"rank {rank} ended with code {code}"
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.02)
+    running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    return None, f"ranks {running} had not ended after {timeout} seconds"
+
+
+def _run(folder: str, path: str, name: str, backend: str, timeout: str) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=float(timeout)),
+    )
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    args = torch.load(Path(folder) / "args", weights_only=False)
+    result = getattr(module, name)(rank, *args)
+    torch.save(result, Path(folder) / f"result{rank}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run(*sys.argv[1:])
