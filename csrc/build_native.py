@@ -16,6 +16,7 @@ from pathlib import Path
 
 from setuptools import errors
 from setuptools.command.build_py import build_py
+from setuptools.modified import newer_group
 
 # Every floating-point operation is rounded on its own, on the host (-ffp-contract=off) and on the GPU (--fmad=false):
 # a contraction in one backend and not in another would change the last bit.
@@ -25,6 +26,7 @@ CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 # at::parallel_for is inlined from torch's headers and runs on one thread where OpenMP is off.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
+SOURCES = sorted(path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
 # Of gcc, clang, nvcc, ptxas and ld.
 COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")
 
@@ -94,12 +96,14 @@ def with_torch(torch):
 
         def why_failed(self):
             """Compile and link; empty on success, else the compilers' first error or the message of the exception."""
-            # torch forces the linker to run. It has to where an object is newer, or was linked and has no source now.
+            # torch forces the linker to run. It has to where an object is newer, or was linked and has no source now, or a
+            # source is newer that this build leaves out: backends.py loads no extension that is older than a source.
             objects = {Path(self.build_temp, source).with_suffix(".o") for source in self.extensions[0].sources}
             removed = set(Path(self.build_temp).rglob("*.o")) - objects
             for path in removed:
                 path.unlink()
-            self.compiler.force = bool(removed)
+            outdated = newer_group(map(str, SOURCES), self.get_ext_fullpath("sparse_opt._C"))
+            self.compiler.force = bool(removed or outdated)
             with tempfile.NamedTemporaryFile("r", errors="replace") as log:
                 try:
                     with copy_output(log.name):
@@ -115,10 +119,10 @@ def extension(torch, missing, archs, notes):
     """The extension; with its CPU kernels alone where `missing` is why there are no CUDA kernels."""
     from torch.utils import cpp_extension
 
-    sources = [path for path in Path("csrc").rglob("*.cpp") if not path.stem.endswith("_cuda")]
+    sources = [path for path in SOURCES if path.suffix == ".cpp" and not path.stem.endswith("_cuda")]
     make = cpp_extension.CppExtension
     if not missing:
-        sources += [*Path("csrc").rglob("*_cuda.cpp"), *Path("csrc").rglob("*.cu")]
+        sources = [path for path in SOURCES if path.suffix in (".cpp", ".cu")]
         make = cpp_extension.CUDAExtension
         os.environ["TORCH_CUDA_ARCH_LIST"] = archs
     build_info = {
@@ -130,13 +134,13 @@ def extension(torch, missing, archs, notes):
     macros = [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]
     return make(
         "sparse_opt._C",
-        sorted(map(str, sources)),
+        [str(path) for path in sources],
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros if missing else [*macros, ("SPARSE_OPT_WITH_CUDA", None)],
         extra_compile_args={"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS},
         extra_link_args=OPENMP,
         # Read only where ninja is missing; then every source is compiled again.
-        depends=sorted(str(path) for path in Path("csrc").rglob("*.*") if path.suffix in (".h", ".cuh")),
+        depends=[str(path) for path in SOURCES if path.suffix in (".h", ".cuh")],
     )
 
 

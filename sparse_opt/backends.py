@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,13 +50,29 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
 @functools.cache
 def native_module() -> tuple[ModuleType | None, str]:
     """Return the extension module, or None and the reason why it could not be loaded."""
+    spec = importlib.util.find_spec("sparse_opt._C")
+    if spec is not None and spec.origin is not None and (cause := _why_outdated(Path(spec.origin))):
+        return None, cause
     try:
         return importlib.import_module("sparse_opt._C"), ""
     except ImportError as error:
-        cause = str(error)
-        if "sparse_opt._C" in cause:
-            cause = "the extension sparse_opt._C was not built"
+        cause = "the extension sparse_opt._C was not built" if spec is None else str(error)
         return None, f"{cause} (build it with `pip install --no-build-isolation .`, torch and a C++ compiler present)"
+
+
+def _why_outdated(extension: Path) -> str:
+    """Return "" unless the package is in a checkout where a native source is newer than the extension.
+
+    It must not be loaded then: torch ends the process if its kernels do not match the schemas in ops/registry.py.
+    """
+    csrc = Path(__file__).parents[1] / "csrc"
+    if not (csrc / "build_native.py").exists():
+        return ""  # an installed wheel
+    sources = (path for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
+    newest = max(sources, key=lambda path: path.stat().st_mtime)
+    if newest.stat().st_mtime <= extension.stat().st_mtime:
+        return ""
+    return f"the extension was built before the last change of {newest}: run `make build`"
 
 
 @functools.cache

@@ -85,6 +85,14 @@ def test_a_build_compiles_the_objects_that_depend_on_a_change(project):
     assert project.extension.stat().st_mtime_ns == linked
 
 
+def test_the_extension_is_newer_than_sources_that_the_build_leaves_out(project):
+    project.build()
+    kernel = project.folder / "csrc/kernels/first.cu"
+    kernel.touch()
+    assert project.build() == set()
+    assert project.extension.stat().st_mtime_ns >= kernel.stat().st_mtime_ns
+
+
 def test_an_editable_install_compiles_what_has_changed(project):
     project.build()
     project.edit("csrc/kernels/first.cpp")
