@@ -96,8 +96,8 @@ def with_torch(torch):
 
         def why_failed(self):
             """Compile and link; empty on success, else the compilers' first error or the message of the exception."""
-            # torch forces the linker to run. It has to where an object is newer, or was linked and has no source now, or
-            # where any source is newer, compiled or not: backends.py loads no extension that is older than a source.
+            # torch forces the linker to run. It has to where an object is newer, or was linked and has no source now,
+            # or where any source is newer, compiled or not: backends.py loads no extension older than a source.
             objects = {Path(self.build_temp, source).with_suffix(".o") for source in self.extensions[0].sources}
             removed = set(Path(self.build_temp).rglob("*.o")) - objects
             for path in removed:
