@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from .. import backends
 from .buckets import Bucket, compact
 from .collector import GradientCollector, arrived_inside
-from .segments import Segments, fits_uint16, index_dtype, longest_run, pack_indices
+from .segments import LocalSegments, fits_uint16, index_dtype, longest_run, pack_indices
+from .sharding import Shard
 from .signals import UninterruptedContext
 
 # Inside `base_weights()` the parameters have version counters of their own, so that autograd refuses to run a graph
@@ -25,8 +26,8 @@ _ELSEWHERE = itertools.count(2**30)
 
 
 @dataclass(eq=False)
-class BaseWeights(Segments):
-    """W0 at every element that was ever active, for a set of parameters that one op call can take."""
+class BaseWeights(LocalSegments):
+    """W0 at every element of local shards that was ever active, for a set of shards that one op call can take."""
 
     values: Tensor  # [nnz], the parameters' dtype
     ops: Any
@@ -41,45 +42,44 @@ class BaseWeights(Segments):
             raise RuntimeError("a parameter has another size than when its mask was bound")
         self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
 
-    def parts(self) -> Iterator[tuple[Parameter, tuple[Tensor, Tensor]]]:
-        """Yield (parameter, (positions, values)) for each parameter."""
-        for i, param in enumerate(self.params):
-            yield param, (self.positions(i), self.values[self.segment(i)])
+    def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
+        """Yield (shard, (positions in its local tensor, values)) for each shard."""
+        for i, shard in enumerate(self.shards):
+            yield shard, (self.positions(i), self.values[self.segment(i)])
 
 
-def rebuild(
-    buckets: list[Bucket], held: dict[Parameter, tuple[Tensor, Tensor]], backend: str | None
-) -> list[BaseWeights]:
-    """Build the base weights of the active elements and of those in `held`, parameter -> (positions, values).
+def rebuild(buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], backend: str | None) -> list[BaseWeights]:
+    """Build the base weights of the active elements and of those in `held`, shard -> (positions, values).
 
     An element that is not in `held` has never changed, so its base value is the current weight. `held` may have
-    parameters that are in no bucket, because all their elements have left the mask.
+    shards that are in no bucket, because all their elements have left the mask.
     """
-    active = {p: (b, i) for b in buckets for i, p in enumerate(b.params)}
+    active = {shard: (b, i) for b in buckets for i, shard in enumerate(b.shards)}
     longest = max(b.run_length for b in buckets)
-    split: dict[tuple[Any, ...], list[tuple[Parameter, Tensor, Tensor]]] = {}
-    for param in dict.fromkeys([*active, *held]):
-        flat = param.detach().view(-1)
-        nothing = torch.empty(0, dtype=index_dtype(param), device=param.device)
-        held_positions, held_values = held.get(param, (nothing, flat[:0]))
-        bucket, i = active.get(param, (None, 0))
+    split: dict[tuple[Any, ...], list[tuple[Shard, Tensor, Tensor]]] = {}
+    for shard in dict.fromkeys([*active, *held]):
+        flat = shard.local.detach().view(-1)
+        nothing = torch.empty(0, dtype=index_dtype(shard.param), device=flat.device)
+        held_positions, held_values = held.get(shard, (nothing, flat[:0]))
+        bucket, i = active.get(shard, (None, 0))
         union = torch.cat([held_positions, nothing if bucket is None else bucket.positions(i)]).unique(sorted=True)
         base = flat[union.long()]
         base[torch.searchsorted(union, held_positions)] = held_values
         run_length = longest_run(union, longest)
-        narrow = fits_uint16(param, union, run_length)
-        key = (bucket, param.device, param.dtype, union.dtype, run_length, narrow)
-        split.setdefault(key, []).append((param, union[::run_length], base))
+        narrow = fits_uint16(shard.param, union, run_length)
+        key = (bucket, flat.device, flat.dtype, union.dtype, run_length, narrow)
+        split.setdefault(key, []).append((shard, union[::run_length], base))
     bases = []
     for (bucket, device, _, _, run_length, narrow), parts in split.items():
-        params, indices, values = (list(column) for column in zip(*parts, strict=True))
+        shards, indices, values = (list(column) for column in zip(*parts, strict=True))
         ends = list(itertools.accumulate(part.numel() for part in values))
         starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
         ops = backends.functions(device, backend)
         where = pack_indices(indices, starts, ends, narrow)
         if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
             where = bucket.indices, bucket.index_bases  # share one copy
-        bases.append(BaseWeights(params, *where, starts, ends, run_length, torch.cat(values), ops))
+        local = [shard.local for shard in shards]
+        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, torch.cat(values), ops))
     return bases
 
 
@@ -99,17 +99,19 @@ class InBaseWeights(UninterruptedContext):
 
     Args:
         prepare: returns the weights to swap; raises if the swap is not allowed.
-        named: returns the optimizer's named parameters, for messages.
+        reshard: makes the next forward pass gather the local shards again; see `sharding.reshard`.
+        named: returns the names of the unsharded parameters, for messages.
     """
 
     def __init__(
         self,
         prepare: Callable[[], list[BaseWeights]],
         collector: GradientCollector,
+        reshard: Callable[[], None],
         named: Callable[[], Iterable[tuple[str, Parameter]]],
     ) -> None:
         super().__init__()
-        self._prepare, self._collector, self._named = prepare, collector, named
+        self._prepare, self._collector, self._reshard, self._named = prepare, collector, reshard, named
         self._undo = ExitStack()
 
     def enter(self) -> None:
@@ -118,20 +120,24 @@ class InBaseWeights(UninterruptedContext):
         undo = self._undo.callback
         self._collector.enter_base()
         undo(self._collector.leave_base)
-        params = tuple(p for base in bases for p in base.params if not p.is_inference())
+        shards = [shard for base in bases for shard in base.shards if not shard.unsharded.is_inference()]
+        params = tuple(shard.unsharded for shard in shards)  # graphs refer to these
         undo(torch.clear_autocast_cache)
         undo(_set_versions, params, tuple(p._version for p in params))
-        trained = [p for p in params if p.requires_grad]
+        trained = [shard for shard in shards if shard.param.requires_grad]
         undo(_set_requires_grad, trained, True)
         _set_requires_grad(trained, False)
-        refuse, refusing = self._refuse, [_hooks_on(p) for p in trained if not self._collector.has_hook_on(p)]
+        hooked = [shard.unsharded for shard in trained if not self._collector.has_hook_on(shard.unsharded)]
+        refuse, refusing = self._refuse, [_hooks_on(p) for p in hooked]
         undo(_remove_hooks, refusing, refuse)
         for hooks in refusing:
             hooks[refuse] = refuse
+        undo(self._reshard)
         with torch.no_grad():
             for base in bases:
                 base.swap_()
                 undo(base.swap_)
+        self._reshard()
         _set_versions(params, (next(_ELSEWHERE),) * len(params))
         torch.clear_autocast_cache()  # it holds casts of the previous weights
 
@@ -149,9 +155,9 @@ def _set_versions(params: tuple[Parameter, ...], versions: tuple[int, ...]) -> N
     torch._C._autograd._unsafe_set_version_counter(params, versions)
 
 
-def _set_requires_grad(params: Iterable[Parameter], requires_grad: bool) -> None:
-    for param in params:
-        param.requires_grad = requires_grad
+def _set_requires_grad(shards: Iterable[Shard], requires_grad: bool) -> None:
+    for shard in shards:
+        shard.param.requires_grad = shard.unsharded.requires_grad = requires_grad
 
 
 def _hooks_on(param: Parameter) -> dict[Any, Callable[[Tensor], None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..ops.checks import FLOAT_DTYPES
 from .buckets import Bucket
 from .gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
 from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
+from .sharding import Shard
 from .stepping import NativeStepper, Stepper
 from .tiles import Tiles
 
@@ -57,60 +58,85 @@ def active_parameters(
 
 
 def build_buckets(
-    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str, backend: str | None
+    groups: list[dict[str, Any]],
+    active: dict[Parameter, Tensor],
+    shards: Mapping[Parameter, Shard],
+    pattern: str,
+    backend: str | None,
 ) -> list[Bucket]:
-    """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`."""
+    """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`.
+
+    All ranks build the same buckets, of different shards.
+    """
     buckets: list[Bucket] = []
-    for group, names, params, run_length, narrow in _bucket_keys(groups, active, pattern):
-        segments = _segments_of(params, active, run_length, narrow)
+    keys = list(_bucket_keys(groups, active, shards, pattern))
+    for group, names, its_shards, run_length, narrow in keys:
+        positions = [active[shard.param] for shard in its_shards]
+        unsharded = _segments_of([shard.unsharded for shard in its_shards], positions, run_length, narrow)
+        local, first_slots = unsharded, [0] * len(names)
+        if not its_shards[0].is_whole:
+            parts = [_local_positions(shard, every) for shard, every in zip(its_shards, positions, strict=True)]
+            first_slots = [first for _, first in parts]
+            local = _segments_of([s.local for s in its_shards], [part for part, _ in parts], run_length, narrow)
         buckets.append(
             Bucket(
-                **segments.shared(),
+                **local.shared(),
+                shards=its_shards,
+                unsharded=unsharded,
+                first_slots=first_slots,
                 group=group,
                 names=names,
-                ordinal=len(buckets),
-                ops=backends.functions(segments.device, backend),
-                lr=torch.zeros(1, dtype=torch.float32, device=segments.device),
-                steps=torch.zeros(len(params), dtype=torch.float32, device=segments.device),
+                ordinal=len(buckets) + its_shards[0].number * len(keys),
+                ops=backends.functions(local.device, backend),
+                lr=torch.zeros(1, dtype=torch.float32, device=local.device),
+                steps=torch.zeros(len(names), dtype=torch.float32, device=local.device),
             )
         )
     return buckets
 
 
 def _bucket_keys(
-    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], pattern: str
-) -> Iterator[tuple[dict[str, Any], list[str], list[Parameter], int, bool]]:
+    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], shards: Mapping[Parameter, Shard], pattern: str
+) -> Iterator[tuple[dict[str, Any], list[str], list[Shard], int, bool]]:
     """Split each group's active parameters into sets that one op call can take: same device, dtype and index layout.
 
     The last two results are the run length and whether indices take two bytes. The run length follows from the mask's
-    pattern; it is 1 for parameters whose rows do not hold whole runs. Two bytes suffice unless the active elements are
-    scattered too widely.
+    pattern; it is 1 for parameters whose rows, or shards, do not hold whole runs. Two bytes suffice unless the active
+    elements are scattered too widely.
     """
     for group in groups:
-        split: dict[tuple[torch.device, torch.dtype, torch.dtype, int, bool], tuple[list[str], list[Parameter]]] = {}
+        split: dict[tuple[Any, ...], tuple[list[str], list[Shard]]] = {}
         # The last parameter may be a ScalerProxy's, which has no name.
         for name, param in zip(group["param_names"], group["params"], strict=False):
             if param in active:
+                shard = shards[param]
                 run_length = run_length_of(param.shape, pattern)
+                if shard.chunk % run_length:
+                    run_length = 1
                 narrow = fits_uint16(param, active[param], run_length)
-                key = (param.device, param.dtype, index_dtype(param), run_length, narrow)
-                names, params = split.setdefault(key, ([], []))
+                key = (shard.is_whole, param.device, param.dtype, index_dtype(param), run_length, narrow)
+                names, its_shards = split.setdefault(key, ([], []))
                 names.append(name)
-                params.append(param)
-        for (_, _, _, run_length, narrow), (names, params) in split.items():
-            yield group, names, params, run_length, narrow
+                its_shards.append(shard)
+        for (*_, run_length, narrow), (names, its_shards) in split.items():
+            yield group, names, its_shards, run_length, narrow
 
 
-def _segments_of(params: list[Parameter], active: dict[Parameter, Tensor], run_length: int, narrow: bool) -> Segments:
-    """Concatenate the indices of `params` on their device."""
+def _local_positions(shard: Shard, positions: Tensor) -> tuple[Tensor, int]:
+    """Return the part of sorted `positions` that is in the shard, relative to it, and the slot of its first element."""
+    ends = torch.tensor([shard.first, shard.first + shard.local.numel()], dtype=positions.dtype, device="cpu")
+    begin, end = torch.searchsorted(positions, ends).tolist()
+    return positions[begin:end] - shard.first, begin
+
+
+def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_length: int, narrow: bool) -> Segments:
+    """Concatenate the sorted `positions` in the flattened `params` on their device."""
     device = params[0].device
-    counts = [active[p].numel() for p in params]
-    ends = list(accumulate(counts))
-    starts = [end - count for end, count in zip(ends, counts, strict=True)]
-    parts = [active[p][::run_length].to(index_dtype(p)) for p in params]
-    indices, index_bases = pack_indices(parts, starts, ends, narrow)
+    ends = list(accumulate(part.numel() for part in positions))
+    starts = [end - part.numel() for end, part in zip(ends, positions, strict=True)]
+    indices, index_bases = pack_indices([part[::run_length] for part in positions], starts, ends, narrow)
     index_bases = None if index_bases is None else index_bases.to(device)
-    return Segments(params, indices.to(device), index_bases, starts, ends, run_length)
+    return Segments(list(params), indices.to(device), index_bases, starts, ends, run_length)
 
 
 def bind(
@@ -123,29 +149,34 @@ def bind(
 
     Args:
         op: the name of the step's op.
-        values: memory of the compact gradient, [nnz]; with dense gradients it may be [0].
+        values: memory of the compact gradient, [nnz of the whole parameters]; with dense gradients it may be [0].
         compact: whether the optimizer was built with grads='compact'.
     """
-    bound = backends.bind(
-        op,
-        bucket.params,
-        bucket.indices,
-        bucket.starts,
-        bucket.ends,
-        run_length=bucket.run_length,
-        index_bases=bucket.index_bases,
-        backend=backend,
-    )
+    bound = _bound(bucket, op, backend)
+    bound_gradient = _bound(bucket.unsharded, op, backend) if bucket.is_sharded else bound
     buffer = {
-        **bucket.shared(),
+        **bucket.unsharded.shared(),
         "names": bucket.names,
         "values": values,
         "sum_sq": torch.zeros(len(bucket.params), dtype=torch.float32, device=bucket.device),
         "tiles": tiles,
         "ops": bucket.ops,
     }
-    if bound is not None and compact:
-        bucket.gradient = NativeGradientBuffer(**buffer, bound=bound)
+    if bound_gradient is not None and compact:
+        bucket.gradient = NativeGradientBuffer(**buffer, bound=bound_gradient)
     else:
         bucket.gradient = PythonGradientBuffer(**buffer)
     return Stepper(bucket) if bound is None else NativeStepper(bucket, bound)
+
+
+def _bound(segments: Segments, op: str, backend: str | None) -> Any:
+    return backends.bind(
+        op,
+        segments.params,
+        segments.indices,
+        segments.starts,
+        segments.ends,
+        run_length=segments.run_length,
+        index_bases=segments.index_bases,
+        backend=backend,
+    )

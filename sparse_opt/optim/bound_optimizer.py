@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, binding, options, state_io, tile_linears
+from . import base_weights, binding, options, sharding, state_io, tile_linears
 from .buckets import Bucket, compact
 from .collector import GradientCollector
 from .gradient_buffer import GradientBuffer
@@ -100,6 +100,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
         if isinstance(params, nn.Module):
             params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
+            sharding.reshard(params)
             mask = mask.resolve(params)
             model, params = params if model is None else model, params.named_parameters()
         self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
@@ -107,7 +108,9 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._groups_fixed = True
         self._check_groups()
         self._collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
-        self.mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        named = dict(self._named())
+        self.mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
+        self._shards = sharding.shards_of(named, self._root())
         steppers = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if keep_base_weights else []
         self._adopt(steppers, bases)
@@ -161,7 +164,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Stepper]:
         """Build the buckets with their state and gradient buffers. The model and the optimizer do not change."""
-        buckets = binding.build_buckets(self.param_groups, active, pattern, self.backend)
+        buckets = binding.build_buckets(self.param_groups, active, self._shards, pattern, self.backend)
         compact_grads = self.grads == "compact"
         tiles = tile_linears.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
         steppers = []
@@ -170,7 +173,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
             if self.master_weights and bucket.params[0].dtype != torch.float32:
                 bucket.state["master"] = compact(bucket, torch.float32)
-            n_grads = bucket.nnz if compact_grads or self.max_grad_norm is not None else 0
+            n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
             values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
             steppers.append(
                 binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
@@ -202,6 +205,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._refuse("set_mask")
         if self._collector.has_unused():
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
+        sharding.reshard(self._root())
         mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
         steppers = self._build(active, mask.pattern)
         buckets = [stepper.bucket for stepper in steppers]
@@ -243,7 +247,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         return None if self._model is None else self._model()
 
     def _attach(self) -> None:
-        active = {p for bucket in self._buckets for p in bucket.params}
+        active = {shard.param for bucket in self._buckets for shard in bucket.shards}
         if self.freeze_inactive:
             self._frozen = [p for _, p in self._named() if p not in active and p.requires_grad]
             for p in self._frozen:
@@ -251,8 +255,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._collector.attach()
         root = self._root()
         if root is not None:
-            for receiver in self._collector.receivers:
-                self._routes += tile_linears.install(root, receiver.buffer, receiver)
+            for bucket, receiver in zip(self._buckets, self._collector.receivers, strict=True):
+                self._routes += tile_linears.install(root, bucket, receiver)
 
     def _detach(self) -> None:
         self._collector.detach()

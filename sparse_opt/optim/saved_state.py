@@ -16,6 +16,7 @@ from ..tensors import is_wrapper
 from .buckets import Bucket
 from .options import shown
 from .segments import index_dtype
+from .sharding import Shard
 
 _BASE = ("base_indices", "base")
 _NOT_OPTIONS = ("params", "param_names")
@@ -57,17 +58,19 @@ class SavedState:
     def copy_(self, buckets: Iterable[Bucket]) -> None:
         """Copy the states into the existing buffers."""
         for bucket in buckets:
-            for i, param in enumerate(bucket.params):
+            for i, shard in enumerate(bucket.shards):
                 for key, here in bucket.parameter_state(i).items():
-                    here.copy_(self.states[param][key])
+                    here.copy_(self.states[shard.param][key])
 
-    def base_weights(self, buckets: Iterable[Bucket]) -> dict[Parameter, tuple[Tensor, Tensor]]:
-        """Return (indices, values) of the base weights saved for each parameter, on its device.
+    def base_weights(
+        self, buckets: Iterable[Bucket], shards: Mapping[Parameter, Shard]
+    ) -> dict[Shard, tuple[Tensor, Tensor]]:
+        """Return (positions in the local tensor, values) of the base weights saved for each shard, on its device.
 
         Raises:
             ValueError: a parameter was saved without base weights, or they are invalid.
         """
-        active = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
+        active = {shard: (bucket, i) for bucket in buckets for i, shard in enumerate(bucket.shards)}
         held = {}
         for param, there in self.states.items():
             name = self.names[param]
@@ -75,27 +78,30 @@ class SavedState:
                 raise ValueError(
                     f"{name!r} was saved without base weights; build this optimizer with keep_base_weights=False"
                 )
+            shard, numel = shards[param], shards[param].local.numel()
             indices, values = there["base_indices"].to(param.device), there["base"].to(param.device)
             if values.dtype != param.dtype:
                 raise ValueError(f"the base weights of {name!r} were saved as {values.dtype}, expected {param.dtype}")
             sound = indices.shape == values.shape and indices.dtype == index_dtype(param) and indices.dim() == 1
+            if sound:
+                indices = indices - shard.first
             if sound and indices.numel():
-                sound = bool((indices[1:] > indices[:-1]).all() and indices[0] >= 0 and indices[-1] < param.numel())
-            if sound and param in active:
-                bucket, i = active[param]
+                sound = bool((indices[1:] > indices[:-1]).all() and indices[0] >= 0 and indices[-1] < numel)
+            if sound and shard in active:
+                bucket, i = active[shard]
                 sound = _contains(indices, bucket.positions(i))
             if not sound:
                 raise ValueError(
                     f"the base weights of {name!r} were saved with indices that are not theirs: expected an ascending "
                     "position for each value, those of all active elements among them"
                 )
-            held[param] = (indices, values)
+            held[shard] = (indices, values)
         return held
 
 
 def _contains(ascending: Tensor, others: Tensor) -> bool:
     slots = torch.searchsorted(ascending, others).clamp_(max=max(ascending.numel() - 1, 0))
-    return bool(ascending.numel()) and torch.equal(ascending[slots], others)
+    return not others.numel() or (bool(ascending.numel()) and torch.equal(ascending[slots], others))
 
 
 def _named(group: dict[str, Any]) -> Iterable[tuple[str, Parameter]]:
@@ -183,7 +189,7 @@ def _options(i: int, group: Mapping[Any, Any], required: Collection[str]) -> dic
 
 
 def _fit(states: States, names: Mapping[Parameter, str], buckets: list[Bucket]) -> None:
-    active = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
+    active = {shard.param: (bucket, i) for bucket in buckets for i, shard in enumerate(bucket.shards)}
     for param, name in names.items():
         has, had = param in active, "indices" in states.get(param, {})
         if has != had:
@@ -192,7 +198,7 @@ def _fit(states: States, names: Mapping[Parameter, str], buckets: list[Bucket]) 
             )
     for param, (bucket, i) in active.items():
         name = names[param]
-        here = {"indices": bucket.positions(i), **bucket.parameter_state(i)}
+        here = {"indices": bucket.positions_in_param(i), **bucket.parameter_state(i)}
         there = {k: v for k, v in states[param].items() if k not in _BASE}
         if there.keys() != here.keys():
             raise ValueError(f"{name!r} was saved with {shown(list(there))}, expected {sorted(here)}")

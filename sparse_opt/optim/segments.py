@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..masks.patterns import PATTERNS, matrix_shape
 from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
+from .sharding import Shard
 
 # The longest first. Longer runs would save little: with 64 the indices take a 16th of a byte per active element.
 RUN_LENGTHS = (64, 32, 16)
@@ -25,7 +25,7 @@ class Segments:
     flattened parameter, for every `run_length`.
     """
 
-    params: list[Parameter]
+    params: list[Tensor]
     # [nnz / run_length] int32 or int64, the first position of each run in the flattened parameter; or uint16 offsets
     indices: Tensor
     index_bases: Tensor | None  # None unless `indices` are offsets: see `ops.narrow_indices`
@@ -68,6 +68,22 @@ class Segments:
             return widened(self.indices, self.index_bases, i, self.starts[i], self.ends[i])
         runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length]
         return expanded(runs, self.run_length)
+
+
+@dataclass(eq=False)
+class LocalSegments(Segments):
+    """Segments of the local tensors of shards: `params[i]` is `shards[i].local`."""
+
+    shards: list[Shard]
+
+    def shared(self) -> dict[str, Any]:
+        """See `Segments`."""
+        return {**super().shared(), "shards": self.shards}
+
+    def positions_in_param(self, i: int) -> Tensor:
+        """Return the position of every active element of `params[i]` in the flattened parameter of its shard."""
+        first = self.shards[i].first
+        return self.positions(i) + first if first else self.positions(i)
 
 
 def fits_uint16(param: Tensor, positions: Tensor, run_length: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, options, state_io
+from . import base_weights, options, sharding, state_io
 from .bound_optimizer import BoundOptimizer, Params
 from .clipping import global_norm
 from .saved_state import SavedState
@@ -34,12 +34,14 @@ class SparseOptimizer(BoundOptimizer):
     def compact_grad(self, param: Parameter) -> Tensor | None:
         """Return a view of the compact gradient that the next step will use: [nnz of param] in `grad_dtype`.
 
+        Under FSDP2 it is the gradient of the whole parameter.
         Returns None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with
         grads='dense'.
         """
-        for buffer in self.gradient_buffers if self.grads == "compact" else ():
-            for i, p in enumerate(buffer.params):
-                if p is param and self._collector.received(buffer)[i]:
+        for bucket in self._buckets if self.grads == "compact" else ():
+            buffer = bucket.gradient
+            for i, shard in enumerate(bucket.shards):
+                if shard.param is param and self._collector.received(buffer)[i]:
                     buffer.finish()
                     return buffer.values[buffer.segment(i)]
         return None
@@ -65,6 +67,7 @@ class SparseOptimizer(BoundOptimizer):
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
         for bucket in self._buckets:
+            bucket.check_shards()
             if self.grads == "dense":
                 bucket.check_params()
                 bucket.gradient.check_dense_grads()
@@ -184,7 +187,7 @@ class SparseOptimizer(BoundOptimizer):
             **{name: bucket.state.get(name) for name in op.states},
             **op_options,
             "lr": bucket.refresh_lr(),
-            "grad": buffer.values if gathered else None,
+            "grad": bucket.local_grad() if gathered else None,
             "master": bucket.state.get("master"),
             "stochastic_rounding": self.stochastic_rounding,
             "seed": bucket.group["seed"] + bucket.ordinal,
@@ -234,7 +237,12 @@ class SparseOptimizer(BoundOptimizer):
             RuntimeError: on entry, if the model holds its base weights, the optimizer is closed, or it was built with
                 keep_base_weights=False.
         """
-        return base_weights.InBaseWeights(self._bases_to_swap, self._collector, self._named)
+        return base_weights.InBaseWeights(
+            self._bases_to_swap,
+            self._collector,
+            lambda: sharding.reshard(self._root()),
+            lambda: ((name, self._shards[p].unsharded) for name, p in self._named()),
+        )
 
     # State
 
@@ -285,7 +293,8 @@ class SparseOptimizer(BoundOptimizer):
                     raise ValueError(f"{where}its options require {sorted(missing)}, absent from this optimizer")
         bases = self._bases
         if bases:
-            bases = base_weights.rebuild(self._buckets, saved.base_weights(self._buckets), self.backend)
+            held = saved.base_weights(self._buckets, self._shards)
+            bases = base_weights.rebuild(self._buckets, held, self.backend)
         # Nothing has changed so far.
         self.zero_grad()
         saved.copy_(self._buckets)

@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 _numbers = itertools.count()
 # How a backward pass uses a weight's gradient; `torch.autograd.grad` returns gradients and does not accumulate them.
@@ -41,7 +40,7 @@ class Route(ABC):
     In copies of a module, and in modules loaded from a file, it is None; they are ordinary modules.
     """
 
-    def __init__(self, sink: TileSink, i: int, weight: Parameter, *, transposed: bool) -> None:
+    def __init__(self, sink: TileSink, i: int, weight: Tensor, *, transposed: bool) -> None:
         self.weight = weight
         self.transposed = transposed
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
@@ -94,7 +93,7 @@ class Route(ABC):
 class OpRoute(Route):
     """A route whose layer computes with the two ops of this module."""
 
-    def __init__(self, sink: TileSink, i: int, weight: Parameter, *, transposed: bool) -> None:
+    def __init__(self, sink: TileSink, i: int, weight: Tensor, *, transposed: bool) -> None:
         super().__init__(sink, i, weight, transposed=transposed)
         self._accumulator = None
         if weight.requires_grad:  # an op cannot query this later, because autograd does not see into it
@@ -123,7 +122,7 @@ class NativeRoute(Route):
         buffer: the native gradient buffer. It receives gradients directly, except those that the sink has to accept.
     """
 
-    def __init__(self, sink: TileSink, i: int, weight: Parameter, *, transposed: bool, buffer: Any) -> None:
+    def __init__(self, sink: TileSink, i: int, weight: Tensor, *, transposed: bool, buffer: Any) -> None:
         super().__init__(sink, i, weight, transposed=transposed)
         this = weakref.ref(self)
 
@@ -166,7 +165,7 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     return route.linear(input, weight, bias)
 
 
-def _has_others_hooks(weight: Parameter) -> bool:
+def _has_others_hooks(weight: Tensor) -> bool:
     """Whether hooks other than the optimizer's use the dense gradient."""
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks) != 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,7 +13,6 @@ from ..masks.patterns import PATTERNS
 from ..ops.tiles import TILE_SIZES
 from . import tile_backward
 from .buckets import Bucket
-from .gradient_buffer import GradientBuffer
 from .tile_backward import Route, TileSink
 from .tiles import Tiles
 
@@ -32,17 +31,22 @@ class Linear:
     transposed: bool  # the weight is [in, out]
 
 
-def find(model: nn.Module) -> tuple[dict[Parameter, Linear], dict[Parameter, str]]:
+def find(
+    model: nn.Module, unsharded: Mapping[Parameter, Parameter]
+) -> tuple[dict[Parameter, Linear], dict[Parameter, str]]:
     """Return the weights of linear layers that support tiles, and the reason why other parameters do not.
 
     The layers are exactly `torch.nn.Linear` and transformers' `Conv1D`, not subclasses, with the forward of their
     class. A weight may be tied to embeddings, whose part of the gradient stays dense and is added.
+
+    Args:
+        unsharded: of each sharded parameter, the one that the layer has in its forward pass; the results name these.
     """
     owners: dict[Parameter, list[tuple[str, nn.Module]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                owners.setdefault(param, []).append((name, module))
+                owners.setdefault(unsharded.get(param, param), []).append((name, module))
     linears, why = {}, {}
     for param, found in owners.items():
         layers = [(name, module) for name, module in found if not _is_dense_embedding(module)] or found
@@ -51,7 +55,7 @@ def find(model: nn.Module) -> tuple[dict[Parameter, Linear], dict[Parameter, str
         if reason:
             why[param] = reason
         else:
-            linears[param] = Linear(module, type(module) is not nn.Linear)
+            linears[param] = Linear(module, _layer_type(module) is not nn.Linear)
     return linears, why
 
 
@@ -59,9 +63,17 @@ def _is_dense_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and not module.sparse
 
 
+def _layer_type(module: nn.Module) -> type:
+    """Return the layer's class before `fully_shard`, which replaces it by a subclass."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = type(module)
+    return kind.__bases__[1] if fsdp is not None and kind.__bases__[0] is fsdp.FSDPModule else kind
+
+
 def _why_not(name: str, param: Parameter, module: nn.Module) -> str:
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    if name != "weight" or (type(module) is not nn.Linear and (conv1d is None or type(module) is not conv1d)):
+    kind = _layer_type(module)
+    if name != "weight" or (kind is not nn.Linear and (conv1d is None or kind is not conv1d)):
         return f"it is {name!r} of a {type(module).__name__}, not the weight of a torch.nn.Linear or Conv1D"
     if type(param) is not Parameter:
         return f"it is a {type(param).__name__}, not a plain Parameter"
@@ -95,34 +107,41 @@ def choose(
                 f"pattern {pattern!r}"
             )
         return [None] * len(buckets)
-    linears, why = find(model)
+    linears, why = find(model, _unsharded(buckets))
     refused: dict[str, str] = {}
     chosen: list[list[int]] = []
     for bucket in buckets:
         chosen.append([])
-        for i, param in enumerate(bucket.params):
+        for i, shard in enumerate(bucket.shards):
+            param = shard.unsharded
             if param not in linears:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
-            elif tile_backward or (bucket.ends[i] - bucket.starts[i]) / param.numel() < MAX_TILED_DENSITY[tile_size]:
+            elif tile_backward or bucket.nnz_of_param(i) / param.numel() < MAX_TILED_DENSITY[tile_size]:
                 chosen[-1].append(i)
     if tile_backward and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
     return [
-        Tiles.of(bucket, which, tile_size) if which else None for bucket, which in zip(buckets, chosen, strict=True)
+        Tiles.of(bucket.unsharded, which, tile_size) if which else None
+        for bucket, which in zip(buckets, chosen, strict=True)
     ]
 
 
-def install(model: nn.Module, buffer: GradientBuffer, sink: TileSink) -> list[tuple[nn.Module, Route]]:
-    """Route the weight gradients of the buffer's tiled parameters to `sink`; return the changed layers."""
+def _unsharded(buckets: Iterable[Bucket]) -> dict[Parameter, Parameter]:
+    return {shard.param: shard.unsharded for bucket in buckets for shard in bucket.shards}
+
+
+def install(model: nn.Module, bucket: Bucket, sink: TileSink) -> list[tuple[nn.Module, Route]]:
+    """Route the gradients of the bucket's tiled parameters to `sink`; return the changed layers."""
+    buffer = bucket.gradient
     tiles = buffer.tiles
     if tiles is None:
         return []
-    linears, _ = find(model)
+    linears, _ = find(model, _unsharded([bucket]))
     changed = []
-    for i, param in enumerate(buffer.params):
-        if tiles.has(i) and param in linears:
-            linear = linears[param]
+    for i, shard in enumerate(bucket.shards):
+        if tiles.has(i) and shard.unsharded in linears:
+            linear = linears[shard.unsharded]
             route = buffer.route(i, sink, transposed=linear.transposed)
             tile_backward.install(linear.module, route)
             changed.append((linear.module, route))

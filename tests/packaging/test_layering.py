@@ -42,7 +42,6 @@ LAYERS = (
     ("ops", "backends", "l2_fetch"),
     ("masks",),
     ("optim", "delta"),
-    ("distributed",),
     ("mask_finding", "analysis"),
     ("integrations",),
     ("trainers",),

@@ -1,0 +1,126 @@
+"""Shards: the part of each parameter that this process stores and updates, under FSDP2 (`fully_shard`) and without it.
+
+FSDP2 replaces every parameter by a DTensor, of whose rows each rank stores a part. For the forward and backward pass of
+a module it gathers the whole weights into plain parameters, the *unsharded* ones, which stay the same objects in all
+iterations. Autograd accumulates gradients into these. If a hook takes such a gradient, FSDP2 does not reduce it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of a parameter that this process stores. Without FSDP2 it is the whole parameter."""
+
+    param: Parameter  # as in the optimizer's groups and in `model.parameters()`
+    unsharded: Parameter  # of the whole shape; autograd accumulates gradients into it, and the ops read its size only
+    local: Tensor  # what this process stores and updates: rows of the parameter, or none
+    first: int  # `local` has the elements from this one on of the flattened parameter
+    chunk: int  # elements in each rank's shard; the last ones have fewer
+    mesh: DeviceMesh | None  # None: every rank has the whole parameter
+
+    @property
+    def is_whole(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def number(self) -> int:
+        """The number of the shard; ranks with the same number have the same elements."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    def is_current(self) -> bool:
+        """Whether `local` is still the parameter's memory; moving or converting a model replaces it."""
+        # The public to_local() creates a tensor, and this is called for every parameter in every step.
+        return self.is_whole or self.param._local_tensor.data_ptr() == self.local.data_ptr()  # type: ignore[attr-defined]
+
+
+def shards_of(named: Mapping[str, Parameter], model: nn.Module | None) -> dict[Parameter, Shard]:
+    """Return the shard of each parameter. With FSDP2 it gathers the weights of one module after the other.
+
+    Raises:
+        ValueError: a DTensor is not sharded by `fully_shard` on its first dimension alone, names the parameter; or
+            parameters have several device meshes, or a weight is stored on another device than the one that uses it.
+    """
+    whole = {p: Shard(p, p, p, 0, max(p.numel(), 1), None) for p in named.values() if not _is_dtensor(p)}
+    if len(whole) == len(set(named.values())):
+        return whole
+    if model is None:
+        raise ValueError("the parameters are DTensors: pass the model, as params or as model=")
+    unsharded = dict(_unsharded(model))
+    shards = {}
+    for name, param in named.items():
+        shards[param] = whole.get(param) or _shard(name, param, unsharded.get(param))
+    if len({shard.mesh for shard in shards.values() if not shard.is_whole}) > 1:
+        raise ValueError("the parameters are sharded over several device meshes, expected one")
+    return shards
+
+
+def _shard(name: str, param: Parameter, unsharded: Parameter | None) -> Shard:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    dtensor: Any = param
+    mesh, placements = dtensor.device_mesh, dtensor.placements
+    local = dtensor.detach().to_local()
+    if local.is_meta:
+        raise ValueError(f"{name!r} is on the meta device: initialize the weights before you build the optimizer")
+    *outer, last = placements
+    supported = all(type(p) is Replicate for p in outer) and type(last) is ShardPlacement and last.dim == 0
+    if not supported or type(unsharded) is not Parameter:
+        raise ValueError(
+            f"{name!r} is a DTensor with placements {placements}, {'' if unsharded is not None else 'not '}managed by "
+            "fully_shard; expected fully_shard alone, with Shard(0) on the last mesh dimension and Replicate() on the "
+            "others. Tensor and expert parallelism and other placements are not supported"
+        )
+    if local.device != unsharded.device:
+        raise ValueError(
+            f"{name!r} is stored on {local.device} and used on {unsharded.device}; an offload policy is not supported"
+        )
+    row = param.numel() // param.shape[0]
+    chunk = -(-param.shape[0] // mesh.size(mesh.ndim - 1)) * row  # fully_shard divides the rows as torch.chunk does
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, param.numel())
+    if local.numel() != min(chunk, param.numel() - first):
+        raise ValueError(f"{name!r} has {local.numel()} elements here, expected {min(chunk, param.numel() - first)}")
+    return Shard(param, unsharded, local, first, chunk, mesh)
+
+
+def _unsharded(model: nn.Module) -> Iterator[tuple[Parameter, Parameter]]:
+    """Yield (DTensor, unsharded parameter) for each parameter that `fully_shard` manages."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+        sharded = dict(module.named_parameters(remove_duplicate=False))
+        if any(p.is_meta for p in sharded.values()):
+            continue
+        module.unshard()
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if param is not sharded[name]:
+                yield sharded[name], param
+        module.reshard()
+
+
+def reshard(model: nn.Module | None) -> None:
+    """Free all unsharded parameters, so that the next forward pass gathers the shards again."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def _fsdp_modules(model: nn.Module | None) -> Iterator[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model whose module is not imported is not sharded
+    if fsdp is not None and model is not None:
+        yield from (module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
