@@ -55,7 +55,8 @@ class DeltaLog(DeltaReader):
 
     The state is the model's `state_dict()`: parameters and persistent buffers, stored bit for bit, of every dtype that
     safetensors files support (`tensor_file.DTYPES`). Tied tensors are stored once, under their first name. Sharded
-    tensors (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that.
+    tensors (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that. For FSDP2
+    (`fully_shard`), `sparse_opt.distributed.DistributedDeltaLog` does it.
 
     A step is stored as a patch, or as a keyframe if the patch would be larger than the state or `keyframe_every`
     requires one.

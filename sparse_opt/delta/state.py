@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -126,6 +126,14 @@ class StateLayout:
         return cls(tensors, aliases, frozenset(content["buffers"]))
 
 
+class FullState(dict[str, Tensor]):
+    """The state dict of a module, gathered from its shards, and the names of those tensors that are not parameters."""
+
+    def __init__(self, buffers: Collection[str]) -> None:
+        super().__init__()
+        self.buffers = frozenset(buffers)
+
+
 class StateReader:
     """Reads the successive states of a log, which all have the log's layout.
 
@@ -167,6 +175,8 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
     if isinstance(model_or_state, nn.Module):
         parameters = model_or_state.named_parameters(remove_duplicate=False)
         buffers = frozenset(tensors.keys() - {name for name, _ in parameters})
+    elif isinstance(model_or_state, FullState):
+        buffers = frozenset(tensors.keys() & model_or_state.buffers)
     return _layout(tensors, aliases, buffers), tensors
 
 

@@ -42,6 +42,7 @@ LAYERS = (
     ("ops", "backends", "l2_fetch"),
     ("masks",),
     ("optim", "delta"),
+    ("distributed",),
     ("mask_finding", "analysis"),
     ("integrations",),
     ("trainers",),

@@ -1,0 +1,118 @@
+"""DistributedDeltaLog: a delta log of a model that several ranks train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ..delta.log import DeltaLog
+from ..errors import DeltaLogError
+from .full_state import full_state
+
+T = TypeVar("T")
+
+
+class DistributedDeltaLog:
+    """A `DeltaLog` that all ranks of the default process group write together.
+
+    Rank 0 writes; the files are those of a `DeltaLog` on one device. The model is the same on every rank, or sharded by
+    `fully_shard`: then its tensors are gathered on rank 0, one at a time. All ranks must call each method alike. An
+    error of rank 0 is raised on every rank.
+
+        with DistributedDeltaLog.create("delta_logs_llama", model) as log:
+            for step in ...:
+                ...
+                log.append(step)
+
+    Attributes:
+        log: the `DeltaLog` on rank 0, None on the other ranks.
+    """
+
+    def __init__(self, model: nn.Module, log: DeltaLog | None) -> None:
+        self.log = log
+        self._model = model
+
+    @classmethod
+    def create(cls, directory: str | Path, model: nn.Module, **options: Any) -> DistributedDeltaLog:
+        """Start a log with the current weights as step 0. `options` are those of `DeltaLog.create`.
+
+        Raises:
+            DeltaLogError: as `DeltaLog.create`.
+        """
+        state = full_state(model)
+        return cls(model, on_rank_0(lambda: DeltaLog.create(directory, state, **options)))
+
+    @classmethod
+    def open(cls, directory: str | Path, model: nn.Module, **options: Any) -> DistributedDeltaLog:
+        """Open a log to append to it. `options` are those of `DeltaLog.open`.
+
+        Raises:
+            DeltaLogError: as `DeltaLog.open`.
+        """
+        return cls(model, on_rank_0(lambda: DeltaLog.open(directory, **options)))
+
+    def append(self, step: int) -> None:
+        """Log the current weights as `step`; rank 0 writes them in the background.
+
+        Raises:
+            DeltaLogError: as `DeltaLog.append`.
+        """
+        state = full_state(self._model)
+        self._on_log(lambda log: log.append(step, state))
+
+    def flush(self) -> None:
+        """Wait until all appended steps are on disk.
+
+        Raises:
+            DeltaLogError: as `DeltaLog.flush`.
+        """
+        self._on_log(DeltaLog.flush)
+
+    def close(self) -> None:
+        """Wait for the appended steps and release the lock of the directory.
+
+        Raises:
+            DeltaLogError: as `DeltaLog.close`.
+        """
+        self._on_log(DeltaLog.close)
+
+    def __enter__(self) -> DistributedDeltaLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self.log is not None:  # the other ranks may be elsewhere
+            self.log.__exit__(kind, error, traceback)
+
+    def _on_log(self, function: Callable[[DeltaLog], object]) -> None:
+        log = self.log
+        on_rank_0(lambda: None if log is None else function(log))
+
+
+def on_rank_0(function: Callable[[], T]) -> T | None:
+    """Call `function` on rank 0 and return its result there, None on the other ranks. All ranks must call this.
+
+    Raises:
+        DeltaLogError: on the other ranks, if `function` raised an error, which rank 0 raises itself.
+    """
+    result, failed = None, ["it was interrupted"]
+    try:
+        if dist.get_rank() == 0:
+            result = function()
+        failed = [""]
+    except Exception as error:
+        failed = [str(error)]
+        raise
+    finally:
+        dist.broadcast_object_list(failed, src=0)
+        if dist.get_rank() != 0 and failed[0]:
+            raise DeltaLogError(f"rank 0: {failed[0]}")
+    return result

@@ -1,0 +1,126 @@
+"""Delta logs that several ranks write: the files of a log of one device, and errors of rank 0 on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.delta import encoder
+from sparse_opt.distributed import DistributedDeltaLog
+from sparse_opt.errors import DeltaLogError
+from sparse_opt.mask_finding.find import find_from_log
+
+STEPS = 3
+
+
+class Tied(nn.Module):
+    """A tied head, a buffer, and parameters whose rows do not split evenly: 7, 5, 3 and 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.hidden = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.out = nn.Linear(5, 3, dtype=torch.bfloat16)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.arange(4.0))
+
+
+def model_and_mask() -> tuple[Tied, MaskSet]:
+    torch.manual_seed(0)
+    model = Tied()
+    return model, MaskSet.random(model, density=0.3, seed=1)
+
+
+def changed(weight: Tensor, name: str, mask: MaskSet, step: int) -> Tensor:
+    """The weight with its active elements moved, as after a step; in step 2 everything moves."""
+    active = mask.bool(name) if step != 2 else torch.ones_like(weight, dtype=torch.bool)
+    source = torch.Generator().manual_seed(step)
+    return torch.where(active, weight + torch.randn(weight.shape, generator=source).to(weight.dtype), weight)
+
+
+def content(path: Path) -> tuple[object, bytes]:
+    """The header of a safetensors file, whose metadata is in random order, and all bytes after it."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def fixed_run_id() -> mock._patch[object]:
+    """The only content of a log that is random."""
+    return mock.patch.object(encoder.secrets, "token_hex", lambda n: "ab" * n)
+
+
+def log_steps(rank: int, folder: str, sharded: bool) -> None:
+    model, mask = model_and_mask()
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if sharded:
+        for part in (model.hidden, model.out, model):
+            fully_shard(part)
+    with fixed_run_id(), DistributedDeltaLog.create(folder, model, mask=mask) as log:
+        assert (log.log is None) == (rank > 0)
+        for step in range(1, STEPS + 1):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    whole[name] = changed(whole[name], name, mask, step)
+                    parameter.copy_(
+                        distribute_tensor(whole[name], parameter.device_mesh, parameter.placements)
+                        if sharded
+                        else whole[name]
+                    )
+            if step == STEPS:
+                log.close()
+                log = DistributedDeltaLog.open(folder, model)
+            log.append(step)
+        log.close()
+
+
+@pytest.mark.parametrize(("n", "sharded"), [(2, False), (2, True), (3, True)])
+def test_the_files_are_those_of_one_device(tmp_path: Path, n: int, sharded: bool) -> None:
+    model, mask = model_and_mask()
+    with fixed_run_id(), DeltaLog.create(tmp_path / "one", model, mask=mask) as log:
+        for step in range(1, STEPS + 1):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(changed(parameter, name, mask, step))
+            log.append(step)
+    launch(log_steps, n, str(tmp_path / "ranks"), sharded)
+    one, ranks = (
+        {path.name: content(path) for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("one", "ranks")
+    )
+    assert len(one) == STEPS + 2  # the mask and step 0 too
+    assert one == ranks
+    masks = [find_from_log(DeltaLog.open(tmp_path / folder), sparsity=80).mask for folder in ("one", "ranks")]
+    assert masks[0] == masks[1]
+
+
+def fail(rank: int, folder: str) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(DeltaLogError, match="holds a delta log" if rank == 0 else "rank 0: .*holds a delta log"):
+        DistributedDeltaLog.create(Path(folder) / "taken", model)
+    log = DistributedDeltaLog.create(Path(folder) / "new", model)
+    with pytest.raises(DeltaLogError, match="step is 0, expected a step after 0"):
+        log.append(0)
+    if rank == 0:
+        (Path(folder) / "new" / "writer.lock").unlink()
+    dist.barrier()
+    log.append(1)  # fails in the background
+    with pytest.raises(DeltaLogError, match="lock"):
+        log.flush()
+    log.close()
+
+
+def test_an_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path) -> None:
+    DeltaLog.create(tmp_path / "taken", nn.Linear(3, 3)).close()
+    launch(fail, 2, str(tmp_path))
