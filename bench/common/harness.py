@@ -21,12 +21,31 @@ from typing import Any
 import torch
 
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.config import SEEDS
 from sparse_opt.errors import ConfigError, SparseOptError
 
 from .environment import environment
 from .report import why_unwritable, write_json
 
 Report = dict[str, Any]
+
+# Options whose numbers are checked in every benchmark that has them.
+SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
+COUNTS = (
+    "n_rounds",
+    "n_steps",
+    "sft_steps",
+    "n_blocks",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "sequence_length",
+    "max_new_tokens",
+    "subset_size",
+    "hidden_size",
+    "n_layers",
+    "lora_rank",
+    "shira_rank",
+)
 
 
 class WrongResult(AssertionError):
@@ -42,7 +61,7 @@ class Benchmark:
         command: the command that runs it, by default `sparse-opt bench NAME`.
         doc: description in the help: the docstring of the module.
         options: adds the benchmark's own options.
-        problem: checks the options before any work and returns the error, or an empty string.
+        problem: checks the options before any work, after `numbers_out_of_range`; returns the error, or "".
         measure: fills the report. It may raise `WrongResult`.
         text: the report for a terminal.
         failures: lines for stderr after the text. If there are any, the exit code is 1.
@@ -93,9 +112,7 @@ class Benchmark:
             args.device = _best_device()
         if self.device is not None and (problem := why_unusable(args.device)):
             return problem + ("; --small runs on a CPU" if hasattr(args, "small") else "")
-        if self.threads is not None and args.threads < 1:
-            return f"--threads is {args.threads}, expected at least 1"
-        if problem := self.problem(args):
+        if problem := numbers_out_of_range(args) or self.problem(args):
             return problem
         if args.output is None and self.output is not None:
             on_gpu = str(getattr(args, "device", "cpu")).startswith("cuda")
@@ -163,12 +180,32 @@ def why_unusable(device: str) -> str:
 
 
 def out_of_range(args: Namespace, *names: str, at_least: int = 1, below: int = 2**31) -> str:
-    """The error of the first of these options that is out of range; None is valid."""
+    """The error of the first of these options, numbers or lists of numbers, that is out of range; None is valid."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not at_least <= value < below:
-            return f"--{name} is {value}, expected at least {at_least} and less than {below}"
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not at_least <= value < below:
+                return f"--{name} is {value}, expected at least {at_least} and less than {below}"
     return ""
+
+
+def numbers_out_of_range(args: Namespace) -> str:
+    """The first error of the numbers that mean the same in every benchmark; empty if they are valid."""
+
+    def wrong(*names: str, at_least: int = 1, below: int = 2**31) -> str:
+        return out_of_range(args, *(name for name in names if hasattr(args, name)), at_least=at_least, below=below)
+
+    density, rate = getattr(args, "density", 1.0), getattr(args, "learning_rate", 0.0)
+    if not 0 < density <= 1:
+        return f"--density is {density}, expected more than 0 and at most 1"
+    if not 0 <= rate <= torch.finfo(torch.float32).max:
+        return f"--learning_rate is {rate}, expected at least 0 and at most the largest fp32 number"
+    return (
+        wrong(*COUNTS)
+        or wrong(*SIZES, below=2**40)
+        or wrong("threads", below=2**12)
+        or wrong("seed", "seeds", at_least=SEEDS.start, below=SEEDS.stop)
+    )
 
 
 def one_of_each(name: str, values: Sequence[str], allowed: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, backends
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import ConfigError
 
 from ..common.harness import Benchmark, Report
 from ..common.report import Columns, machine_line, render
@@ -65,6 +66,8 @@ def run(args: Namespace, report: Report) -> None:
     weights = dict(zip(shapes, random_tensors(shapes, torch.float32, generator, scale=0.02), strict=True))
     grads = dict(zip(shapes, random_tensors(shapes, torch.float32, generator), strict=True))
     mask = MaskSet.random(shapes, density=args.density, seed=args.seed)
+    if not mask.nnz:
+        raise ConfigError(f"--density {args.density:g} of {mask.numel} elements is less than one in each matrix")
 
     active = active_of(mask, torch.device("cpu"))
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW
 
-from ..common.harness import Benchmark, Report, out_of_range
+from ..common.harness import Benchmark, Report
 from ..common.report import render
 from ..common.shapes import LLAMA_3_2_3B
 from .optimizers import Gradients, step_again
@@ -107,7 +107,6 @@ main = Benchmark(
     command="python -m sparse_opt.bench.kernels.host_time",
     doc=__doc__,
     options=lambda parser: parser.add_argument("--n_rounds", type=int, default=200, help="(%(default)s)"),
-    problem=lambda args: out_of_range(args, "n_rounds"),
     measure=run,
     text=lambda report: render({"what": "{what}", "us": "{us}"}, report["rows"]),
     device="auto",

@@ -38,7 +38,7 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 from sparse_opt.integrations import SparseArguments, sparse_trainer
 
-from ..common.harness import Benchmark, Report, job_main, out_of_range, run_in_process
+from ..common.harness import Benchmark, Report, job_main, run_in_process
 from ..common.report import Columns, render
 from ..common.shapes import LLAMA_3_2_3B_SIZES
 from .baseline.inputs import SMALL, make_checkpoint, preference_pairs, without_weights, words_config, write_pairs
@@ -179,7 +179,7 @@ def problem(args: Namespace) -> str:
     args.device = args.device or ("cpu" if args.shape == "tiny" else "cuda")
     if args.device == "cuda" and not torch.cuda.is_available():
         return f"--device cuda: torch {torch.__version__} finds no CUDA device here; --shape tiny runs on the CPU"
-    return out_of_range(args, "n_steps", "batch_size", "gradient_accumulation_steps")
+    return ""
 
 
 def measure(args: Namespace, report: Report) -> None:

@@ -61,14 +61,8 @@ def options(parser: CommandParser) -> None:
 
 
 def problem(args: Namespace) -> str:
-    if error := (
-        one_of_each("modes", args.modes, MODES)
-        or out_of_range(args, "n_blocks", "n_steps", "batch_size")
-        or out_of_range(args, "sequence_length", at_least=8)
-    ):
+    if error := (one_of_each("modes", args.modes, MODES) or out_of_range(args, "sequence_length", at_least=8)):
         return error
-    if not 0 < args.density <= 1:
-        return f"--density is {args.density}, expected more than 0 and at most 1"
     if args.directory is not None and not args.directory.is_dir():
         return f"--directory {args.directory}: no such folder"
     cause = backends.why_unavailable(torch.device(args.device).type, args.device)

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from sparse_opt.cli.parser import CommandParser
 
 from ...common.environment import environment
-from ...common.harness import exit_code, out_of_range
+from ...common.harness import exit_code, numbers_out_of_range, out_of_range
 from ...common.report import why_unwritable
 from .report import Results, pattern_text, text
 from .runs import ALGORITHMS, TRAINED, TUNING_SEED, Run, Trained, World, before, do, find, make_mask, make_world
@@ -225,7 +225,7 @@ def _problem(args: argparse.Namespace) -> str:
         return f"--tune {' '.join(f'{factor:g}' for factor in args.tune)}: expected factors above 0"
     if args.widen < 0 or (args.widen and len(args.tune or ()) < 2):
         return f"--widen is {args.widen}: expected at least 0, and above 0 only with two factors of --tune or more"
-    return out_of_range(args, "n_processes")
+    return out_of_range(args, "n_processes") or numbers_out_of_range(args)
 
 
 if __name__ == "__main__":

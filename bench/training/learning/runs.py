@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import shutil
@@ -274,12 +275,12 @@ def accuracy(world: World, model: Path, folder: Path, seed: int) -> float:
 
 
 def before(world: World, algorithms: Iterable[str]) -> dict[str, float]:
-    """The held-out result of each algorithm's initial weights."""
+    """The held-out result of each algorithm's initial weights; of rlt only if it has a run."""
     found = {}
     for algorithm in algorithms:
         if algorithm == "rlt":
-            run = next((world.folder / "runs").glob("rlt_*/evaluations.jsonl"))
-            found[algorithm] = json.loads(run.read_text(encoding="utf-8").splitlines()[0])["eval_reward"]
+            for run in itertools.islice((world.folder / "runs").glob("rlt_*/evaluations.jsonl"), 1):
+                found[algorithm] = json.loads(run.read_text(encoding="utf-8").splitlines()[0])["eval_reward"]
         else:
             found[algorithm] = accuracy(world, world.start(algorithm), world.folder / "test_start", 0)
     return found

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 
 from sparse_opt.bench.common import harness
-from sparse_opt.bench.common.harness import Benchmark, WrongResult, job_main, one_of_each, out_of_range, run_in_process
+from sparse_opt.bench.common.harness import (
+    Benchmark,
+    WrongResult,
+    job_main,
+    numbers_out_of_range,
+    one_of_each,
+    run_in_process,
+)
 from sparse_opt.errors import SparseOptError
 
 
@@ -94,7 +102,6 @@ def test_wrong_options_end_with_2_before_any_work(capsys, monkeypatch):
     one = benchmark(
         lambda args, report: pytest.fail("it ran"),
         options=lambda parser: parser.add_argument("--n_rounds", type=int, default=1),
-        problem=lambda args: out_of_range(args, "n_rounds"),
         device="cpu",
         threads=1,
     )
@@ -105,6 +112,29 @@ def test_wrong_options_end_with_2_before_any_work(capsys, monkeypatch):
     assert "less than 2147483648" in refused(capsys, one.main, "--n_rounds", 2**31)
     assert "cannot be written to /proc/none/x.json" in refused(capsys, one.main, "--json", "/proc/none/x.json")
     assert "unknown option 'round'" in refused(capsys, one.main, "--round", "1")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("numel", -5, "--numel is -5, expected at least 1"),
+        ("numel", 2**40, "--numel is 1099511627776, expected at least 1 and less than 1099511627776"),
+        ("batch_size", 0, "--batch_size is 0, expected at least 1 and less than 2147483648"),
+        ("threads", 2**12, "--threads is 4096, expected at least 1 and less than 4096"),
+        ("seed", 2**64, f"--seed is {2**64}, expected at least -{2**63} and less than {2**64}"),
+        ("seeds", [0, 2**64], f"--seeds is {2**64}, "),
+        ("density", 0.0, "--density is 0.0, expected more than 0 and at most 1"),
+        ("density", 1.5, "--density is 1.5, "),
+        ("learning_rate", -1.0, "--learning_rate is -1.0, expected at least 0"),
+    ],
+)
+def test_numbers_that_no_benchmark_can_use(option, value, message):
+    assert numbers_out_of_range(Namespace(**{option: value})).startswith(message)
+
+
+def test_numbers_that_a_benchmark_can_use():
+    numbers = {"numel": 2**31, "n_rounds": None, "seed": -1, "seeds": [0, 1], "density": 1.0, "learning_rate": 0.0}
+    assert numbers_out_of_range(Namespace(**numbers)) == ""
 
 
 @pytest.mark.parametrize(("available", "device"), [(True, "cuda"), (False, "cpu")])

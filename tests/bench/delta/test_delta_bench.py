@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from argparse import Namespace
 from collections import Counter
 
 import pytest
@@ -247,6 +246,7 @@ def test_what_is_missed_is_named(device, coder, key, value, what):
     [
         (["--cases", "1.2%,3%"], "case is '3%', expected some of 1.2%, 2.6%"),
         (["--numel", "0"], "--numel is 0, expected at least 1"),
+        (["--numel", "1", "--no_peers"], "a step of kind 1.2% changes none of the 1 elements"),
         (["--device", "meta"], "--device is meta, expected cpu, cuda or cuda:N"),
         (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
     ],
@@ -257,9 +257,3 @@ def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):
         delta.main([*SMALL, *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-@needs_native
-def test_tensors_may_have_more_elements_than_int32_counts():
-    counts = {"numel": 2**31, "peer_numel": None, "model_numel": 3_210_000_000, "n_rounds": None}
-    assert delta.problem(Namespace(cases=[], device="cpu", **counts)) == ""

@@ -69,6 +69,8 @@ def test_a_step_outside_the_mask_is_not_timed(monkeypatch, capsys):
         (["--backend", "cuda"], "runs on cuda tensors"),
         (["--json", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
         (["--min_speed", "4"], "--min_speed"),
+        (["--numel", "-5"], "--numel is -5, expected at least 1"),
+        (["--numel", "1"], "--density 0.025 of 88 elements is less than one in each matrix"),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):

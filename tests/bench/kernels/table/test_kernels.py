@@ -60,11 +60,18 @@ def test_one_part_alone(tmp_path):
     assert all(row["floor_ms"] > 0 for row in found["rows"])
 
 
-def test_an_unknown_part_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "tile"], "--only tile: no part 'tile', expected some of weights,backward,tiles,deltas"),
+        (["--numel", "-5"], "--numel is -5, expected at least 1"),
+    ],
+)
+def test_a_wrong_option_is_refused(capsys, words, message):
     with pytest.raises(SystemExit) as stopped:
-        kernels.main(["--device", "cpu", "--only", "tile"])
+        kernels.main(["--device", "cpu", *words])
     assert stopped.value.code == 2
-    assert "--only tile: no part 'tile', expected some of weights,backward,tiles,deltas" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_gpu_is_reported(capsys, monkeypatch):
