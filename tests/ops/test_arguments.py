@@ -250,3 +250,22 @@ def test_a_missing_extension_keeps_its_cause(monkeypatch):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
     with pytest.warns(UserWarning, match="runs backend 'reference' on cpu: 'cpu' is unavailable: undefined symbol"):
         assert backends.choose("delta_encode", "cpu") == "reference"
+
+
+def keyword_arguments(function):
+    """Name -> default, None without one, as in a schema."""
+    keywords = (p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    return {p.name: None if p.default is p.empty else p.default for p in keywords}
+
+
+@pytest.mark.parametrize("op", backends.OPS)
+def test_the_arguments_and_defaults_of_an_op_are_those_of_its_schema_and_triton_launcher(op):
+    expected = keyword_arguments(getattr(ops, op))
+    schema = getattr(torch.ops.sparse_opt, op).default._schema
+    assert {a.name: a.default_value for a in schema.arguments if a.kwarg_only} == expected
+    triton, cause = backends.triton_module()
+    if triton is None:
+        pytest.skip(f"needs triton for the launchers: {cause}")
+    required_there = {"backend", *(STEP_OPS[op].options if op in STEP_OPS else ())}
+    launched = {name: default for name, default in expected.items() if name not in required_there}
+    assert keyword_arguments(getattr(triton, op)) == launched
