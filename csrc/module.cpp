@@ -18,6 +18,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "optim/backward_notifier.h"
 #include "optim/bound_params.h"
 #include "optim/gradient_buffer.h"
 #include "optim/gradient_hook.h"
@@ -74,6 +75,7 @@ void set_l2_fetch_granularity(c10::DeviceIndex device, int64_t bytes) {
 }
 #endif
 
+using sparse_opt::BackwardNotifier;
 using sparse_opt::BoundParams;
 using sparse_opt::GradientBuffer;
 using sparse_opt::TileRoute;
@@ -107,16 +109,17 @@ std::shared_ptr<GradientBuffer> gradient_buffer(const std::shared_ptr<BoundParam
 }
 
 // A Python function for threads that may not hold the interpreter's lock. Its exceptions keep their Python type.
-TileRoute::Fallback without_lock(py::function function) {
+template <typename Result, typename... Arguments>
+std::function<Result(Arguments...)> without_lock(py::function function) {
   const auto release = [](py::function* held) {
     const py::gil_scoped_acquire lock;
     delete held;
   };
   const std::shared_ptr<py::function> held(new py::function(std::move(function)), release);
-  return [held](const at::Tensor& left, const at::Tensor& right) {
+  return [held](Arguments... arguments) {
     const py::gil_scoped_acquire lock;
     try {
-      return (*held)(left, right).cast<bool>();
+      return (*held)(arguments...).template cast<Result>();
     } catch (py::error_already_set& raised) {
       raised.restore();
       python_error error;
@@ -124,6 +127,13 @@ TileRoute::Fallback without_lock(py::function function) {
       throw error;
     }
   };
+}
+
+std::shared_ptr<BackwardNotifier> backward_notifier(const std::vector<at::Tensor>& params,
+                                                    std::vector<int64_t> group_of, py::function ready,
+                                                    py::function ended) {
+  return BackwardNotifier::create(params, std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
+                                  without_lock<void>(std::move(ended)));
 }
 
 // `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
@@ -178,7 +188,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "route",
           [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, bool transposed, py::function fallback) {
-            return c10::make_intrusive<TileRoute>(buffer, i, transposed, without_lock(std::move(fallback)));
+            return c10::make_intrusive<TileRoute>(
+                buffer, i, transposed, without_lock<bool, const at::Tensor&, const at::Tensor&>(std::move(fallback)));
           },
           "i"_a, "transposed"_a, "fallback"_a)
       .def("finish", &GradientBuffer::finish, Unlocked())
@@ -188,6 +199,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())
       .def("set_queue_limits", &GradientBuffer::set_queue_limits, "tiles"_a = std::nullopt,
            "tile_bytes"_a = std::nullopt, "gradient_bytes"_a = std::nullopt, Unlocked());
+
+  py::class_<BackwardNotifier, std::shared_ptr<BackwardNotifier>>(m, "BackwardNotifier", "See backward_notifier.h.")
+      .def(py::init(&backward_notifier), "params"_a, "group_of"_a, "ready"_a, "ended"_a)
+      .def("remove", &BackwardNotifier::remove, Unlocked());
 
   py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
       .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())

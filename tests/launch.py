@@ -17,7 +17,12 @@ import torch
 
 
 def launch(
-    function: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+    function: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 120.0,
+    collective_timeout: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call `function(rank, *args)` in `n` processes, and return the results by rank.
 
@@ -27,10 +32,11 @@ def launch(
     Args:
         function: defined at the top level of the test's file, which every process loads again.
         args: what `torch.save` can write.
-        timeout: seconds for all processes together, and for a collective.
+        timeout: seconds for all processes together.
+        collective_timeout: the timeout of the process group, in seconds.
 
     Raises:
-        AssertionError: a process failed, or all did not end in time; has the output of the first that failed.
+        AssertionError: a process failed, or all did not end in time; has the output of all.
     """
     with tempfile.TemporaryDirectory(prefix="launch") as folder:
         torch.save(args, Path(folder) / "args")
@@ -47,7 +53,7 @@ def launch(
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
             with open(Path(folder) / f"output{rank}", "wb") as output:
-                command = [sys.executable, __file__, folder, *source, backend, str(timeout)]
+                command = [sys.executable, __file__, folder, *source, backend, str(collective_timeout)]
                 processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
         try:
             failure = _wait(processes, timeout)
@@ -57,8 +63,7 @@ def launch(
                 process.wait()
         if failure is not None:
             outputs = {r: (Path(folder) / f"output{r}").read_text(errors="replace") for r in range(n)}
-            shown = outputs if failure[0] is None else {failure[0]: outputs[failure[0]]}
-            raise AssertionError("\n".join([failure[1], *(f"--- rank {r}\n{text}" for r, text in shown.items())]))
+            raise AssertionError("\n".join([failure[1], *(f"--- rank {r}\n{text}" for r, text in outputs.items())]))
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(n)]
 
 
@@ -98,6 +103,7 @@ def _run(folder: str, path: str, name: str, backend: str, timeout: str) -> None:
     result = getattr(module, name)(rank, *args)
     torch.save(result, Path(folder) / f"result{rank}")
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # a rank that leaves early would break the others' last collective
         torch.distributed.destroy_process_group()
 
 

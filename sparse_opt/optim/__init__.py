@@ -10,14 +10,16 @@ How a gradient travels from autograd to the weights, with grads='compact':
 3. The `GradientBuffer` (gradient_buffer.py) of the parameter's bucket adds the active elements to its flat tensor
    `values`, and computes their sum of squares in the same pass. While steps 1 and 2 have nothing to decide, the native
    buffer receives gradients directly in C++, without the interpreter's lock.
-4. Clipping (clipping.py) adds up the sums of squares of all buffers.
-5. The bucket's `Stepper` (stepping.py) calls the step's op on the parameters, the buffer's values and the bucket's
+4. With a process group, the `GradientReducer` (reduction.py) replaces the values by their mean over the ranks, piece by
+   piece: a `BackwardNotifier` (backward_notifier.py) tells it which pieces are complete while the backward pass runs.
+   After it all ranks have the same values, and nothing below communicates. ranks.py has the collectives.
+5. Clipping (clipping.py) adds up the sums of squares of all buffers.
+6. The bucket's `Stepper` (stepping.py) calls the step's op on the parameters, the buffer's values and the bucket's
    state. The collector then marks the gradients as used.
 
 Parameters are in one bucket (buckets.py), and their gradients in one buffer, if one op call can take them all: same
 parameter group, device, dtype and layout of the indices. binding.py builds both from a mask, and is the only place that
-chooses between the native and the Python implementation. Compact gradients of several processes can be reduced with one
-collective per buffer, on `values` between `finish()` and the step.
+chooses between the native and the Python implementation.
 """
 
 from .adamw import SparseAdamW

@@ -55,10 +55,15 @@ class SparseAdamW(SparseOptimizer):
             does torch's compiled autograd, unless the model itself is compiled. Under `torch.compile`, and on the
             backends reference and triton, `torch.autograd.grad` of such a weight raises.
         backend: reference, cpu, triton or cuda; the default is chosen by `sparse_opt.backends`.
+        process_group: average the compact gradients over the ranks of this `torch.distributed.ProcessGroup`, next to
+            the backward pass. Every rank holds the whole model, not wrapped in DistributedDataParallel. False: train on
+            this process's own gradients. None: the same, but raises if torch.distributed runs several processes.
 
     Raises:
         ValueError: the mask has no active element, or one in a parameter that does not require grad; a parameter is in
-            two groups; an option is out of range; tile_backward=True and no parameter supports it.
+            two groups; an option is out of range; tile_backward=True and no parameter supports it; several processes
+            run, and process_group does not say how to train.
+        RuntimeError: the ranks of the process group have different parameters, options, masks or weights.
         MaskError: the mask does not fit the model (lists the mismatches), or a parameter with active elements shares
             memory with a different parameter.
         BackendUnavailable: the named backend cannot run on the parameters' device.

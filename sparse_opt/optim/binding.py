@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from .. import backends
 from ..masks.mask_set import MaskSet, require_own_memory
 from ..ops.checks import FLOAT_DTYPES
+from .backward_notifier import BackwardNotifier, PythonBackwardNotifier
 from .buckets import Bucket
 from .gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
 from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
@@ -180,3 +181,18 @@ def _bound(segments: Segments, op: str, backend: str | None) -> Any:
         index_bases=segments.index_bases,
         backend=backend,
     )
+
+
+def backward_notifier(
+    params: Sequence[Parameter], group_of: Sequence[int], ready: Callable[[int], None], ended: Callable[[], None]
+) -> BackwardNotifier:
+    """Return a notifier of backward passes through the parameters; native if the extension is installed.
+
+    Args:
+        group_of: the number of each parameter's group.
+    """
+    native, _ = backends.native_module()
+    notifier: BackwardNotifier = (PythonBackwardNotifier if native is None else native.BackwardNotifier)(
+        params, group_of, ready, ended
+    )
+    return notifier

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,16 @@ from torch.nn import Parameter
 from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, binding, options, sharding, state_io, tile_linears
+from . import base_weights, binding, options, rank_checks, ranks, sharding, state_io, tile_linears
 from .buckets import Bucket, compact
 from .collector import GradientCollector
 from .gradient_buffer import GradientBuffer
+from .reduction import GradientReducer
 from .stepping import Stepper
 from .tile_backward import Route
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 
@@ -62,6 +65,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         tile_backward: bool | None = None,
         backend: str | None = None,
+        process_group: ProcessGroup | Literal[False] | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:  # Python's own error would name this class
@@ -76,12 +80,6 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm is {max_grad_norm}, expected a positive number or None")
         self.defaults = {**defaults, "seed": seed}
         self._check_options(self.defaults)
-        if grads == "compact" and _several_processes():
-            warnings.warn(
-                "compact gradients are this process's own, and DistributedDataParallel does not average them (with "
-                "find_unused_parameters=True it does not even notice); use grads='dense' under it",
-                stacklevel=3,
-            )
         self.grads = grads
         self.max_grad_norm = max_grad_norm
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
@@ -111,6 +109,10 @@ class BoundOptimizer(torch.optim.Optimizer):
         named = dict(self._named())
         self.mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
         self._shards = sharding.shards_of(named, self._root())
+        self.process_group = ranks.group_of(process_group, grads, sharding.mesh_of(self._shards))
+        if self.process_group is not None:
+            rank_checks.require_same_setup(self, self.mask, self.process_group)
+            rank_checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
         steppers = self._build(active, self.mask.pattern)
         bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if keep_base_weights else []
         self._adopt(steppers, bases)
@@ -188,7 +190,20 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._steppers, self._bases = steppers, bases
         self._buckets = [stepper.bucket for stepper in steppers]
         self._publish_state()
-        self._collector.adopt(list(self.gradient_buffers))
+        reducer = None
+        if self.process_group is not None:
+            root = self._root()
+            params = (p for _, p in self._named()) if root is None else root.parameters()
+            order = [self._shards[p].unsharded for p in params if p in self._shards]
+            reducer = GradientReducer(
+                self.gradient_buffers,
+                self.process_group,
+                self._collector.lock,
+                {param: i for i, param in enumerate(order)},
+                binding.backward_notifier,
+                self._collector.after_reduction,
+            )
+        self._collector.adopt(list(self.gradient_buffers), reducer)
         self._attach()
 
     @torch.no_grad()
@@ -207,6 +222,8 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
         sharding.reshard(self._root())
         mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        if self.process_group is not None:
+            rank_checks.require_same_setup(self, mask, self.process_group)
         steppers = self._build(active, mask.pattern)
         buckets = [stepper.bucket for stepper in steppers]
         state_io.carry(self._buckets, buckets)
@@ -303,8 +320,3 @@ class BoundOptimizer(torch.optim.Optimizer):
         raise TypeError(
             f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()"
         )
-
-
-def _several_processes() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

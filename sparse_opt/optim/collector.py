@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .gradient_buffer import GradientBuffer
+from .reduction import GradientReducer
 from .scaler_proxy import ScalerProxy
 
 
@@ -38,6 +39,7 @@ class GradientCollector:
         self.receivers: list[Receiver] = []
         self.scaler_proxies: dict[torch.device, ScalerProxy] = {}
         self.stepped = False  # a step has used the gradients in the buffers
+        self.reducer: GradientReducer | None = None
         self._optimizer = optimizer
         self._clip_coef: Tensor | None = None
         self._inside_base = False
@@ -79,9 +81,14 @@ class GradientCollector:
 
     # Hooks
 
-    def adopt(self, buffers: list[GradientBuffer]) -> None:
-        """Collect into `buffers` after the next `attach`. Gradients of the previous buffers must be dropped first."""
+    def adopt(self, buffers: list[GradientBuffer], reducer: GradientReducer | None) -> None:
+        """Collect into `buffers` after the next `attach`. Gradients of the previous buffers must be dropped first.
+
+        Args:
+            reducer: averages the gradients over the ranks; None: they are this process's own.
+        """
         self.detach()
+        self.reducer = reducer
         self.receivers = [Receiver(self, buffer) for buffer in buffers]
         if self.compact and self.amp_scaling:
             self.scaler_proxies = {buffer.device: ScalerProxy(buffer.device) for buffer in buffers}
@@ -95,6 +102,8 @@ class GradientCollector:
                 for i, param in enumerate(receiver.buffer.params):
                     self._handles.append(receiver.buffer.register_hook(i, receiver.hook(i)))
                     self._hooked.add(id(param))
+            if self.reducer is not None:
+                self.reducer.attach()
             self._notify_buffers()
 
     def detach(self) -> None:
@@ -102,6 +111,8 @@ class GradientCollector:
         with self.lock:
             for handle in self._handles:
                 handle.remove()
+            if self.reducer is not None:
+                self.reducer.detach()
             self._handles = []
             self._hooked = set()
             self._notify_buffers()
@@ -113,6 +124,8 @@ class GradientCollector:
         state.
         """
         refusing = self._inside_base or self.stepped or self.scaler_proxies or self._clip_coef is not None
+        if self.reducer is not None and self.reducer.reduced:
+            refusing = True
         direct = bool(self._handles) and not refusing
         for receiver in self.receivers:
             receiver.buffer.set_direct(direct)
@@ -139,6 +152,9 @@ class GradientCollector:
         """
         if self.stepped:
             self.forget()
+        if self.reducer is not None and self.reducer.reduced:
+            self.reducer.reopen()
+            self._notify_buffers()
         scaler_proxy = self.scaler_proxies.get(buffer.device) if self.scaler_proxies else None
         if scaler_proxy is None:
             return None
@@ -150,6 +166,8 @@ class GradientCollector:
     def forget(self) -> None:
         """Drop the gradients. Nothing is written; the next gradients overwrite the compact ones."""
         with self.lock:
+            if self.reducer is not None:
+                self.reducer.reopen()
             for receiver in self.receivers:
                 receiver.buffer.drop()
             self._hide_proxies()
@@ -157,10 +175,44 @@ class GradientCollector:
             self.stepped = False  # last: after an interruption, the next gradient repeats all of this
             self._notify_buffers()
 
+    def reduce(self) -> None:
+        """Make the mean of the ranks' gradients available on the current stream, if there is a process group.
+
+        Raises:
+            RuntimeError: a backward pass or a collective failed; or a GradScaler has checked this rank's gradients
+                only, because every backward pass was inside `no_sync`.
+        """
+        if self.reducer is None:
+            return
+        with self.lock:
+            if self.stepped:  # this rank has had no backward pass since the last step
+                self.forget()
+            if self.scaler_proxies and not self.reducer.reduced:
+                raise RuntimeError("with a GradScaler, the last backward pass of a step must be outside no_sync()")
+            self.reducer.finish()
+            self._notify_buffers()
+
+    def wait_for_reduction(self) -> None:
+        """Make the current stream wait for the reductions in flight."""
+        if self.reducer is not None:
+            with self.lock:
+                self.reducer.wait()
+
+    def after_reduction(self) -> None:
+        """Show a GradScaler the means, and let the next gradient wait for them. Called with the lock held."""
+        assert self.reducer is not None
+        for receiver in self.receivers if self.scaler_proxies else ():
+            scaler_proxy = self.scaler_proxies[receiver.buffer.device]
+            scaler_proxy.show(self._first_group())
+            self.reducer.mark_nonfinite_(receiver.buffer, scaler_proxy.factor)
+        self._notify_buffers()
+
     def mark_stepped(self) -> None:
         """Record that a step has used the gradients; they stay in the buffers until the next ones arrive."""
         with self.lock:
             self.stepped = True
+            if self.reducer is not None:
+                self.reducer.reduced = False
             self._clip_coef = None
             self._hide_proxies()
             self._notify_buffers()
@@ -172,6 +224,8 @@ class GradientCollector:
         """
         with self.lock:
             self.stepped = False
+            if self.reducer is not None:
+                self.reducer.reduced = True
 
     def received(self, buffer: GradientBuffer) -> list[bool]:
         """Return, for each parameter of the buffer, whether it has a compact gradient that no step has used."""

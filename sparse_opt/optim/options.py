@@ -6,12 +6,15 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.step_ops import StepOp
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
 
 # The first number that the ops cannot take: their scalars are fp32.
 NUMBER_LIMIT = math.nextafter(torch.finfo(torch.float32).max, math.inf)
@@ -34,6 +37,7 @@ class SharedOptions(TypedDict, total=False):
     model: nn.Module | None
     tile_backward: bool | None
     backend: str | None
+    process_group: ProcessGroup | Literal[False] | None
 
 
 def is_number(value: Any, minimum: float, below: float) -> bool:

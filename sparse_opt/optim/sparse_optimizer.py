@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, options, sharding, state_io
+from . import base_weights, options, rank_checks, sharding, state_io
 from .bound_optimizer import BoundOptimizer, Params
 from .clipping import global_norm
 from .saved_state import SavedState
@@ -43,6 +43,7 @@ class SparseOptimizer(BoundOptimizer):
             for i, shard in enumerate(bucket.shards):
                 if shard.param is param and self._collector.received(buffer)[i]:
                     buffer.finish()
+                    self._collector.wait_for_reduction()
                     return buffer.values[buffer.segment(i)]
         return None
 
@@ -64,6 +65,31 @@ class SparseOptimizer(BoundOptimizer):
         """
         self._collector.reuse()
 
+    # Several ranks
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context manager inside which backward passes add to this rank's own gradients, and nothing is averaged.
+
+        The next backward pass outside of it, or the next step, averages all of them. Without a process group it has no
+        effect.
+        """
+        reducer = self._collector.reducer
+        return nullcontext() if reducer is None else reducer.no_sync()
+
+    def check_ranks(self) -> None:
+        """Check that all ranks of the process group have the same weights, options and optimizer state, bit for bit.
+
+        This reads all of them once, synchronizes, and is a collective: all ranks must call it. It is for tests and
+        debugging; a step keeps the ranks equal by itself. Without a process group it does nothing.
+
+        Raises:
+            RuntimeError: some ranks differ from the first one; names the ranks and the first tensor that differs.
+        """
+        self._refuse("check_ranks")
+        if self.process_group is not None:
+            rank_checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
+            rank_checks.require_same_state(self, self._buckets, self.process_group)
+
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
         for bucket in self._buckets:
@@ -80,11 +106,14 @@ class SparseOptimizer(BoundOptimizer):
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
         self._check_gradients()
+        self._collector.reduce()
         if self.grads == "dense":
             for buffer in self.gradient_buffers:
                 buffer.gather_dense_grads()
         received = [self._collector.received(buffer) for buffer in self.gradient_buffers]
-        norm = self._collector.unscaled(global_norm(self.gradient_buffers, received))
+        reducer = self._collector.reducer
+        norm = global_norm(self.gradient_buffers, received) if reducer is None else reducer.norm()
+        norm = self._collector.unscaled(norm)
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             norm = norm / grad_scale.to(norm.device).squeeze()
@@ -149,6 +178,7 @@ class SparseOptimizer(BoundOptimizer):
             norm, clip_coef = self._clipping(self.max_grad_norm)
         elif self.grads == "compact":
             self._check_gradients()
+            self._collector.reduce()
         steps = [self._prepare(stepper, grad_scale, found_inf, clip_coef) for stepper in self._steppers]
         for step in steps:
             if step is not None:

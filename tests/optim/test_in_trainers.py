@@ -266,13 +266,14 @@ def test_momentum_turned_on_later_is_refused(device):
         optimizer.step()
 
 
-def test_compact_gradients_among_several_processes_warn(monkeypatch, device):
+def test_compact_gradients_among_several_processes_need_a_process_group(monkeypatch, device):
     model = make_model(device)
     mask = MaskSet.random(model, density=0.5)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     SparseAdamW(model, mask, grads="dense").close()  # what DistributedDataParallel averages
-    with pytest.warns(UserWarning, match="compact gradients are this process's own.*use grads='dense'"):
+    SparseAdamW(model, mask, process_group=False).close()
+    with pytest.raises(ValueError, match="runs 2 processes: pass process_group=.*WORLD to average .* or .*=False"):
         SparseAdamW(model, mask)
 
 

@@ -1,0 +1,77 @@
+"""Checks that all ranks of a process group have the same parameters, mask, options, weights and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..delta.digest import StateDigest
+from ..masks.mask_set import MaskSet
+from . import ranks
+from .buckets import Bucket
+from .sharding import Shard
+
+# The arguments of an optimizer that must be the same on all ranks.
+_ARGUMENTS = (
+    "max_grad_norm",
+    "state_dtype",
+    "grad_dtype",
+    "master_weights",
+    "stochastic_rounding",
+    "freeze_inactive",
+    "keep_base_weights",
+    "amp_scaling",
+    "tile_backward",
+)
+
+
+def require_same_setup(optimizer: torch.optim.Optimizer, mask: MaskSet, group: dist.ProcessGroup) -> None:
+    """Raise a RuntimeError unless all ranks have the same optimizer, options, parameters and mask."""
+    entries: list[tuple[str, object]] = [("the optimizer", type(optimizer).__name__)]
+    entries += [(name, str(getattr(optimizer, name))) for name in _ARGUMENTS]
+    entries += _options(optimizer)
+    for options in optimizer.param_groups:
+        for name, param in zip(options["param_names"], options["params"], strict=False):
+            entries.append((f"parameter {name!r}", f"{param.dtype} {list(param.shape)}"))
+    entries.append(("the mask", f"{mask.pattern} {mask.digest}"))
+    ranks.require_same(entries, group, optimizer.param_groups[0]["params"][0].device)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, object]]:
+    entries: list[tuple[str, object]] = []
+    for i, options in enumerate(optimizer.param_groups):
+        for name in optimizer.defaults:
+            value = options[name]
+            entries.append((f"{name} of parameter group {i}", value.item() if isinstance(value, Tensor) else value))
+    return entries
+
+
+def require_same_weights(
+    shards: Mapping[Parameter, Shard], named: Mapping[str, Parameter], group: dist.ProcessGroup
+) -> None:
+    """Raise a RuntimeError unless the ranks that store the same part of a weight have the same bits."""
+    of_name = {name: shards[param] for name, param in named.items()}
+    tensors = [(f"parameter {name!r}", shard.local.detach(), shard.number) for name, shard in of_name.items()]
+    _require_same_bits(tensors, group)
+
+
+def require_same_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+    """Raise a RuntimeError unless all ranks have the same options and optimizer state, bit for bit."""
+    ranks.require_same(_options(optimizer), group, buckets[0].device)
+    tensors = []
+    for bucket in buckets:
+        for i, name in enumerate(bucket.names):
+            number = bucket.shards[i].number
+            tensors += [(f"{key} of {name!r}", value, number) for key, value in bucket.parameter_state(i).items()]
+    _require_same_bits(tensors, group)
+
+
+def _require_same_bits(tensors: Sequence[tuple[str, Tensor, int]], group: dist.ProcessGroup) -> None:
+    """Compare (name, tensor, number of its shard); ranks with the same number must have the same bits."""
+    digests = StateDigest.start([tensor for _, tensor, _ in tensors]).result()
+    entries = [(name, f"digest {digest}") for (name, _, _), digest in zip(tensors, digests, strict=True)]
+    ranks.require_same(entries, group, tensors[0][1].device, parts=[number for _, _, number in tensors])

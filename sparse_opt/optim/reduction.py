@@ -1,0 +1,199 @@
+"""GradientReducer: averages compact gradients over the ranks of a process group, next to the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import ranks
+from .backward_notifier import BackwardNotifier
+from .gradient_buffer import GradientBuffer
+
+# As DistributedDataParallel's buckets. Smaller ones start earlier, and larger ones use the network better.
+MAX_PIECE_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A contiguous part of one buffer, the gradients of whole parameters, that one all-reduce averages."""
+
+    buffer: GradientBuffer
+    params: range
+
+    @property
+    def values(self) -> Tensor:
+        """View of the piece's part of the buffer: [nnz of the piece]."""
+        buffer = self.buffer
+        return buffer.values[buffer.starts[self.params[0]] : buffer.ends[self.params[-1]]]
+
+
+def split(buffers: Sequence[GradientBuffer], position: Mapping[Parameter, int], max_bytes: int) -> list[Piece]:
+    """Split the buffers into pieces of at most `max_bytes`, or one parameter; in the order in which they complete.
+
+    Args:
+        position: of each parameter in the model. A backward pass completes the gradients of the last parameters first.
+    """
+    pieces = []
+    for buffer in buffers:
+        end, size = len(buffer.params), buffer.values.element_size()
+        while end:
+            begin = end - 1
+            while begin and (buffer.ends[end - 1] - buffer.starts[begin - 1]) * size <= max_bytes:
+                begin -= 1
+            pieces.append(Piece(buffer, range(begin, end)))
+            end = begin
+    return sorted(pieces, key=lambda piece: -min(position[piece.buffer.params[i]] for i in piece.params))
+
+
+class GradientReducer:
+    """Replaces the compact gradients of all ranks by their mean, once per backward pass outside `no_sync()`.
+
+    Every rank launches one all-reduce per piece, always in the order of the pieces: a piece as soon as its gradients
+    and those of all pieces before it are complete, the others at the end of the pass. A gradient that a rank does not
+    have counts as zero. If a step finds nothing reduced, because every pass was inside `no_sync()` or this rank had
+    none, it reduces then. All ranks receive the same bits, so what is computed from the gradients is the same too.
+
+    A pass after a reduction adds to the mean, and its own reduction averages the sum. The mean of values that are equal
+    on all ranks is that value, so this is the mean of all passes.
+
+    Args:
+        lock: of the collector; held while the buffers change.
+        position: of each parameter in the model; the same on all ranks.
+        make_notifier: creates a `BackwardNotifier`.
+        on_reduced: called when a backward pass has launched its last reduction, with the lock held.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[GradientBuffer],
+        group: dist.ProcessGroup,
+        lock: threading.RLock,  # type: ignore[valid-type]  # typeshed declares a function before Python 3.13
+        position: Mapping[Parameter, int],
+        make_notifier: Callable[..., BackwardNotifier],
+        on_reduced: Callable[[], None],
+    ) -> None:
+        self.group = group
+        self.reduced = False  # the buffers hold means, or will as soon as the reductions in flight have finished
+        self._buffers, self._lock, self._on_reduced = buffers, lock, on_reduced
+        self._pieces = split(buffers, position, MAX_PIECE_BYTES)
+        self._make_notifier = make_notifier
+        self._notifier: BackwardNotifier | None = None
+        self._enabled = True
+        # Of the running pass:
+        self._pass = -1
+        self._ready: set[int] = set()
+        self._launched = 0  # pieces
+        self._works: list[dist.Work] = []
+        devices = {buffer.device for buffer in buffers if buffer.device.type == "cuda"}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        enabled, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = enabled
+
+    def attach(self) -> None:
+        """Register the hooks; the parameters must require grad."""
+        params = [piece.buffer.params[i] for piece in self._pieces for i in piece.params]
+        piece_of = [n for n, piece in enumerate(self._pieces) for _ in piece.params]
+        self._notifier = self._make_notifier(params, piece_of, self._on_ready, self._on_end)
+
+    def detach(self) -> None:
+        """Remove the hooks, and wait for reductions in flight."""
+        if self._notifier is not None:
+            self._notifier.remove()
+            self._notifier = None
+        self.wait()
+
+    # Called by the notifier, on a thread of the backward pass
+
+    def _on_ready(self, piece: int) -> None:
+        with self._lock:
+            if not self._enabled:
+                return
+            number = torch._C._current_graph_task_id()
+            if number != self._pass:  # an earlier pass may have ended by an exception
+                self.check_complete()
+                self._pass = number
+                self._ready.clear()
+            self._ready.add(piece)
+            while self._launched in self._ready:
+                self._launch_next()
+
+    def _on_end(self) -> None:
+        with self._lock:
+            if self._enabled:
+                self._launch_all()
+                self._on_reduced()
+
+    def _launch_all(self) -> None:
+        while self._launched < len(self._pieces):
+            self._launch_next()
+        self._launched = 0
+        self._ready.clear()
+        self.reduced = True
+
+    def _launch_next(self) -> None:
+        piece = self._pieces[self._launched]
+        buffer = piece.buffer
+        with torch.cuda.stream(self._streams.get(buffer.device)):
+            received = buffer.received
+            for i in piece.params:
+                if not received[i]:
+                    slots = buffer.ends[i] - buffer.starts[i]
+                    buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device), None)
+            buffer.finish()
+            self._works.append(ranks.all_reduce_mean(piece.values, self.group))
+        self._launched += 1
+
+    # Called with the collector's lock held
+
+    def finish(self) -> None:
+        """Make the means available on the current stream; a collective if no backward pass has launched it."""
+        self.check_complete()
+        if not self.reduced:
+            self._launch_all()
+        self.wait()
+
+    def check_complete(self) -> None:
+        """Raise a RuntimeError if a backward pass ended, by an exception, after it had launched some reductions."""
+        if self._launched:
+            raise RuntimeError(
+                f"a backward pass ended after {self._launched} of the {len(self._pieces)} reductions of its gradients, "
+                "and the other ranks are waiting for the rest: end all ranks, and resume from a checkpoint"
+            )
+
+    def wait(self) -> None:
+        """Make the current stream wait for the reductions in flight; with gloo, the host waits."""
+        works, self._works = self._works, []
+        for work in works:
+            ranks.wait(work, self.group)
+
+    def reopen(self) -> None:
+        """Prepare for further gradients."""
+        self.check_complete()
+        self.wait()
+        self.reduced = False
+
+    # The mean
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of the means: one fp32 element on the first buffer's device."""
+        home = self._buffers[0].device
+        norms = [torch.linalg.vector_norm(b.values, dtype=torch.float32).to(home) for b in self._buffers]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+    def mark_nonfinite_(self, buffer: GradientBuffer, found_inf: Tensor) -> None:
+        """Set `found_inf` to inf if a mean of the buffer is not finite; waits for the reductions."""
+        self.wait()
+        found_inf.masked_fill_(~buffer.values.isfinite().all(), torch.inf)
