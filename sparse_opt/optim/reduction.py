@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import ranks
 from .backward_notifier import BackwardNotifier
@@ -34,7 +33,7 @@ class Piece:
         return buffer.values[buffer.starts[self.params[0]] : buffer.ends[self.params[-1]]]
 
 
-def split(buffers: Sequence[GradientBuffer], position: Mapping[Parameter, int], max_bytes: int) -> list[Piece]:
+def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max_bytes: int) -> list[Piece]:
     """Split the buffers into pieces of at most `max_bytes`, or one parameter; in the order in which they complete.
 
     Args:
@@ -74,8 +73,8 @@ class GradientReducer:
         self,
         buffers: Sequence[GradientBuffer],
         group: dist.ProcessGroup,
-        lock: threading.RLock,  # type: ignore[valid-type]  # typeshed declares a function before Python 3.13
-        position: Mapping[Parameter, int],
+        lock: threading.RLock,
+        position: Mapping[Tensor, int],
         make_notifier: Callable[..., BackwardNotifier],
         on_reduced: Callable[[], None],
     ) -> None:
