@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -19,8 +20,9 @@ sys.path.append(str(Path(__file__).parent))
 @pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def sparse_optimizer(request):
     """Each optimizer, for tests that apply to all; options turn on optional states such as momentum."""
-    optional = STEP_OPS[request.param._op].optional.values()
-    return functools.partial(request.param, **dict.fromkeys(optional, 0.9))
+    own = inspect.signature(request.param).parameters
+    options = {option: 0.9 for op in STEP_OPS.values() for option in op.optional.values() if option in own}
+    return functools.partial(request.param, **options)
 
 
 @pytest.fixture

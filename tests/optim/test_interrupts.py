@@ -19,6 +19,7 @@ import sparse_opt.optim.base_weights
 import sparse_opt.optim.collector
 import sparse_opt.optim.signals
 from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt.optim.base_weights import BaseWeights
 
 # In these tests a signal arrives before every line, or before every instruction of the library.
 OURS = [m.__file__ for m in (sparse_opt.optim.signals, sparse_opt.optim.base_weights, sparse_opt.optim.collector)]
@@ -258,22 +259,22 @@ def test_another_thread_touches_no_handler(backend):
 @pytest.mark.parametrize("fails", ["enter", "leave"])
 def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
     trained = Trained(backend)
-    _, second = trained.optimizer._bases
-    swap, calls = second.swap_, []
+    swap, second = BaseWeights.swap_, []
 
-    def failing():
-        calls.append(1)
-        if len(calls) == (1 if fails == "enter" else 2):
-            raise RuntimeError("no kernel")
-        swap()
+    def failing(base):
+        if base.params[0] is trained.params["b"]:
+            second.append(base)
+            if len(second) == (1 if fails == "enter" else 2):
+                raise RuntimeError("no kernel")
+        swap(base)
 
-    monkeypatch.setattr(second, "swap_", failing)
+    monkeypatch.setattr(BaseWeights, "swap_", failing)
     with pytest.raises(RuntimeError, match="no kernel"), trained.optimizer.base_weights():
         pass
     if fails == "leave":  # as the error states; everything else is unchanged
         assert torch.equal(trained.params["a"], trained.before[0])
         with torch.no_grad():
-            swap()
+            swap(second[0])
         torch._C._autograd._unsafe_set_version_counter(tuple(trained.params.values()), tuple(trained.versions))
     trained.assert_unharmed()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

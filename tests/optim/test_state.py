@@ -11,6 +11,7 @@ import torch
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.errors import MaskError
+from sparse_opt.optim.base_weights import BaseWeights
 
 # 2.weight has rows of whole runs of 16, and 0.weight does not.
 PATTERNS = ("element", "run16")
@@ -78,12 +79,14 @@ def test_base_weights_survive_a_swap_that_fails_half_way(device, monkeypatch):
     (model["a"].sum() + model["b"].sum()).backward()
     optimizer.step()
     now = bits(model)
-    _first, second = optimizer._bases
+    swap = BaseWeights.swap_
 
-    def fail():
-        raise RuntimeError("no")
+    def fail_for_second(base):
+        if base.params[0] is model["b"]:
+            raise RuntimeError("no")
+        swap(base)
 
-    monkeypatch.setattr(second, "swap_", fail)
+    monkeypatch.setattr(BaseWeights, "swap_", fail_for_second)
     with pytest.raises(RuntimeError, match="no"), optimizer.base_weights():
         pass
     assert same(bits(model), now)

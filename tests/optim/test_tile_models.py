@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from tiled_models import assert_same_gradients
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
@@ -37,14 +38,6 @@ def batch(seed=0):
 
 def loss_of(model, tokens):
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
-def assert_same_gradients(tiles, dense, rtol):
-    for (name, p), (_, q) in zip(tiles._named(), dense._named(), strict=True):
-        ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
-        assert p.grad is None and (ours is None) == (theirs is None), name
-        if ours is not None:
-            assert (ours - theirs).abs().max() <= rtol * theirs.abs().max() and theirs.any(), name
 
 
 def pair(model, density=0.4, **options):

@@ -48,7 +48,10 @@ def assert_same_gradients(tiles, dense, rtol=None):
     rtol = 300 * EPS32 if rtol is None else rtol
     names = [name for buffer in tiles.gradient_buffers for name in buffer.names]
     assert names == [name for buffer in dense.gradient_buffers for name in buffer.names]
-    for (name, p), (_, q) in zip(tiles._named(), dense._named(), strict=True):
+    params, twins = (
+        [p for buffer in optimizer.gradient_buffers for p in buffer.params] for optimizer in (tiles, dense)
+    )
+    for name, p, q in zip(names, params, twins, strict=True):
         ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
         assert p.grad is None and (ours is None) == (theirs is None), name
         if ours is not None:
