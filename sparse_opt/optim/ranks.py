@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .lost_ranks import REPORT_SECONDS, missing_ranks
+
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
-
-_failures = itertools.count()
-# Seconds that the other ranks have to report after a failed collective. Dead ranks, and those in other code, do not.
-_REPORT_SECONDS = 5.0
 
 
 def group_of(
@@ -76,8 +72,8 @@ def all_reduce_mean(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return work
 
 
-def wait(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Wait for a collective, with NCCL on the current stream.
+def wait(work: dist.Work, group: dist.ProcessGroup, number: int) -> None:
+    """Wait for a collective of reduction `number`, with NCCL on the current stream.
 
     Raises:
         RuntimeError: the collective failed or timed out; names the ranks that do not respond.
@@ -85,28 +81,10 @@ def wait(work: dist.Work, group: dist.ProcessGroup) -> None:
     try:
         work.wait()
     except RuntimeError as error:
+        clause = missing_ranks(group, number, REPORT_SECONDS)
         raise RuntimeError(
-            f"rank {group.rank()}: a reduction of gradients failed, {_missing(group)}: {error}"
+            f"rank {dist.get_rank()}: reduction {number} of the compact gradients failed, {clause}: {error}"
         ) from error
-
-
-def _missing(group: dist.ProcessGroup) -> str:
-    """Say which ranks have not reported the same failure, through the store that the ranks have met at."""
-    store = dist.distributed_c10d._get_default_store()  # no public function returns it
-    number, own = next(_failures), dist.get_rank()
-    missing = {r for r in dist.get_process_group_ranks(group) if r != own}
-    key = f"sparse_opt/failed_reduction/{number}/"
-    deadline = time.monotonic() + _REPORT_SECONDS
-    try:
-        store.set(f"{key}{own}", "failed")
-        while missing and time.monotonic() < deadline:
-            missing = {r for r in missing if not store.check([f"{key}{r}"])}
-            time.sleep(0.05)
-    except RuntimeError as error:
-        return f"and the store of the process group does not respond ({error})"
-    if not missing:
-        return "on all ranks"
-    return f"and rank {', '.join(map(str, sorted(missing)))} did not respond within {_REPORT_SECONDS:g} s"
 
 
 def require_same(

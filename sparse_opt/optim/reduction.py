@@ -14,6 +14,7 @@ from torch import Tensor
 from . import ranks
 from .backward_notifier import BackwardNotifier
 from .gradient_buffer import GradientBuffer
+from .lost_ranks import LostRankReporter
 
 # As DistributedDataParallel's buckets. Smaller ones start earlier, and larger ones use the network better.
 MAX_PIECE_BYTES = 25 * 2**20
@@ -92,6 +93,8 @@ class GradientReducer:
         self._works: list[dist.Work] = []
         devices = {buffer.device for buffer in buffers if buffer.device.type == "cuda"}
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        self._number = 0  # of the last reduction
+        self._reporter: LostRankReporter | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -112,6 +115,9 @@ class GradientReducer:
         if self._notifier is not None:
             self._notifier.remove()
             self._notifier = None
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
         self.wait()
 
     # Called by the notifier, on a thread of the backward pass
@@ -138,11 +144,16 @@ class GradientReducer:
     def _launch_all(self) -> None:
         while self._launched < len(self._pieces):
             self._launch_next()
+        if self._streams and self._notifier is not None:
+            if self._reporter is None:
+                self._reporter = LostRankReporter(self.group, next(iter(self._streams)))
+            self._reporter.add(self._number, self._works[-1])
         self._launched = 0
         self._ready.clear()
         self.reduced = True
 
     def _launch_next(self) -> None:
+        self._number += self._launched == 0
         piece = self._pieces[self._launched]
         buffer = piece.buffer
         with torch.cuda.stream(self._streams.get(buffer.device)):
@@ -176,7 +187,7 @@ class GradientReducer:
         """Make the current stream wait for the reductions in flight; with gloo, the host waits."""
         works, self._works = self._works, []
         for work in works:
-            ranks.wait(work, self.group)
+            ranks.wait(work, self.group, self._number)
 
     def reopen(self) -> None:
         """Prepare for further gradients."""
