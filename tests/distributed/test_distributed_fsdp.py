@@ -1,0 +1,359 @@
+"""Sparse optimizers of models under `fully_shard` (FSDP2): the bits of one device that sees the global batch.
+
+The loss of the one device is divided by the number of ranks, a power of two, and gradients of two ranks are added in
+fp32: both are exact in either order, so nothing here needs a tolerance. With four ranks, two have a loss of zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from sparse_opt import MaskSet, SparseAdamW, SparseLion, SparseSGD
+from sparse_opt.optim import SparseOptimizer
+
+Forward = Callable[[Tensor], Tensor]
+STEPS, TOKENS, VOCABULARY, WIDTH = 12, 24, 71, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return output
+
+
+class Model(nn.Module):
+    """Has rows that do not split evenly (71), fewer rows than ranks (1), a bias, and a head that may be tied."""
+
+    def __init__(self, *, tied: bool = False, checkpointed: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(Block().to(dtype) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits: Tensor = self.head(x * self.scale)
+        return logits
+
+
+def make_model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def loss_of(forward: Forward, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(forward(tokens[:-1]).float(), tokens[1:])
+
+
+def batches_of(step: int, rank: int, n: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return list(torch.randint(VOCABULARY, (n, TOKENS), generator=generator))
+
+
+def shard(model: Model, **options: Any) -> Model:
+    """As users do, one unit per block; one linear layer is a unit of its own."""
+    for module in (model.blocks[0].up, *model.blocks, model):
+        fully_shard(module, **options)
+    return model
+
+
+@dataclass
+class Case:
+    """A configuration to train under FSDP2 and on one device."""
+
+    pattern: str = "element"
+    optimizer: Callable[..., SparseOptimizer] = SparseAdamW
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    model: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None  # of MixedPrecisionPolicy
+    micro_batches: int = 1
+    frozen: tuple[str, ...] = ()
+    meta: bool = False
+
+
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+CASES = {
+    "element": Case(),
+    "run": Case("run16", SparseSGD, SGD),
+    "tile": Case("tile64", SparseLion, {"lr": 1e-3, "tile_backward": True}),
+    "python": Case("tile64", SparseAdamW, {"lr": 1e-2, "tile_backward": True, "backend": "reference"}),
+    "clipped": Case("run16", SparseAdamW, {"lr": 1e-2, "max_grad_norm": 0.05}),
+    "bf16": Case("tile64", SparseAdamW, {"lr": 1e-2, "master_weights": True}, model={"dtype": torch.bfloat16}),
+    "mixed precision": Case(compute_dtype=torch.bfloat16),
+    "checkpointed": Case("tile64", SparseSGD, SGD, model={"checkpointed": True}),
+    "tied": Case("tile64", SparseSGD, SGD, model={"tied": True}),
+    "accumulated": Case("run16", SparseSGD, SGD, micro_batches=3),
+    "not resharded": Case(fsdp={"reshard_after_forward": False}),
+    "frozen": Case(frozen=("blocks.0.up.weight", "embedding.weight")),
+    "meta": Case("run32", meta=True),
+}
+
+
+def mask_of(model: Model, pattern: str, *, frozen: tuple[str, ...] = (), seed: int = 1) -> MaskSet:
+    drawn = MaskSet.random(model, density=0.3, pattern=pattern, seed=seed)
+    indices = {name: drawn[name][: 0 if name in frozen else None] for name in drawn.names}
+    return MaskSet(indices, drawn.shapes, pattern=pattern)
+
+
+def both(case: Case, mesh: Any = None) -> tuple[Model, SparseOptimizer, Model, SparseOptimizer]:
+    """Return (sharded model, its optimizer, model of one device, its optimizer)."""
+    alone = make_model(**case.model)
+    mask = MaskSet.random(alone, density=0.3, pattern=case.pattern, seed=1)
+    mask = MaskSet(
+        {n: mask[n][:0] if n in case.frozen else mask[n] for n in mask.names}, mask.shapes, pattern=mask.pattern
+    )
+    fsdp = dict(case.fsdp, mesh=mesh)
+    if case.compute_dtype is not None:
+        fsdp["mp_policy"] = MixedPrecisionPolicy(param_dtype=case.compute_dtype, reduce_dtype=torch.float32)
+    if case.meta:
+        with torch.device("meta"):
+            model = Model(**case.model)
+        shard(model, **fsdp).to_empty(device="cpu")
+        for name, param in model.named_parameters():
+            whole = distribute_tensor(alone.get_parameter(name).detach(), param.device_mesh, param.placements)
+            param.detach().copy_(whole)
+    else:
+        model = shard(make_model(**case.model), **fsdp)
+    for name in case.frozen:
+        model.get_parameter(name).requires_grad_(False)
+    optimizer = case.optimizer(model, mask, **case.options)
+    # A group of one rank, so that both compute the norm from the whole gradient.
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    single = case.optimizer(alone, mask, process_group=groups[dist.get_rank()], **case.options)
+    return model, optimizer, alone, single
+
+
+def forward_of(case: Case, model: Model) -> Forward:
+    """Return the model's forward pass in the case's dtype, as MixedPrecisionPolicy computes it."""
+    if case.compute_dtype is None:
+        return model
+    casts = {name: p.to(case.compute_dtype) for name, p in model.named_parameters()}
+    return lambda tokens: torch.func.functional_call(model, casts, tokens)
+
+
+def backward(forward: Forward, optimizer: SparseOptimizer, batches: list[Tensor], scale: float = 1.0) -> None:
+    """Run one backward pass per batch; the last one is not inside `no_sync`."""
+    for i, tokens in enumerate(batches):
+        with optimizer.no_sync() if i + 1 < len(batches) else contextlib.nullcontext():
+            (loss_of(forward, tokens) * scale).backward()
+
+
+def backward_of_ranks(forward: Forward, alone: Model, single: SparseOptimizer, batches: list[list[Tensor]]) -> None:
+    """Leave the mean of the gradients of several ranks' batches in one device's optimizer."""
+    total: dict[nn.Parameter, Tensor] = {}
+    for i, of_rank in enumerate(batches):
+        backward(forward, single, of_rank, 1 / dist.get_world_size())
+        for param in alone.parameters():
+            gradient = single.compact_grad(param)
+            if gradient is not None:
+                total[param] = gradient.add_(total.get(param, 0)).clone()
+        if i + 1 < len(batches):
+            single.zero_grad()
+
+
+def assert_equal(model: Model, optimizer: SparseOptimizer, alone: Model, single: SparseOptimizer, what: str) -> None:
+    """Compare all weights and all local state with those of one device, bit for bit."""
+    for (name, param), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), whole), (what, name)
+    sharded, full = optimizer.state_dict()["state"], single.state_dict()["state"]
+    assert sharded.keys() == full.keys(), what
+    for number, entry in sharded.items():
+        here = torch.isin(full[number]["indices"], entry["indices"])
+        assert int(here.sum()) == len(entry["indices"]), what
+        for key, value in entry.items():
+            of_base = torch.isin(full[number]["base_indices"], entry["base_indices"])
+            expected = full[number][key]
+            expected = expected if key == "step" else expected[of_base if "base" in key else here]
+            assert torch.equal(value, expected), (what, number, key)
+
+
+def step_both(
+    case: Case, model: Model, optimizer: SparseOptimizer, alone: Model, single: SparseOptimizer, step: int
+) -> None:
+    """Step both on the batches of all ranks, and compare them."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    backward(model, optimizer, batches_of(step, rank, case.micro_batches))
+    of_ranks = [batches_of(step, r, case.micro_batches) for r in range(n)]
+    backward_of_ranks(forward_of(case, alone), alone, single, of_ranks)
+    for each in optimizer, single:
+        each.step()
+        each.zero_grad()
+    assert_equal(model, optimizer, alone, single, f"step {step}")
+
+
+def train_case(case: Case) -> None:
+    trained = both(case)
+    model, optimizer, _, single = trained
+    held = torch.tensor([sum(len(entry["indices"]) for entry in optimizer.state_dict()["state"].values())])
+    assert held < optimizer.mask.nnz
+    dist.all_reduce(held)
+    assert held == optimizer.mask.nnz
+    assert optimizer.tiled_parameters == single.tiled_parameters
+    with CommDebugMode() as communication:
+        for step in range(STEPS):
+            step_both(case, *trained, step)
+    assert not [op for op, n in communication.get_comm_counts().items() if n and "reduce_scatter" in str(op)]
+    if optimizer.max_grad_norm is not None:
+        assert torch.equal(optimizer.grad_norm, single.grad_norm)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def train_cases(rank: int, names: list[str]) -> None:
+    for name in names:
+        print(name, flush=True)  # shown with a failure
+        train_case(CASES[name])
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_many_steps_equal_one_device(part: int) -> None:
+    launch(train_cases, 2, list(CASES)[part::2])
+
+
+def use_base_weights(rank: int) -> None:
+    case = CASES["run"]
+    trained = both(case)
+    model, optimizer, alone, single = trained
+    (tokens,) = batches_of(99, rank)
+
+    def outputs() -> Tensor:
+        with torch.no_grad():
+            return model(tokens)  # leaves the root module unsharded
+
+    start = outputs()
+    for step in range(3):
+        step_both(case, *trained, step)
+    now = outputs()
+    assert not torch.equal(now, start)
+    with optimizer.base_weights():
+        assert torch.equal(outputs(), start)
+        assert not model(tokens).requires_grad
+    assert torch.equal(outputs(), now)
+    with pytest.raises(KeyError), optimizer.base_weights():
+        assert torch.equal(outputs(), start)
+        raise KeyError
+    assert torch.equal(outputs(), now)
+    # A graph that was built before entry runs backward after exit.
+    loss = loss_of(model, tokens)
+    with optimizer.base_weights():
+        assert torch.equal(outputs(), start)
+    loss.backward()
+    optimizer.zero_grad()
+    for step in range(3, 6):
+        step_both(case, *trained, step)
+    # Elements that leave the mask keep their base weights.
+    for each in optimizer, single:
+        each.set_mask(mask_of(make_model(), "element", seed=2))
+    for step in range(6, 9):
+        step_both(case, *trained, step)
+    with optimizer.base_weights():
+        assert torch.equal(outputs(), start)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_equal(*trained, "loaded")
+    loss = loss_of(model, tokens)
+    with (
+        optimizer.base_weights(),
+        pytest.raises(RuntimeError, match=r"base_weights\(\)|modified by an inplace operation"),
+    ):
+        loss.backward()
+
+
+def test_base_weights_and_set_mask() -> None:
+    launch(use_base_weights, 2)
+
+
+def train_hybrid(rank: int) -> None:
+    """Ranks 0 and 3, which share no mesh dimension, have data; the loss of the others is zero."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    case = CASES["tile"]
+    model, optimizer, alone, single = both(case, mesh)
+    for step in range(STEPS):
+        backward(model, optimizer, batches_of(step, rank), 1.0 if rank in (0, 3) else 0.0)
+        backward_of_ranks(alone, alone, single, [batches_of(step, 0), batches_of(step, 3)])
+        for each in optimizer, single:
+            each.step()
+            each.zero_grad()
+        assert_equal(model, optimizer, alone, single, f"step {step}")
+    rounding = shard(make_model(dtype=torch.bfloat16), mesh=mesh)
+    mask = mask_of(make_model(), "element")
+    rounded = SparseAdamW(rounding, mask, lr=1e-2, stochastic_rounding=True, state_dtype=torch.bfloat16)
+    for step in range(STEPS):
+        backward(rounding, rounded, batches_of(step, rank))
+        rounded.step()
+    rounded.check_ranks()
+    if rank == 3:
+        rounding.get_parameter("head.weight").detach().to_local().add_(1)
+    with pytest.raises(RuntimeError, match=r"'head.weight' is .* rank [13]"):
+        rounded.check_ranks()
+    tensor_parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    both_ways = make_model()
+    parallelize_module(both_ways, tensor_parallel["tensor"], {"blocks.0.up": ColwiseParallel()})
+    fully_shard(both_ways, mesh=tensor_parallel["data"])
+    with pytest.raises(ValueError, match=r"'blocks.0.up.weight' is a DTensor.*[Tt]ensor"):
+        SparseAdamW(both_ways, mask)
+
+
+def test_hybrid_sharding() -> None:
+    launch(train_hybrid, 4)
+
+
+def refuse(rank: int) -> None:
+    mask = mask_of(make_model(), "element")
+    other = shard(make_model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None)
+    with pytest.raises(ValueError, match=r"is a DTensor with placements \(Shard\(dim=1\),\)"):
+        SparseAdamW(other, mask)
+    with torch.device("meta"):
+        model = shard(Model())
+    with pytest.raises(ValueError, match="is on the meta device"):
+        SparseAdamW(model, mask)
+    model = shard(make_model())
+    with pytest.raises(ValueError, match="grads is 'dense'"):
+        SparseAdamW(model, mask, grads="dense")
+    with pytest.raises(ValueError, match="process_group is False"):
+        SparseAdamW(model, mask, process_group=False)
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    with pytest.raises(ValueError, match=r"process_group has ranks \[\d\].*\[0, 1\]"):
+        SparseAdamW(model, mask, process_group=alone)
+    with pytest.raises(ValueError, match="pass the model"):
+        SparseAdamW(model.named_parameters(), mask)
+    optimizer = SparseAdamW(model.named_parameters(), mask, model=model, process_group=dist.group.WORLD)
+    optimizer.detach()
+    backward(model, optimizer, batches_of(0, rank))
+    optimizer.attach()
+    with pytest.raises(RuntimeError, match="has a dense gradient, reduced by fully_shard"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer, batches_of(0, rank))
+    optimizer.step()
+    model.bfloat16()
+    with pytest.raises(RuntimeError, match="the local shard of 'embedding.weight' was replaced"):
+        optimizer.step()
+
+
+def test_what_is_not_supported_raises() -> None:
+    launch(refuse, 2)
