@@ -28,10 +28,13 @@ def group_of(
             group that the optimizer cannot use.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if mesh is not None and grads == "compact":
+    if mesh is not None:
+        if grads != "compact":
+            raise ValueError(f"grads is {grads!r}, but the parameters are sharded by fully_shard; expected 'compact'")
         if process_group is False:
             raise ValueError("process_group is False, but the parameters are sharded over several ranks")
-        return _group_of_mesh(mesh) if process_group is None else process_group
+        if process_group is None:
+            process_group = _group_of_mesh(mesh)
     if process_group is None and several and grads == "compact":
         raise ValueError(
             f"torch.distributed runs {dist.get_world_size()} processes: pass process_group="
@@ -49,6 +52,10 @@ def group_of(
         raise ValueError(
             f"process_group is {process_group!r}, expected a ProcessGroup that this process is in, False or None"
         )
+    if mesh is not None:
+        found, expected = sorted(dist.get_process_group_ranks(process_group)), sorted(mesh.mesh.flatten().tolist())
+        if found != expected:
+            raise ValueError(f"process_group has ranks {found}, but the parameters are sharded over ranks {expected}")
     return process_group
 
 
