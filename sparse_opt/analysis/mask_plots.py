@@ -10,8 +10,9 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..masks.mask_set import MaskSet, MaskStats
+from ..masks.mask_set import MaskSet
 from ..masks.parameters import PART_LABELS, PARTS, Part, group, in_layer_order, layer_label, place_of
+from ..masks.stats import MaskStats
 from .figures import new_figure, save_png
 from .mask_overlap import Comparison, Overlap
 

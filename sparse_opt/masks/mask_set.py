@@ -1,11 +1,10 @@
-"""MaskSet: the active elements of a model's parameters, with its statistics and files."""
+"""MaskSet: the active elements of a model's parameters."""
 
 from __future__ import annotations
 
 import builtins
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,40 +18,15 @@ from ..tensors import (
     dtype_name,
     floating_parameters_of,
     named_parameters_of,
-    sharing_parameters,
     tensor_digest,
 )
 from . import files as mask_files
+from .checks import checked_positions, index_dtype, positions_of_bool, require_own_memory
 from .parameters import Part, group_by_layer, group_by_part
-from .patterns import PATTERNS, broken_unit, most_specific_pattern
+from .patterns import PATTERNS, most_specific_pattern
 from .positions import intersection_size
 from .sampling import random_indices
-
-_FIRST_INT64_NUMEL = 2**31
-
-
-@dataclass(frozen=True)
-class MaskStats:
-    """Statistics of a mask over some parameters: `nnz` active of `numel` elements."""
-
-    nnz: int
-    numel: int
-
-    @classmethod
-    def sum(cls, stats: Iterable[MaskStats]) -> MaskStats:
-        """Return the statistics of several parameters together."""
-        stats = list(stats)
-        return cls(sum(s.nnz for s in stats), sum(s.numel for s in stats))
-
-    @property
-    def density(self) -> float:
-        """nnz / numel; 0 if there are no elements."""
-        return self.nnz / self.numel if self.numel else 0.0
-
-    @property
-    def sparsity(self) -> float:
-        """1 - density."""
-        return 1.0 - self.density
+from .stats import MaskStats
 
 
 class MaskSet:
@@ -86,7 +60,7 @@ class MaskSet:
         if set(indices) != set(shapes):
             odd = sorted(set(indices) ^ set(shapes))
             raise MaskError(f"indices and shapes name different tensors: {listed(odd)}")
-        checked = {name: _checked(name, tensor, shapes[name], pattern) for name, tensor in indices.items()}
+        checked = {name: checked_positions(name, tensor, shapes[name], pattern) for name, tensor in indices.items()}
         self._fill(checked, shapes, pattern, metadata)
 
     def _fill(
@@ -156,7 +130,7 @@ class MaskSet:
             for name, item in model_or_shapes.items():
                 shapes[name] = tuple(item.shape) if isinstance(item, Tensor) else tuple(map(int, item))
         indices = {
-            name: random_indices(name, shape, density, pattern, seed).to(_index_dtype(math.prod(shape)))
+            name: random_indices(name, shape, density, pattern, seed).to(index_dtype(math.prod(shape)))
             for name, shape in shapes.items()
         }
         metadata = {"method": "random", "sparsity": f"{100 * (1 - density):.10g}", "seed": str(seed)}
@@ -171,16 +145,7 @@ class MaskSet:
         """
         indices, shapes = {}, {}
         for name, tensor in masks.items():
-            if not isinstance(name, str):
-                raise MaskError(f"a mask has the name {name!r}, expected a parameter's name")
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-                found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise MaskError(f"mask of {name} is {found}, expected a bool tensor")
-            if tensor.layout != torch.strided or tensor.is_meta:
-                what = "on the meta device" if tensor.is_meta else str(tensor.layout)
-                raise MaskError(f"mask of {name} is {what}, expected a dense tensor with values")
-            positions = tensor.detach().cpu().reshape(-1).nonzero().view(-1)
-            indices[name] = positions.to(_index_dtype(tensor.numel()))
+            indices[name] = positions_of_bool(name, tensor)
             shapes[name] = tuple(tensor.shape)
         pattern = most_specific_pattern((indices[name], shapes[name]) for name in indices)
         return cls._of_checked(indices, shapes, pattern, metadata)
@@ -381,41 +346,3 @@ class MaskSet:
             f"MaskSet({len(self)} tensors, {self.nnz} of {self.numel} elements active, "
             f"sparsity {self.sparsity:.4%}, pattern {self.pattern})"
         )
-
-
-def require_own_memory(params: Mapping[str, Tensor], active: Iterable[str]) -> None:
-    """Raise a MaskError if a parameter named in `active` shares memory with another parameter; names both."""
-    ids = {id(params[name]) for name in active if name in params}
-    for first, second in sharing_parameters(params):
-        if id(params[first]) in ids or id(params[second]) in ids:
-            raise MaskError(
-                f"{first} and {second} are different parameters that share memory; tie them by using one Parameter for "
-                "both, or give each its own"
-            )
-
-
-def _index_dtype(numel: int) -> torch.dtype:
-    return torch.int32 if numel < _FIRST_INT64_NUMEL else torch.int64
-
-
-def _checked(name: str, tensor: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
-    """Check one tensor's positions and return a private CPU copy, or raise a MaskError that names the tensor."""
-    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
-        found = f"{tensor.dtype} of {tensor.dim()} dimensions" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise MaskError(f"positions of {name} are {found}, expected int32 or int64 of one dimension")
-    if any(int(size) < 0 for size in shape):
-        raise MaskError(f"shape of {name} is {list(shape)}, expected sizes of 0 or more")
-    numel = math.prod(map(int, shape))
-    positions = tensor.detach().cpu()
-    if positions.numel():
-        if not bool((positions[1:] > positions[:-1]).all()):
-            raise MaskError(f"positions of {name} are not strictly ascending, expected sorted and unique")
-        first, last = int(positions[0]), int(positions[-1])
-        if first < 0 or last >= numel:
-            raise MaskError(f"positions of {name} run from {first} to {last}, expected 0 to {numel - 1}")
-        broken = broken_unit(positions, shape, pattern)
-        if broken is not None:
-            raise MaskError(f"positions of {name} take a part of {pattern} unit {broken}, expected all or none of it")
-        return positions.to(_index_dtype(numel), copy=True).contiguous()
-    # Not a copy: a copy of a tensor made from an empty numpy array would keep its stride of 0.
-    return torch.empty(0, dtype=_index_dtype(numel), device="cpu")

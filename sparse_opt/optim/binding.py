@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends
-from ..masks.mask_set import MaskSet, require_own_memory
+from ..masks.checks import require_own_memory
+from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES
 from .backward_notifier import BackwardNotifier, PythonBackwardNotifier
 from .buckets import Bucket
