@@ -21,9 +21,27 @@ from sparse_opt.optim.backward_notifier import PythonBackwardNotifier
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64
 
 
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def group_backend(request: pytest.FixtureRequest) -> str:
+    """The backends of process groups; a test with n ranks over NCCL needs n GPUs."""
+    return request.param
+
+
+def launch_on(group_backend: str, function: Any, n: int, *args: Any, **limits: float) -> None:
+    if group_backend == "nccl" and torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} GPUs, there are {torch.cuda.device_count()}")
+    launch(function, n, *args, backend=group_backend, **limits)
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+
+
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, WIDTH))
+    layers = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, WIDTH))
+    return layers.to(device())
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +53,7 @@ def batches(rank: int) -> Any:
     generator = torch.Generator().manual_seed(1)
     n = dist.get_world_size()
     for _ in range(STEPS):
-        batch = torch.randn(n * MICRO_BATCHES * ROWS, WIDTH, generator=generator)
+        batch = torch.randn(n * MICRO_BATCHES * ROWS, WIDTH, generator=generator).to(device())
         yield batch, batch.chunk(n)[rank].chunk(MICRO_BATCHES)
 
 
@@ -77,14 +95,14 @@ SGD_TOLERANCE = STEPS * 0.1 * 1e-2 * 2**-20 + 2**-24
 def equals_one_process(rank: int) -> None:
     reduction.MAX_PIECE_BYTES = 4096  # several pieces
     for pattern, backend, sync in (
-        ("element", "cpu", "last"),
-        ("run16", "cpu", "step"),
-        ("tile64", "cpu", "last"),
+        ("element", None, "last"),
+        ("run16", None, "step"),
+        ("tile64", None, "last"),
         ("tile64", "reference", "always"),
     ):
         mask = MaskSet.random(make_model(), density=0.3, pattern=pattern, seed=0)
 
-        def make(model: nn.Module, group: Any, mask: MaskSet = mask, backend: str = backend) -> SparseSGD:
+        def make(model: nn.Module, group: Any, mask: MaskSet = mask, backend: str | None = backend) -> SparseSGD:
             return SparseSGD(model, mask, lr=0.1, max_grad_norm=0.05, backend=backend, process_group=group)
 
         model, alone = train(rank, make, sync)
@@ -92,8 +110,8 @@ def equals_one_process(rank: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_equals_one_process_with_the_global_batch(n: int) -> None:
-    launch(equals_one_process, n)
+def test_equals_one_process_with_the_global_batch(n: int, group_backend: str) -> None:
+    launch_on(group_backend, equals_one_process, n)
 
 
 def trains_with_every_optimizer(rank: int) -> None:
@@ -117,8 +135,8 @@ def trains_with_every_optimizer(rank: int) -> None:
         assert_close(model, alone, STEPS * 4e-4 if kind is not SparseSGD else 1e-4)
 
 
-def test_every_optimizer_with_bf16_gradients_and_state() -> None:
-    launch(trains_with_every_optimizer, 2)
+def test_every_optimizer_with_bf16_gradients_and_state(group_backend: str) -> None:
+    launch_on(group_backend, trains_with_every_optimizer, 2)
 
 
 def counts_collectives(rank: int) -> None:
@@ -155,14 +173,14 @@ def counts_collectives(rank: int) -> None:
             dist.all_reduce = all_reduce
 
 
-def test_only_the_compact_gradients_are_sent_once_per_step() -> None:
-    launch(counts_collectives, 2)
+def test_only_the_compact_gradients_are_sent_once_per_step(group_backend: str) -> None:
+    launch_on(group_backend, counts_collectives, 2)
 
 
 def tolerates_missing_gradients(rank: int) -> None:
     """Ranks use different layers in different orders, rank 1 has no backward pass in some steps."""
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(device())
     alone = copy.deepcopy(model)
     mask = MaskSet.random(model, density=0.5, seed=0)
     reduction.MAX_PIECE_BYTES = 4096
@@ -170,7 +188,7 @@ def tolerates_missing_gradients(rank: int) -> None:
     single = SparseSGD(alone, mask, lr=0.1, process_group=False)
     generator = torch.Generator().manual_seed(1)
     for step in range(8):
-        x = torch.randn(2, ROWS, WIDTH, generator=generator)
+        x = torch.randn(2, ROWS, WIDTH, generator=generator).to(device())
         orders = ([0, 1, 2, 3], [3, 1] if step % 2 else [])
 
         def run(layers: nn.ModuleList, of_rank: int, x: torch.Tensor = x, orders: Any = orders) -> torch.Tensor:
@@ -191,22 +209,22 @@ def tolerates_missing_gradients(rank: int) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_that_a_rank_lacks_count_as_zero() -> None:
-    launch(tolerates_missing_gradients, 2)
+def test_gradients_that_a_rank_lacks_count_as_zero(group_backend: str) -> None:
+    launch_on(group_backend, tolerates_missing_gradients, 2)
 
 
 def agrees_with_a_scaler(rank: int) -> None:
     model = make_model()
     mask = MaskSet.random(model, density=0.3, seed=0)
     optimizer = SparseAdamW(model, mask, amp_scaling=True, process_group=dist.group.WORLD)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(device().type, init_scale=1024.0)
     for step in range(4):
         before = copy.deepcopy(model.state_dict())
         overflows = step == 1
         factor = float("inf") if overflows and rank == 1 else 1.0  # on one rank only
         with optimizer.no_sync():
-            scaler.scale(loss_of(model, torch.ones(ROWS, WIDTH) * (rank + 1))).backward()
-        scaler.scale(factor * loss_of(model, torch.ones(ROWS, WIDTH))).backward()
+            scaler.scale(loss_of(model, torch.ones(ROWS, WIDTH, device=device()) * (rank + 1))).backward()
+        scaler.scale(factor * loss_of(model, torch.ones(ROWS, WIDTH, device=device()))).backward()
         scaler.unscale_(optimizer)
         optimizer.clip_grad_norm_(1.0)
         scaler.step(optimizer)
@@ -216,13 +234,13 @@ def agrees_with_a_scaler(rank: int) -> None:
         optimizer.check_ranks()
     assert scaler.get_scale() == 512.0
     with optimizer.no_sync():
-        scaler.scale(loss_of(model, torch.ones(ROWS, WIDTH))).backward()
+        scaler.scale(loss_of(model, torch.ones(ROWS, WIDTH, device=device()))).backward()
     with pytest.raises(RuntimeError, match=r"with a GradScaler, the last backward pass .* outside no_sync"):
         scaler.step(optimizer)
 
 
-def test_a_grad_scaler_skips_the_step_on_all_ranks() -> None:
-    launch(agrees_with_a_scaler, 2)
+def test_a_grad_scaler_skips_the_step_on_all_ranks(group_backend: str) -> None:
+    launch_on(group_backend, agrees_with_a_scaler, 2)
 
 
 def refuses_ranks_that_differ(rank: int) -> None:
@@ -249,8 +267,8 @@ def refuses_ranks_that_differ(rank: int) -> None:
         SparseAdamW(model, mask, process_group=group)
 
 
-def test_ranks_that_differ_are_named() -> None:
-    launch(refuses_ranks_that_differ, 3)
+def test_ranks_that_differ_are_named(group_backend: str) -> None:
+    launch_on(group_backend, refuses_ranks_that_differ, 3)
 
 
 def changes_the_mask(rank: int) -> None:
@@ -268,7 +286,7 @@ def changes_the_mask(rank: int) -> None:
             optimizer.close()
             optimizer = SparseSGD(model, masks[1], lr=0.1, momentum=0.9, process_group=dist.group.WORLD)
             optimizer.load_state_dict(state)
-        loss_of(model, torch.ones(1, WIDTH)).backward()
+        loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
         optimizer.zero_grad()  # drops a mean
         with torch.no_grad(), optimizer.base_weights():
             loss_of(model, batch)
@@ -281,8 +299,8 @@ def changes_the_mask(rank: int) -> None:
         torch.testing.assert_close(p, q, rtol=0.0, atol=10 * SGD_TOLERANCE)
 
 
-def test_masks_states_base_weights_and_dropped_gradients() -> None:
-    launch(changes_the_mask, 2)
+def test_masks_states_base_weights_and_dropped_gradients(group_backend: str) -> None:
+    launch_on(group_backend, changes_the_mask, 2)
 
 
 class Raises(torch.autograd.Function):
@@ -300,14 +318,14 @@ def ends_a_pass_early(rank: int) -> None:
     reduction.MAX_PIECE_BYTES = 4096
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3), process_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="this layer has no gradient"):
-        model[2:](Raises.apply(model[:2](torch.ones(1, WIDTH)))).sum().backward()
-    for repeat in (optimizer.step, optimizer.zero_grad, loss_of(model, torch.ones(1, WIDTH)).backward):
+        model[2:](Raises.apply(model[:2](torch.ones(1, WIDTH, device=device())))).sum().backward()
+    for repeat in (optimizer.step, optimizer.zero_grad, loss_of(model, torch.ones(1, WIDTH, device=device())).backward):
         with pytest.raises(RuntimeError, match=r"ended after \d+ of the \d+ reductions.*resume from a checkpoint"):
             repeat()
 
 
-def test_a_pass_that_fails_after_its_first_reductions_cannot_be_repeated() -> None:
-    launch(ends_a_pass_early, 2)
+def test_a_pass_that_fails_after_its_first_reductions_cannot_be_repeated(group_backend: str) -> None:
+    launch_on(group_backend, ends_a_pass_early, 2)
 
 
 def loses_a_rank(rank: int, how: str) -> str:
@@ -319,7 +337,7 @@ def loses_a_rank(rank: int, how: str) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
         try:
-            loss_of(model, torch.ones(1, WIDTH)).backward()
+            loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
             optimizer.step()
         except RuntimeError as error:
             os._exit(7 if "rank 1 did not respond" in str(error) else 8)
@@ -342,12 +360,31 @@ def test_the_notifier(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
     notifier = make(params, [0, 0, 1], events.append, lambda: events.append("end"))
     for _ in range(2):
         events.clear()
-        loss_of(model, torch.ones(1, WIDTH)).backward()
+        loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
         assert events == [1, 0, "end"]
     events.clear()
-    model[2:](torch.ones(1, 128)).sum().backward()  # the first layer has no part in this pass
+    model[2:](torch.ones(1, 128, device=device())).sum().backward()  # the first layer has no part in this pass
     assert events == [1, "end"]
     events.clear()
     notifier.remove()
-    loss_of(model, torch.ones(1, WIDTH)).backward()
+    loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
     assert not events
+
+
+@pytest.mark.gpu
+def test_a_rank_that_is_lost_is_named_before_nccl_ends_the_process() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: reduction 2 .* rank 1 did not respond within 2.5 s"):
+        launch_on("nccl", waits_for_a_lost_rank, 2, collective_timeout=10)
+
+
+def waits_for_a_lost_rank(rank: int) -> None:
+    model = make_model()
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3), process_group=dist.group.WORLD)
+    for step in range(3):
+        if rank == 1 and step == 1:
+            signal.pause()
+        loss = loss_of(model, torch.ones(1, WIDTH, device=device()))
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        torch.cuda.synchronize()
