@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..delta.state import StateLog
+from ..delta.state_log import StateLog
 from ..errors import DataError
 from .states import (
     DEVICE_CPU,

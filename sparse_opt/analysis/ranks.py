@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..delta.state import StateLog
+from ..delta.state_log import StateLog
 from ..errors import DataError
 from ..masks.parameters import component_of
 from ..tensors import canonical_names

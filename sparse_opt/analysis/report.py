@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import __version__
-from ..delta.state import StateLog
+from ..delta.state_log import StateLog
 from . import plots
 from .coverage import TAUS, Coverage, measure_coverage
 from .ranks import TAU, RankStats, measure_ranks
 from .records import (
-    Table,
     change_profile,
     change_tables,
     coverage_tables,
@@ -28,6 +27,7 @@ from .shapes import WeightShape, weight_shapes
 from .sparsity import TOLERANCES, StepChanges, measure_sparsity, sum_changes
 from .spectrum import LOWRANK_K, Method
 from .states import DEVICE_CPU, Progress, no_progress
+from .tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..delta.state import StateLog
+from ..delta.state_log import StateLog
 from ..masks.parameters import PART_LABELS, group_by_layer, group_by_part, layer_label
 from ..tensors import as_bits
 from .states import (

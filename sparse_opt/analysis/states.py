@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..delta.state import StateLog, floating_parameters
+from ..delta.state_log import StateLog, floating_parameters
 from ..errors import DataError
 from ..masks.parameters import select_names
 from ..tensors import as_bits

@@ -39,7 +39,7 @@ from ..masks.mask_set import MaskSet
 from ..tensors import as_bits, compact_json
 from .files import MASK_NAME, LogSettings, list_steps
 from .log import DeltaLog
-from .state import StateLog, step_states
+from .state_log import StateLog, step_states
 
 OnTensor = Callable[[], None]
 

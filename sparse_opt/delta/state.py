@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -267,57 +265,3 @@ def _reach(tensor: Tensor) -> int:
     else:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + elements) * tensor.element_size()
-
-
-class StateLog(Protocol):
-    """The states of a run at its logged steps, read tensor by tensor.
-
-    All methods raise a DeltaLogError that names file and step if a step is not logged or a file is damaged.
-    """
-
-    directory: Path
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The logged steps, ascending; the first one is the base W0."""
-
-    @property
-    def layout(self) -> StateLayout:
-        """The tensors of the logged state."""
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The metadata stored with the log, including `model` if it is known."""
-
-    def digest(self, step: int) -> str:
-        """Return a digest of the state at a step, 32 hex digits."""
-
-    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
-
-        Holds one tensor for any number of steps: a yielded tensor is valid until the next one is requested.
-        """
-
-
-def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:
-    """Return name -> spec of a log's floating-point parameters, without buffers, tied ones once, in model order."""
-    layout = log.layout
-    return {
-        spec.name: spec
-        for spec in layout.tensors
-        if spec.name not in layout.buffers and getattr(torch, spec.dtype).is_floating_point
-    }
-
-
-def step_states(log: StateLog, steps: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield (step, the state's tensors by their first names), on the CPU, for ascending logged steps.
-
-    Reads the log once, all tensors in parallel, and holds one state; a yielded state is valid until the next one is
-    requested.
-
-    Raises:
-        DeltaLogError: as `StateLog.tensor_states`.
-    """
-    readers = {name: log.tensor_states(name, steps) for name in log.layout.names}
-    for step in steps:
-        yield step, {name: next(reader)[1] for name, reader in readers.items()}

@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from ..delta.state import StateLog, floating_parameters
+from ..delta.state_log import StateLog, floating_parameters
 from ..errors import MaskError
 from ..masks.parameters import select_names
 from ..tensors import floating_parameters_of

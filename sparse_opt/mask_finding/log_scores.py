@@ -26,9 +26,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..delta.state import StateLog, TensorSpec
+from ..delta.state import TensorSpec
+from ..delta.state_log import StateLog
 from ..errors import DeltaLogError, MaskError
-from .topk import positions
+from .units import positions
 
 LogMethod = Literal["magnitude", "momentum", "fisher", "oracle"]
 LOG_METHODS: tuple[LogMethod, ...] = ("magnitude", "momentum", "fisher", "oracle")

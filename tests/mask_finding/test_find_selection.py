@@ -13,10 +13,9 @@ from torch import Tensor
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import select as mask_selection
-from sparse_opt.mask_finding import topk as mask_units
-from sparse_opt.mask_finding import topk as score_selection
+from sparse_opt.mask_finding import topk, units
 from sparse_opt.mask_finding.select import find_mask
-from sparse_opt.mask_finding.topk import unit_scores, unit_sizes
+from sparse_opt.mask_finding.units import unit_scores, unit_sizes
 from sparse_opt.masks.patterns import PATTERNS, expand_units, unit_grid
 
 UNIT_PATTERNS = [pattern for pattern in PATTERNS if pattern != "element"]
@@ -164,8 +163,8 @@ def test_sums_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPat
     bits = scores.view(-1).view(torch.int32)
     whole = {pattern: unit_scores(bits, scores.shape, pattern).bits for pattern in UNIT_PATTERNS}
     threads = torch.get_num_threads()
-    monkeypatch.setattr(mask_units, "_BLOCK", 1000)
-    monkeypatch.setattr(mask_units, "_BLOCK_COLUMNS", 256)
+    monkeypatch.setattr(units, "_BLOCK", 1000)
+    monkeypatch.setattr(units, "_BLOCK_COLUMNS", 256)
     torch.set_num_threads(1)
     try:
         for pattern, sums in whole.items():
@@ -215,7 +214,7 @@ def test_threads_and_chunks_change_nothing(pattern: str, monkeypatch: pytest.Mon
         whole = find_mask(source, sparsity=40, pattern=pattern, min_tensor_keep=0).mask
         threads = torch.get_num_threads()
         with monkeypatch.context() as patched:
-            patched.setattr(score_selection, "_CHUNK", 113)
+            patched.setattr(topk, "_CHUNK", 113)
             patched.setattr(mask_selection, "_CHUNK", 97)
             torch.set_num_threads(1)
             try:

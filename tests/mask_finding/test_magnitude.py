@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparse_opt import DeltaLog, MaskSet, __version__
 from sparse_opt.errors import DeltaLogError, MaskError
 from sparse_opt.mask_finding import log_scores as mask_scores
-from sparse_opt.mask_finding import topk as score_selection
+from sparse_opt.mask_finding import topk
 from sparse_opt.mask_finding.find import find_from_log, mask_file_name
 from sparse_opt.masks.parameters import select_names
 
@@ -107,7 +107,7 @@ def test_equals_sorting_everything(
 def test_counting_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_of(tmp_path / "log", *small_steps(torch.Generator().manual_seed(1), torch.float32))
     whole = find_magnitude(log, sparsity=80)
-    monkeypatch.setattr(score_selection, "_CHUNK", 301)
+    monkeypatch.setattr(topk, "_CHUNK", 301)
     monkeypatch.setattr(mask_scores, "_CHUNK", 211)
     assert find_magnitude(log, sparsity=80) == whole
 

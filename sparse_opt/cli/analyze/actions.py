@@ -15,12 +15,12 @@ from ...analysis import plots, records
 from ...analysis.checkpoints import CheckpointPair
 from ...analysis.figures import require_matplotlib, save_png, write_text
 from ...analysis.ranks import TAU, measure_ranks
-from ...analysis.records import Table, write_csv
 from ...analysis.shapes import weight_shapes
 from ...analysis.sparsity import measure_sparsity
 from ...analysis.states import Progress
+from ...analysis.tables import Table, write_csv
 from ...delta.open import open_log
-from ...delta.state import StateLog
+from ...delta.state_log import StateLog
 from ...errors import ConfigError
 from ...progress import progress_bar
 from ...tables import table

@@ -14,7 +14,7 @@ from ..parser import add_json_flag
 
 if TYPE_CHECKING:
     from ...analysis.mask_overlap import Comparison, Overlap
-    from ...analysis.records import Table
+    from ...analysis.tables import Table
 
 _EPILOG = """For each pair of masks A and B:
   Jaccard   |A and B| / |A or B|
@@ -81,7 +81,7 @@ def run(args: Namespace) -> None:
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
     comparisons = compare(masks, common=args.common)
     if args.csv is not None:
-        from ...analysis.records import write_csv
+        from ...analysis.tables import write_csv
 
         write_csv(_records(comparisons), args.csv)
     if args.png is not None:
@@ -137,7 +137,7 @@ def _pair_json(pair: Comparison) -> dict[str, Any]:
 
 def _records(comparisons: Sequence[Comparison]) -> Table:
     """All statistics of every pair, for a CSV file."""
-    from ...analysis.records import Table
+    from ...analysis.tables import Table
 
     records = [
         {"first": pair.first, "second": pair.second, "level": level, "name": name, **_statistics(overlap)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...analysis.mask_overlap import Overlap
-    from ...delta.state import StateLog
+    from ...delta.state_log import StateLog
     from ...mask_finding.select import FoundMask
 
 # Copies of the names in mask_finding, which cannot be imported without torch.

@@ -12,7 +12,7 @@ from ...errors import DeltaLogError
 from ...files import new_folder, one_line
 from ...pt_file import save_pt
 from ...tensors import as_bits
-from ..state import StateLog, step_states
+from ..state_log import StateLog, step_states
 from .files import pt_file_name
 
 

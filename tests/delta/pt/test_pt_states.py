@@ -10,7 +10,8 @@ from torch import nn
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.delta.open import open_log
 from sparse_opt.delta.pt import PtDeltaLog
-from sparse_opt.delta.state import read_state, step_states
+from sparse_opt.delta.state import read_state
+from sparse_opt.delta.state_log import step_states
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.tensors import as_bits
 
