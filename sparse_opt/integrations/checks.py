@@ -58,20 +58,19 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
     """Check that accelerate leaves gradients and weights where the optimizer can access them.
 
     Raises:
-        ConfigError: the run uses DeepSpeed, FSDP, Megatron-LM, XLA or DataParallel; or, with compact gradients,
-            DistributedDataParallel or a GradScaler without `amp_scaling`.
+        ConfigError: the run uses DeepSpeed, FSDP, Megatron-LM, XLA, DataParallel, or another parallelism than that of
+            data; or a GradScaler with compact gradients and without `amp_scaling`.
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
         raise ConfigError(
-            f"{kind} keeps weights and gradients in its own buffers, to which a mask cannot be applied: use one "
-            "device, or "
-            "DistributedDataParallel and SparseArguments(grads='dense')"
+            f"{kind} keeps weights and gradients in its own buffers, to which a mask cannot be applied: start the "
+            "processes with `accelerate launch --multi_gpu`, each with the whole model"
         )
-    if kind != "NO" and options.grads == "compact":
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise ConfigError(
-            f"{kind}: DistributedDataParallel averages dense gradients only, not compact ones: "
-            "use SparseArguments(grads='dense')"
+            "parallelism_config has tensor, context or sequence parallelism, but a mask trains with data parallelism only"
         )
     if args.n_gpu > 1:
         raise ConfigError(

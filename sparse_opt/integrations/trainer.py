@@ -6,6 +6,7 @@ the logged norm from `_get_grad_norm`, and reads `optimizer.pt` in `_load_optimi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -57,9 +59,17 @@ class SparseTrainer(_Trainer):
         yield
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Call the Trainer's method, then refuse accelerators that take over the model or its gradients."""
+        """Call the Trainer's method, and let the optimizer average compact gradients between processes.
+
+        DistributedDataParallel averages dense gradients only, so the model is prepared as for evaluation: with mixed
+        precision and torch.compile, but not wrapped.
+        """
         super().create_accelerator_and_postprocess()
-        checks.of_accelerator(self.accelerator, self.args, self.sparse_arguments)
+        accelerator = self.accelerator
+        checks.of_accelerator(accelerator, self.args, self.sparse_arguments)
+        self._averages = accelerator.num_processes > 1 and self.sparse_arguments.grads == "compact"
+        if self._averages:
+            accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters."""
@@ -104,8 +114,15 @@ class SparseTrainer(_Trainer):
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
             model=model,
+            process_group=dist.group.WORLD if self._averages else None,
             **shared,
         )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the Trainer's method; gradients are averaged between processes after a step's last micro-batch only."""
+        assert self.sparse_optimizer is not None  # training has begun
+        with nullcontext() if self.accelerator.sync_gradients else self.sparse_optimizer.no_sync():
+            return super().training_step(*args, **kwargs)
 
     def base_weights(self) -> AbstractContextManager[None]:
         """A context in which the model holds W0, the weights at the start of the run; restores the bits on exit.

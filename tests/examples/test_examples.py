@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from sparse_opt import MaskSet, SparseAdamW
 
@@ -23,7 +24,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = CHECKOUT / "examples"
-STEPS, ACCUMULATE, MAX_GRAD_NORM = 8, 2, 0.25  # the examples' own, and a norm that clips every step at density 0.1
+STEPS, MAX_GRAD_NORM = 8, 0.25  # the examples' own, and a norm that clips every step at density 0.1
+ACCUMULATE = {"bare_loop": 2, "with_accelerate": 4, "with_lightning": 2}  # the examples' own
 Main = Callable[[list[str]], nn.Module]
 
 
@@ -40,6 +42,10 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "with_lightning, manual": (["--manual"], ["2"]),
 }
 NEEDS = {"bare_loop": [], "with_accelerate": without("accelerate"), "with_lightning": without("lightning")}
+# The examples that run in several processes, and how to start them in n.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes"]
+LAUNCHERS = {"with_torchrun": TORCHRUN, "with_accelerate": ACCELERATE}
 ALL = [pytest.param(name, marks=NEEDS[name.split(",")[0]]) for name in RUNS]
 
 
@@ -69,8 +75,11 @@ def start() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
 
 
-def dense_run(mask: MaskSet | None) -> tuple[nn.Module, list[float]]:
-    """torch's AdamW over the examples' batches, with gradients, decay and so steps only where the mask is active."""
+def dense_run(mask: MaskSet | None, accumulate: int) -> tuple[nn.Module, list[float]]:
+    """torch's AdamW over the examples' batches, with gradients, decay and so steps only where the mask is active.
+
+    accumulate: micro-batches in a step.
+    """
     model, untrained = start(), start().state_dict()
     active = {} if mask is None else {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters()}
     for name, where in active.items():
@@ -79,10 +88,10 @@ def dense_run(mask: MaskSet | None) -> tuple[nn.Module, list[float]]:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
     norms = []
     for step in range(STEPS):
-        for micro in range(ACCUMULATE):
-            generator = torch.Generator().manual_seed(step * ACCUMULATE + micro)
+        for micro in range(accumulate):
+            generator = torch.Generator().manual_seed(step * accumulate + micro)
             tokens = torch.randint(256, (4, 32), generator=generator)
-            (model(input_ids=tokens, labels=tokens).loss / ACCUMULATE).backward()
+            (model(input_ids=tokens, labels=tokens).loss / accumulate).backward()
         for name, where in active.items():
             model.get_parameter(name).grad.mul_(where)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
@@ -96,19 +105,25 @@ def dense_run(mask: MaskSet | None) -> tuple[nn.Module, list[float]]:
     return model, norms
 
 
+def assert_same_weights(found: dict[str, Tensor], dense: nn.Module) -> None:
+    for key, q in dense.named_parameters():
+        # Two runs that round each weight once or twice a step: 4 standard deviations of a walk of 2 * STEPS errors of
+        # up to one unit in the last place.
+        tolerance = 4 * (2 * STEPS) ** 0.5 * torch.finfo(torch.float32).eps * q.abs().max().item()
+        torch.testing.assert_close(found[key], q, rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
+
+
 @pytest.mark.parametrize("density", [1.0, 0.1])
 @pytest.mark.parametrize("name", ALL)
 def test_equals_torch_adamw(name, density):
     sparse = main_of(name)(["--density", str(density), "--max_grad_norm", str(MAX_GRAD_NORM), *RUNS[name][0]])
-    dense, norms = dense_run(None if density == 1.0 else MaskSet.random(start(), density=density))
+    mask = None if density == 1.0 else MaskSet.random(start(), density=density)
+    dense, norms = dense_run(mask, ACCUMULATE[name.split(",")[0]])
     assert min(norms) > MAX_GRAD_NORM  # each step was clipped
+    assert_same_weights(dict(sparse.named_parameters()), dense)
     untrained = start()
-    for (key, p), q in zip(sparse.named_parameters(), dense.parameters(), strict=True):
+    for key, p in sparse.named_parameters():
         assert not torch.equal(p, untrained.get_parameter(key)) or density < 1.0
-        # Two runs that round each weight once or twice a step: 4 standard deviations of a walk of 2 * STEPS errors of
-        # up to one unit in the last place.
-        tolerance = 4 * (2 * STEPS) ** 0.5 * torch.finfo(torch.float32).eps * q.abs().max().item()
-        torch.testing.assert_close(p, q, rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -131,6 +146,37 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name, tmp_path):
         assert torch.isin(moved, mask[key].long()).all(), key
         changed += moved.numel()
     assert changed > 0.9 * sum(i.numel() for i in mask.indices.values())
+
+
+def run_script(name: str, options: list[str], launcher: tuple[str, ...] = ()) -> str:
+    """Run an example as a script, without GPUs, and return what it prints."""
+    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **quiet})
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def weights_in(checkpoint: Path) -> dict[str, Tensor]:
+    if checkpoint.is_file():
+        return torch.load(checkpoint, weights_only=True)["model"]
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_distributed_runs_equal_torch_adamw_and_resume_in_one_process(name, tmp_path):
+    options = ["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)]
+    first, last = tmp_path / "first", tmp_path / "last"
+    printed = run_script(name, [*options, "--stop_at", "4", "--checkpoint", str(first)], (*LAUNCHERS[name], "2"))
+    alone = (*TORCHRUN, "1") if LAUNCHERS[name] is TORCHRUN else ()
+    printed += run_script(name, [*options, "--resume", str(first), "--checkpoint", str(last)], alone)
+    assert [int(step) for step in re.findall(r"^step (\d+)  loss", printed, re.MULTILINE)] == [*range(1, STEPS + 1)]
+    mask = MaskSet.random(start(), density=0.1)
+    dense, norms = dense_run(mask, 4)
+    assert_same_weights(weights_in(last), dense)
+    found = [float(norm) for norm in re.findall(r"grad norm (\S+)", printed)]
+    assert found == pytest.approx(norms, abs=6e-4)  # printed with three digits
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate: pip install accelerate")
@@ -174,7 +220,7 @@ def test_lightning_clips_where_the_module_says_how():
         module = module_class(options)
         lightning.Trainer(
             max_epochs=names["EPOCHS"],
-            accumulate_grad_batches=ACCUMULATE,
+            accumulate_grad_batches=names["ACCUMULATE"],
             gradient_clip_val=MAX_GRAD_NORM,
             reload_dataloaders_every_n_epochs=1,
             devices=1,
@@ -197,17 +243,11 @@ def test_lightning_clips_where_the_module_says_how():
 @pytest.mark.parametrize("name", [p for p in ALL if "manual" not in p.values[0]])
 def test_runs_as_a_script_and_says_what_was_saved(name, tmp_path):
     start().save_pretrained(tmp_path)
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), "--model", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    printed = run_script(name, ["--model", str(tmp_path)])
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) >= STEPS
     assert all(4 < loss < 7 for loss in losses)  # tokens of 256 kinds at random: ln 256 is 5.5
-    held, dense, saved = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{5,}", run.stdout.splitlines()[-1]))
+    held, dense, saved = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{5,}", printed.splitlines()[-1]))
     assert dense == 3 * sum(p.nbytes for p in start().parameters())
     assert saved == dense - held > 0
 

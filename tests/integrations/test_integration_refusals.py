@@ -182,8 +182,8 @@ COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), Spar
     ("distributed", "precision", "n_gpu", "sparse", "message"),
     [
         ("DEEPSPEED", "no", 1, DENSE, "DEEPSPEED keeps weights and gradients in its own buffers"),
-        ("FSDP", "no", 1, DENSE, "FSDP keeps weights and gradients.*DistributedDataParallel and .*grads='dense'"),
-        ("MULTI_GPU", "no", 1, COMPACT, r"MULTI_GPU: .* use SparseArguments\(grads='dense'\)"),
+        ("FSDP", "no", 1, DENSE, "FSDP keeps weights and gradients.*accelerate launch --multi_gpu"),
+        ("MULTI_GPU", "no", 1, COMPACT, None),
         ("MULTI_GPU", "no", 1, DENSE, None),
         ("NO", "no", 2, COMPACT, "2 GPUs in one process use DataParallel: start with `accelerate launch`"),
         ("NO", "fp16", 1, COMPACT, r"fp16 .* use SparseArguments\(amp_scaling=True\), grads='dense', or bf16"),
