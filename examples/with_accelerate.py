@@ -1,8 +1,8 @@
 """SparseAdamW under accelerate, in one process or several: prepare, accumulate, save_state and load_state.
 
 python examples/with_accelerate.py --density 0.05
-accelerate launch --num_processes 2 examples/with_accelerate.py --stop_at 4 --checkpoint run
-accelerate launch --cpu --num_processes 2 examples/with_accelerate.py --resume run
+accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate.py --stop_at 4 --checkpoint run
+ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate.py --resume run
 
 The optimizer averages the compact gradients itself, so the model is prepared as for evaluation: with mixed precision
 and compilation, but without DistributedDataParallel. Every number of processes that divides ACCUMULATE trains alike.

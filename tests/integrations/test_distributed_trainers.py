@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import launch
 from trainer_lab import Lab, make_tokenizer, rows_of
 
+from sparse_opt import DeltaLog
 from sparse_opt.integrations import SparseArguments
 
 STEPS = 8
@@ -21,12 +23,12 @@ LOSS_TOLERANCE = STEPS * 10 * EPS
 # Squares of some 3,000 gradients, each with roundings of its own, and the weights' error.
 NORM_TOLERANCE = 60 * EPS + LOSS_TOLERANCE
 
-CASES: dict[str, tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = {
-    "Trainer": ("Trainer", torch.float32, {}, {}),
-    "Trainer, dense gradients": ("Trainer", torch.float32, {"grads": "dense"}, {}),
-    "SFT": ("SFT", torch.float32, {}, {}),
-    "DPO": ("DPO", torch.float32, {}, {"gradient_accumulation_steps": 3}),
-    "GRPO with a reference": ("GRPO", torch.float32, {}, {"beta": 0.3}),
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Trainer": ("Trainer", {}, {}),
+    "DPO, dense gradients": ("DPO", {"grads": "dense"}, {}),
+    "SFT": ("SFT", {}, {}),
+    "DPO": ("DPO", {}, {"gradient_accumulation_steps": 3}),
+    "GRPO with a reference": ("GRPO", {}, {"beta": 0.3}),
 }
 
 
@@ -43,14 +45,15 @@ def seeded_completions(trainer: Any) -> None:
     trainer._generate_single_turn = complete
 
 
-def trained(lab: Lab, case: str, mask: Any, *, batch: int, resume: str | None = None, **changes: Any) -> Any:
-    kind, dtype, sparse, options = CASES[case]
+def trained(
+    lab: Lab, case: str, mask: Any, *, batch: int, resume: str | None = None, log: Path | None = None, **changes: Any
+) -> Any:
+    kind, sparse, options = CASES[case]
     rows = rows_of(kind, 24)  # in steps of 8, or 12: whole batches for one process and for two
     trainer = lab(
         kind,
         mask=mask,
-        sparse=SparseArguments(**sparse),
-        model=lab.model(dtype),
+        sparse=SparseArguments(**sparse, delta_log_dir=log),
         given={"train_dataset": rows},
         max_steps=STEPS,
         max_grad_norm=MAX_GRAD_NORM,
@@ -73,13 +76,31 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 def train_all(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
     lab = Lab(folder, make_tokenizer(), root, torch.device("cpu"))
-    return {case: outcome(trained(lab, case, mask_file, batch=2)) for case in CASES}
+    results = {}
+    all_reduce, reduced = dist.all_reduce, []
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    for case in CASES:
+        reduced.clear()
+        dist.all_reduce = counted
+        results[case] = outcome(trained(lab, case, mask_file, batch=2)) | {"reduced": sum(reduced)}
+        dist.all_reduce = all_reduce
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer = trained(lab, "DPO", mask_file, batch=2, log=root / "log", **saving)
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-3"
+    results["whole"] = outcome(trainer)
+    results["resumed"] = outcome(trained(lab, "DPO", mask_file, batch=2, resume=checkpoint))
+    return {**results, "checkpoint": checkpoint}
 
 
 def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
     if lab.device.type != "cpu":
         pytest.skip("the two processes run on the CPU")
-    mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
+    mask = lab.random_mask(0.1)
+    mask_file = mask.save(tmp_path / "mask.safetensors")
     ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=300)
     start = dict(lab.model().named_parameters())
     for case in CASES:
@@ -90,6 +111,10 @@ def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Pat
             assert row["learning_rate"] == other["learning_rate"]
             assert row["loss"] == pytest.approx(other["loss"], abs=LOSS_TOLERANCE), case
             assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=NORM_TOLERANCE), case
+        if CASES[case][0] != "GRPO":  # TRL reduces statistics
+            # The compact gradients once per step, and nothing else: the other micro-batches are inside no_sync().
+            compact = CASES[case][1].get("grads") != "dense"
+            assert ranks[0][case]["reduced"] == (STEPS * mask.nnz if compact else 0), case
         moved = 0.0
         for name, p in alone["weights"].items():
             assert torch.equal(ranks[0][case]["weights"][name], ranks[1][case]["weights"][name]), (case, name)
@@ -98,3 +123,16 @@ def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Pat
             torch.testing.assert_close(ranks[0][case]["weights"][name], p, rtol=0, atol=1e-4, msg=f"{case}: {name}")
             moved = max(moved, (p - start[name]).abs().max().item())
         assert moved > 1e-2, case
+
+    whole = ranks[0]["whole"]["weights"]
+    for rank in (0, 1):
+        for name, p in whole.items():
+            assert torch.equal(p, ranks[rank]["DPO"]["weights"][name]), name  # saving changes nothing
+            assert torch.equal(p, ranks[rank]["resumed"]["weights"][name]), name
+    resumed = trained(lab, "DPO", mask_file, batch=4, resume=ranks[0]["checkpoint"])
+    for name, p in resumed.model.named_parameters():
+        torch.testing.assert_close(p.detach(), whole[name], rtol=0, atol=1e-4, msg=name)
+    with DeltaLog.open(tmp_path / "two" / "log") as delta_log:
+        assert list(delta_log.steps) == list(range(STEPS + 1))
+        state = delta_log.load(STEPS)
+    assert all(torch.equal(state[name], p) for name, p in whole.items())
