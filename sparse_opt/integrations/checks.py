@@ -69,9 +69,7 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
-        raise ConfigError(
-            "parallelism_config has tensor, context or sequence parallelism, but a mask trains with data parallelism only"
-        )
+        raise ConfigError("parallelism_config has tensor, context or sequence parallelism; use data parallelism only")
     if args.n_gpu > 1:
         raise ConfigError(
             f"{args.n_gpu} GPUs in one process use DataParallel: start with `accelerate launch`, or make one GPU "
