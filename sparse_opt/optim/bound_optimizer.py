@@ -106,16 +106,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._groups_fixed = True
         self._check_groups()
         self._collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
-        named = dict(self._named())
-        self.mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
-        self._shards = sharding.shards_of(named, self._root())
-        self.process_group = ranks.group_of(process_group, grads, sharding.mesh_of(self._shards))
-        if self.process_group is not None:
-            rank_checks.require_same_setup(self, self.mask, self.process_group)
-            rank_checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
-        steppers = self._build(active, self.mask.pattern)
-        bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if keep_base_weights else []
-        self._adopt(steppers, bases)
+        self._process_group = process_group
+        self._bind(mask)
 
     # Parameter groups
 
@@ -163,6 +155,52 @@ class BoundOptimizer(torch.optim.Optimizer):
             self._check_options(group, f"parameter group {i}: ")
 
     # Binding to a mask
+
+    def _bind(self, mask: MaskSet) -> None:
+        """Train the active elements of the parameters in the groups, with new state and base weights."""
+        named = dict(self._named())
+        mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
+        self._shards = sharding.shards_of(named, self._root())
+        self.process_group = ranks.group_of(self._process_group, self.grads, sharding.mesh_of(self._shards))
+        if self.process_group is not None:
+            rank_checks.require_same_setup(self, mask, self.process_group)
+            rank_checks.require_same_weights(self._shards, named, self.process_group)
+        steppers = self._build(active, mask.pattern)
+        bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if self.keep_base_weights else []
+        self.mask = mask
+        self._adopt(steppers, bases)
+
+    @torch.no_grad()
+    def rebind(self, model: nn.Module) -> None:
+        """Train the parameters of the same names in `model` from now on, with the same mask and options.
+
+        For code that shards a model after it has built the optimizer, as accelerate does. State and base weights are
+        new, as those of an optimizer that is built for `model`. Prefixes that activation checkpointing and
+        `torch.compile` add to names are ignored. If it raises, the optimizer is bound to neither model.
+
+        Raises:
+            RuntimeError: the optimizer has made a step, or is closed, or the model holds its base weights.
+            ValueError: the model has no parameter of a name; or as the constructor raises.
+        """
+        self._refuse("rebind")
+        if any(bool(bucket.steps.any()) for bucket in self._buckets):
+            raise RuntimeError("rebind: the optimizer has made a step, and its state is that of other parameters")
+        sharding.reshard(model)
+        params = {
+            name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        names = [name for group in self.param_groups for name in group["param_names"]]
+        if missing := [name for name in names if name not in params]:
+            raise ValueError(f"rebind: the model has no parameter {missing[0]!r}")
+        frozen = {id(p) for p in self._frozen}
+        frozen_names = [name for name, p in zip(names, self._shards, strict=True) if id(p) in frozen]
+        self._detach()
+        self._frozen = [params[name] for name in frozen_names]
+        self._model = weakref.ref(getattr(model, "_orig_mod", model))
+        for group in self.param_groups:
+            group["params"] = [params[name] for name in group["param_names"]]
+        self._bind(self.mask)
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Stepper]:
         """Build the buckets with their state and gradient buffers. The model and the optimizer do not change."""

@@ -50,17 +50,21 @@ def shards_of(named: Mapping[str, Parameter], model: nn.Module | None) -> dict[P
 
     Raises:
         ValueError: a DTensor is not sharded by `fully_shard` on its first dimension alone, names the parameter; or
-            parameters have several device meshes, or a weight is stored on another device than the one that uses it.
+            parameters have several device meshes, or a weight is stored on another device than the one that uses it, or
+            a parameter is not one of the sharded model, but gathered for a forward pass.
     """
-    whole = {p: Shard(p, p, p, 0, max(p.numel(), 1), None) for p in named.values() if not _is_dtensor(p)}
-    if len(whole) == len(set(named.values())):
-        return whole
-    if model is None:
+    if model is None and any(map(_is_dtensor, named.values())):
         raise ValueError("the parameters are DTensors: pass the model, as params or as model=")
     unsharded = dict(_unsharded(model))
+    temporary = {id(p) for p in unsharded.values()}
     shards = {}
     for name, param in named.items():
-        shards[param] = whole.get(param) or _shard(name, param, unsharded.get(param))
+        if id(param) in temporary:
+            raise ValueError(f"{name!r} is an unsharded parameter; call reshard() of the model before you list them")
+        if _is_dtensor(param):
+            shards[param] = _shard(name, param, unsharded.get(param))
+        else:
+            shards[param] = Shard(param, param, param, 0, max(param.numel(), 1), None)
     if len({shard.mesh for shard in shards.values() if not shard.is_whole}) > 1:
         raise ValueError("the parameters are sharded over several device meshes, expected one")
     return shards
@@ -100,7 +104,7 @@ def _shard(name: str, param: Parameter, unsharded: Parameter | None) -> Shard:
     return Shard(param, unsharded, local, first, chunk, mesh)
 
 
-def _unsharded(model: nn.Module) -> Iterator[tuple[Parameter, Parameter]]:
+def _unsharded(model: nn.Module | None) -> Iterator[tuple[Parameter, Parameter]]:
     """Yield (DTensor, unsharded parameter) for each parameter that `fully_shard` manages."""
     for module in _fsdp_modules(model):
         module.reshard()

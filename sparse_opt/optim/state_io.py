@@ -33,6 +33,8 @@ def nbytes(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[str, int]:
             total["master" if name == "master" else "state"] += flat.nbytes
         total["indices"] += bucket.index_bytes + (bucket.unsharded.index_bytes if bucket.is_sharded else 0)
         total["grad"] += bucket.gradient.values.nbytes
+        if bucket.is_sharded:
+            total["grad"] += bucket.nnz * bucket.gradient.values.element_size()
     shared = {id(bucket.indices) for bucket in buckets}
     for base in bases:
         total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.index_bytes)

@@ -336,6 +336,30 @@ def test_hybrid_sharding() -> None:
     launch(train_hybrid, 4)
 
 
+def rebind_to_shards(rank: int) -> None:
+    """As accelerate does: the optimizer is built for the model, which is then sharded."""
+    case = CASES["tile"]
+    model, alone = make_model(), make_model()
+    mask = mask_of(model, case.pattern, frozen=("blocks.0.up.weight",))
+    optimizer = case.optimizer(model, mask, process_group=dist.group.WORLD, **case.options)
+    groups = [dist.new_group([r]) for r in range(2)]
+    single = case.optimizer(alone, mask, process_group=groups[rank], **case.options)
+    shard(model)
+    optimizer.rebind(model)
+    assert optimizer.tiled_parameters == single.tiled_parameters
+    for step in range(STEPS):
+        step_both(case, model, optimizer, alone, single, step)
+    with pytest.raises(RuntimeError, match="rebind: the optimizer has made a step"):
+        optimizer.rebind(model)
+    assert not model.get_parameter("blocks.0.up.weight").requires_grad
+    optimizer.close()
+    assert model.get_parameter("blocks.0.up.weight").requires_grad
+
+
+def test_rebind() -> None:
+    launch(rebind_to_shards, 2)
+
+
 def refuse(rank: int) -> None:
     mask = mask_of(make_model(), "element")
     other = shard(make_model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None)
@@ -355,6 +379,9 @@ def refuse(rank: int) -> None:
         SparseAdamW(model, mask, process_group=alone)
     with pytest.raises(ValueError, match="pass the model"):
         SparseAdamW(model.named_parameters(), mask)
+    model(batches_of(0, rank)[0])  # leaves the root module unsharded
+    with pytest.raises(ValueError, match="'scale' is an unsharded parameter"):
+        SparseAdamW(list(model.named_parameters()), mask, model=model)
     optimizer = SparseAdamW(model.named_parameters(), mask, model=model, process_group=dist.group.WORLD)
     optimizer.detach()
     backward(model, optimizer, batches_of(0, rank))
