@@ -20,6 +20,7 @@ from .common import spread
 from .common.harness import exit_code
 from .common.report import Columns, machine_line, render
 from .delta import report as delta_report
+from .distributed import report as distributed_report
 from .kernels import dram_bytes, floors
 from .kernels.table import main as kernels
 from .kernels.table import targets
@@ -28,7 +29,13 @@ from .training.baseline import report as baseline_report
 from .training.delta_logging import report as logging_report
 
 DOCUMENT, RESULTS = Path("docs/performance_tables.md"), Path("bench/results")
-DOCUMENTS = (DOCUMENT, Path("docs/from_peft.md"), Path("docs/integrations.md"), Path("docs/delta_logs.md"))
+DOCUMENTS = (
+    DOCUMENT,
+    Path("docs/from_peft.md"),
+    Path("docs/integrations.md"),
+    Path("docs/delta_logs.md"),
+    Path("docs/distributed.md"),
+)
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
@@ -247,6 +254,11 @@ delta_logging_table = _if_measured(
     lambda report: f" {logging_report.document_text(report)}",
     "Not measured yet: `sparse-opt bench delta_logging` on a GPU.",
 )
+distributed_table = _if_measured(
+    "distributed.json",
+    lambda report: f" {distributed_report.text(report, markdown=True)}",
+    "Not measured yet: `sparse-opt bench distributed` on several GPUs.",
+)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -264,6 +276,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "pytest_spread": spread_table,
     **delta_tables,
     "delta_logging": delta_logging_table,
+    "distributed": distributed_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,
 }

@@ -120,11 +120,16 @@ class Benchmark:
             args.output = Path(self.output.format(**names))
         return "" if args.output is None else why_unwritable(args.output)
 
-    def _run(self, words: Sequence[str]) -> int:
+    def arguments(self, words: Sequence[str]) -> Namespace:
+        """The options of a command line, checked; `SystemExit` if it is wrong."""
         parser = self.parser()
         args = parser.parse_words(words)
         if problem := self._problem(args):
             parser.error(problem)
+        return args
+
+    def _run(self, words: Sequence[str]) -> int:
+        args = self.arguments(words)
         device = getattr(args, "device", None) or _best_device()
         report: Report = {"benchmark": self.name, "environment": environment(device), "completed": False}
         n_described = len(report)

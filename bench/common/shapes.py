@@ -35,8 +35,8 @@ def llama_matrices(
     return shapes
 
 
-def llama_config(sizes: Mapping[str, int], max_length: int, **options: Any) -> Any:
-    """The transformers configuration of a Llama with tied embeddings; ``sizes`` as for `llama_matrices`."""
+def llama_config(sizes: Mapping[str, int], max_length: int, *, tie_word_embeddings: bool = True, **options: Any) -> Any:
+    """The transformers configuration of a Llama; ``sizes`` as for `llama_matrices`."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -48,7 +48,7 @@ def llama_config(sizes: Mapping[str, int], max_length: int, **options: Any) -> A
         num_key_value_heads=sizes["n_kv_heads"],
         head_dim=sizes["head_dim"],
         max_position_embeddings=max(2048, max_length),
-        tie_word_embeddings=True,
+        tie_word_embeddings=tie_word_embeddings,
         **options,
     )
 
@@ -74,6 +74,17 @@ LLAMA_3_2_3B_SIZES = {
     "vocab": 128256,
 }
 LLAMA_3_2_3B = llama_matrices(**LLAMA_3_2_3B_SIZES)
+
+# 70.6 B elements, output layer not tied. https://huggingface.co/meta-llama/Meta-Llama-3-70B/blob/main/config.json
+LLAMA_3_70B_SIZES = {
+    "hidden": 8192,
+    "intermediate": 28672,
+    "n_layers": 80,
+    "n_heads": 64,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 128256,
+}
 
 # 85 matrices, 64 M elements: a small language model's proportions.
 LLAMA_64M = llama_matrices(

@@ -22,6 +22,10 @@ BENCHMARKS = {
         "training.delta_logging.main",
         "training with a delta log of every step, compared with training without: time per step, memory",
     ),
+    "distributed": (
+        "distributed.main",
+        "a step on several GPUs: replicate and FSDP2, sparse and dense: time, peak memory, bytes reduced",
+    ),
     "gpu_check": (
         "kernels.gpu_check",
         "all checks on a GPU: the tests, the memory checker, and the table of kernels",

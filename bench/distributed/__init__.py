@@ -1,0 +1,1 @@
+"""Benchmark of training steps on several devices: replicate and FSDP2, sparse and dense."""

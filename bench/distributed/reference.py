@@ -1,0 +1,123 @@
+"""The update that one device makes on the global batch, and how far a variant's is from it.
+
+On one device, the pairs of all ranks are micro-batches of one step, whose gradients add up in the compact buffer. Both
+runs compute the same gradients of each pair, because they run the same kernels on the same weights, and deterministic
+ones are asked for. They add the gradients in different orders and dtypes: of these roundings follow the tolerances.
+
+- First moments. Each of the W ranks' values is rounded to the gradient's dtype, and so is each of W - 1 sums and the
+  stored moment, each by at most u of the largest intermediate value (u = 2^-24 in fp32, 2^-9 in bf16). The intermediate
+  values are at most the sum of the ranks' absolute values, whose norm is at most sqrt(W) times that of the sum if the
+  gradients of different pairs are uncorrelated. The norm of the error is therefore at most (2 W) sqrt(W) u of the
+  norm of the moments, for each of the two runs.
+- Updates. AdamW's first update of an element is +-lr, with the sign of the gradient: it differs where the error of the
+  gradient e, in units of the ranks' absolute values, is larger than the gradient itself, which has a probability of
+  about e. A wrong sign is an error of 2 lr, so the norm of the error is at most sqrt(4 e) of the norm of the update.
+  Gradients that are not communicated have wrong signs at a quarter or more of the elements: an error of 1 or more.
+
+What two runs on one device differ by, if a kernel has no deterministic form, is measured and added twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparse_opt import MaskSet
+
+from .variants import Training
+
+# Of the checked step: about eight units in the last place of the random weights, so that every update is visible.
+CHECK_LR = 1e-3
+
+
+@dataclass
+class Reference:
+    """Weights before and after one step on one device, and its first moments, at the active elements; all fp32."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    noise: tuple[float, float] = (0.0, 0.0)  # (of first moments, of updates), see `errors_of`
+
+    @classmethod
+    def of(cls, training: Training, mask: MaskSet, pairs: list[Tensor]) -> Reference:
+        """Make the first step of a `local` training on the mean of the pairs' losses."""
+        before = {
+            name: p.detach().flatten()[mask[name].to(p.device, torch.int64)].float()
+            for name, p in training.model.named_parameters()
+            if name in mask and mask[name].numel()
+        }
+        # The sum of the losses has the ranks' gradients bit by bit, and AdamW's update is the same for any multiple of
+        # the gradient and of eps.
+        for group in training.optimizer.param_groups:
+            group["eps"] *= len(pairs)
+        first_step(training, pairs)
+        values = list(training.active_values(mask))
+        after = {name: weights for name, _, weights, _ in values}
+        return cls(before, after, {name: moments / len(pairs) for name, _, _, moments in values})
+
+    def errors_of(self, other: Reference) -> tuple[float, float]:
+        """Norms of the differences of first moments and of updates, relative to this run's norms."""
+        everything = slice(None)
+        values = ((name, everything, other.after[name], other.moments[name]) for name in self.before)
+        return _relative(self._squares(values))
+
+    def check(self, training: Training, mask: MaskSet) -> dict[str, Any]:
+        """The errors of a variant that has made its first step, their tolerances, and whether they are met.
+
+        Sums run over what all ranks hold; a collective.
+        """
+        squares = self._squares(training.active_values(mask))
+        dist.all_reduce(squares)
+        errors, n = _relative(squares), dist.get_world_size()
+        u = 2.0**-24 if training.variant.grad_dtype == "fp32" else 2.0**-9  # dense gradients and moments are bf16
+        tolerance = 2 * (2 * n) * n**0.5 * u
+        allowed = tolerance + 2 * self.noise[0], (4 * tolerance) ** 0.5 + 2 * self.noise[1]
+        return {
+            "moment_error": errors[0],
+            "moment_tolerance": allowed[0],
+            "update_error": errors[1],
+            "update_tolerance": allowed[1],
+            "noise": list(self.noise),
+            "met": all(error <= limit for error, limit in zip(errors, allowed, strict=True)),
+        }
+
+    def _squares(self, values: Iterable[tuple[str, slice, Tensor, Tensor]]) -> Tensor:
+        """Sums of squares: [error of moments, moments, error of updates, updates] fp64."""
+        sums = torch.zeros(4, dtype=torch.float64, device=next(iter(self.before.values())).device)
+        for name, slots, weights, moments in values:
+            expected, after = self.moments[name][slots], self.after[name][slots]
+            parts = (moments - expected, expected, weights - after, after - self.before[name][slots])
+            sums += torch.stack([part.double().square().sum() for part in parts])
+        return sums
+
+
+def first_step(training: Training, pairs: list[Tensor]) -> None:
+    """A step at CHECK_LR with deterministic kernels."""
+    training.set_lr(CHECK_LR)
+    with _deterministic():
+        training.step(pairs)
+
+
+def _relative(squares: Tensor) -> tuple[float, float]:
+    moment_error, moment, update_error, update = squares.sqrt().tolist()
+    return moment_error / moment, update_error / update
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels where torch has them; without a warning where it has none, because noise is measured."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)

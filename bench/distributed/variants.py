@@ -1,0 +1,142 @@
+"""`Variant`: one way to train a model on several devices; `Training`: a model and optimizer that train in this way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sparse_opt import MaskSet, SparseAdamW
+
+from .models import make_model, pair_loss, sequence_logprobs
+
+PATTERNS = ("element", "tile64")
+GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Layout = Literal["local", "replicate", "ddp", "fsdp2"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table.
+
+    - local: SparseAdamW, every rank for itself (`process_group=False`): the step without communication.
+    - replicate: SparseAdamW with a process group; every rank holds the model.
+    - ddp: DistributedDataParallel and torch's fused AdamW.
+    - fsdp2: `fully_shard`, with SparseAdamW under a mask, or without a pattern with torch's fused AdamW.
+    """
+
+    layout: Layout
+    pattern: str | None = None  # of the mask; None trains all weights
+    grad_dtype: str | None = None  # of compact gradients
+
+    @property
+    def name(self) -> str:
+        return "_".join(filter(None, (self.layout, self.pattern, self.grad_dtype)))
+
+
+def _sparse(layout: Layout) -> list[Variant]:
+    return [Variant(layout, pattern, dtype) for pattern in PATTERNS for dtype in GRAD_DTYPES]
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (*_sparse("local"), *_sparse("replicate"), Variant("ddp"), Variant("fsdp2"), *_sparse("fsdp2"))
+}
+
+
+@dataclass
+class Training:
+    """A model with its optimizer, and how a step is made with them."""
+
+    variant: Variant
+    model: nn.Module
+    forward: nn.Module  # the module to call: the model, or DDP's wrapper of it
+    optimizer: torch.optim.Optimizer
+    dpo: bool  # with a reference: the base weights
+
+    def step(self, micro_batches: Sequence[Tensor]) -> None:
+        """One step on the sum of the losses of the micro-batches, each [2, T] token ids; only `local` takes several."""
+        for ids in micro_batches:
+            reference = self._reference(ids) if self.dpo else None
+            pair_loss(self.forward, ids, reference).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _reference(self, ids: Tensor) -> Tensor:
+        assert isinstance(self.optimizer, SparseAdamW)
+        with torch.no_grad(), self.optimizer.base_weights():
+            return sequence_logprobs(self.forward, ids)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def active_values(self, mask: MaskSet) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
+        """What this rank holds of the active elements: (name, slots, weights, first moments), both fp32.
+
+        The slots are a range of the parameter's active elements: all of them, or with FSDP2 those in this rank's rows.
+        """
+        for name, parameter in self.model.named_parameters():
+            if name not in mask or not mask[name].numel():
+                continue
+            weight, moment = _local(parameter.detach()), _local(self.optimizer.state[parameter]["exp_avg"])
+            first = _first_row(parameter) * (parameter.numel() // len(parameter))
+            indices = mask[name].to(weight.device, torch.int64)
+            ends = torch.searchsorted(indices, torch.tensor([first, first + weight.numel()], device=weight.device))
+            slots = slice(*ends.tolist())
+            own = indices[slots] - first
+            if self.variant.pattern is None:
+                moment = moment.flatten()[own]
+            yield name, slots, weight.flatten()[own].float(), moment.float()
+
+    def close(self) -> None:
+        if isinstance(self.optimizer, SparseAdamW):
+            self.optimizer.close()
+
+
+def make_training(
+    variant: Variant,
+    config: Any,
+    mask: MaskSet | None,
+    device: torch.device,
+    *,
+    lr: float,
+    seed: int,
+    checkpointing: bool = False,
+    dpo: bool = False,
+) -> Training:
+    """Build the model and optimizer of a variant; a collective, except for `local`."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if variant.layout == "fsdp2" else None
+    model = make_model(config, device, seed, mesh=mesh, checkpointing=checkpointing)
+    forward = model
+    if mask is None:
+        if variant.layout == "ddp":
+            forward = DistributedDataParallel(
+                model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            )
+        return Training(variant, model, forward, torch.optim.AdamW(model.parameters(), lr=lr, fused=True), dpo)
+    assert variant.grad_dtype is not None
+    group = {"local": False, "replicate": dist.group.WORLD}.get(variant.layout)
+    optimizer = SparseAdamW(
+        model, mask, lr=lr, grad_dtype=GRAD_DTYPES[variant.grad_dtype], keep_base_weights=dpo, process_group=group
+    )
+    return Training(variant, model, model, optimizer, dpo)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_row(parameter: Tensor) -> int:
+    """The first row of the parameter that this rank holds. FSDP2 shards rows as `torch.chunk` does."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    n_rows, mesh = len(parameter), parameter.device_mesh
+    return min(n_rows, mesh.get_local_rank() * -(-n_rows // mesh.size()))

@@ -1,0 +1,308 @@
+"""One torchrun's part, which every rank runs: build the variants, check them, count their collectives, and time them.
+
+    torchrun --nproc_per_node=N -m sparse_opt.bench.distributed.world JOB
+
+JOB is a JSON file of the options of `sparse-opt bench distributed`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparse_opt import MaskSet, SparseAdamW
+
+from ..common.environment import commit
+from ..common.harness import exit_code
+from ..common.report import write_json
+from ..common.timing import measure
+from .collectives import CollectiveCounter
+from .models import masked_shapes, model_config, n_bytes_of_weights, pair
+from .reference import Reference, first_step
+from .report import progress_line, read_report
+from .variants import VARIANTS, Training, Variant, make_training
+
+# A variant is built next to others only if this many times its bf16 weights are free: DDP holds weights, gradients and
+# two moments, and a step needs activations.
+FREE_WEIGHTS = 6
+MIN_ROUNDS = 5
+
+
+# Name -> environment variables that NCCL reads when the process group is made.
+NETWORKS: dict[str, dict[str, str]] = {
+    "default": {},
+    "sockets": {
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+    },
+}
+
+
+class World:
+    """The processes of one torchrun.
+
+    Args:
+        args: the options of the benchmark; rank 0 adds rows to the file `output`, which other ranks do not use.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.device = torch.device("cpu")
+        if args.device != "cpu":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        os.environ.update(NETWORKS[args.network])
+        timeout = timedelta(seconds=args.timeout_s)
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.config = model_config(args.shape, args.sequence_length)
+        self.masks: dict[str, MaskSet] = {}
+        self.references: dict[str, Reference] = {}
+
+    def measure(self) -> None:
+        """Measure the variants that the results file lacks, as many in turns as memory holds."""
+        missing = self._broadcast(self._missing() if self.rank == 0 else None)
+        while missing:
+            group: list[tuple[Training, dict[str, Any]]] = []
+            while missing and (not group or self._has_room()):
+                group.append(self._prepare(VARIANTS[missing.pop(0)]))
+            self._time(group)
+            for training, _ in group:
+                training.close()
+            group.clear()
+            self._release_memory()
+
+    def _missing(self) -> list[str]:
+        rows = read_report(self.args)["rows"]
+        done = {
+            row["variant"]
+            for row in rows
+            if (row["world_size"], row["network"]) == (self.size, self.args.network) and row["ms"] is not None
+        }
+        return [
+            name for name in self.args.variants or default_variants(self.size, self.args.network) if name not in done
+        ]
+
+    def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
+        """Build a variant, check its first step and count the collectives of another; return it and its row."""
+        pattern = variant.pattern or "element"
+        mask, reference = self._mask(pattern), self._reference(pattern)
+        self._reset_peak()
+        held_by_others = self._allocated()
+        training = self._make(variant)
+        build_peak = self._peak()
+        check, own = None, [self._pair(self.rank)]
+        if reference is None:
+            training.step(own)
+        else:
+            first_step(training, own)
+            if variant.layout != "local" or self.size == 1:
+                check = reference.check(training, mask)
+        training.set_lr(self.args.learning_rate)
+        self._reset_peak()
+        step_s = self._clock(lambda: training.step(own))[0] / 1e3
+        peak = self._peak()
+        with CollectiveCounter() as counter:  # of the third step: in the second one DDP arranges its buckets
+            training.step(own)
+        row = {
+            "world_size": self.size,
+            "network": self.args.network,
+            "variant": variant.name,
+            **vars(variant),
+            "nnz": mask.nnz if variant.pattern else None,
+            "check": check,
+            "collectives": {name: {"calls": counter.calls[name], "bytes": n} for name, n in counter.bytes.items()},
+            "reduced_bytes": counter.reduced,
+            "other_bytes": counter.other,
+            "peak_memory_bytes": None if peak is None else peak - held_by_others,
+            "build_peak_bytes": None if build_peak is None else build_peak - held_by_others,
+            "step_s": step_s,
+            "commit": commit(),
+        }
+        self._print(progress_line(row))
+        return training, row
+
+    def _time(self, group: list[tuple[Training, dict[str, Any]]]) -> None:
+        """Time the steps of variants with right results in turns, and write the rows."""
+        right = [(training, row) for training, row in group if row["check"] is None or row["check"]["met"]]
+        own = [self._pair(self.rank)]
+        round_s = sum(row.pop("step_s") for _, row in group)
+        n_rounds = max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
+
+        def call(training: Training) -> Callable[[], None]:
+            return lambda: training.step(own)
+
+        variants = {row["variant"]: call(training) for training, row in right}
+        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock)
+        for training, row in group:
+            row["timed_with"] = list(variants)
+            row["ms"] = None
+            if row["variant"] in timings:
+                row |= timings[row["variant"]].as_dict()
+            if training.variant.layout == "replicate":
+                assert isinstance(training.optimizer, SparseAdamW)
+                training.optimizer.check_ranks()  # after all steps
+        if self.rank == 0:
+            report = read_report(self.args)
+            new = {row["variant"] for _, row in group}
+            here = (self.size, self.args.network)
+            report["rows"] = [
+                row
+                for row in report["rows"]
+                if (row["world_size"], row["network"]) != here or row["variant"] not in new
+            ] + [row for _, row in group]
+            write_json(self.args.output, report)
+        for _, row in group:
+            self._print(progress_line(row))
+
+    def _clock(self, call: Callable[[], object]) -> tuple[float, float, float]:
+        """Milliseconds of a call that begins on all ranks at once: the time of the slowest rank; see `timing.Clock`."""
+        dist.barrier()
+        self._synchronize()
+        began = time.perf_counter()
+        call()
+        host_ms = 1e3 * (time.perf_counter() - began)
+        self._synchronize()
+        times = torch.tensor([1e3 * (time.perf_counter() - began), host_ms], dtype=torch.float64, device=self.device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        ms, host_ms = times.tolist()
+        return ms, host_ms, ms
+
+    # What variants are made of
+
+    def _make(self, variant: Variant) -> Training:
+        args = self.args
+        mask = None if variant.pattern is None else self._mask(variant.pattern)
+        return make_training(
+            variant,
+            self.config,
+            mask,
+            self.device,
+            lr=args.learning_rate,
+            seed=args.seed,
+            checkpointing=args.gradient_checkpointing,
+            dpo=args.dpo,
+        )
+
+    def _mask(self, pattern: str) -> MaskSet:
+        """A random mask of the matrices; rank 0 draws it if the folder does not have it."""
+        if pattern not in self.masks:
+            args = self.args
+            path = Path(args.mask_dir) / f"{args.shape}_{pattern}_{args.density:g}_{args.seed}.safetensors"
+            if self.rank == 0 and not path.is_file():
+                self._print(f"drawing a random mask of {pattern}")
+                shapes = masked_shapes(self.config)
+                MaskSet.random(shapes, density=args.density, pattern=pattern, seed=args.seed).save(path)
+            dist.barrier()
+            self.masks[pattern] = MaskSet.load(path)
+        return self.masks[pattern]
+
+    def _reference(self, pattern: str) -> Reference | None:
+        """The update of one device on the pairs of all ranks; None if the model does not fit one device."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            if 2 * n_bytes_of_weights(self.config) > total:
+                return None
+        if pattern not in self.references:
+            pairs = [self._pair(rank) for rank in range(self.size)]
+            found = []
+            for _ in range(2):  # the second one measures what kernels without a deterministic form differ by
+                training = self._make(VARIANTS[f"local_{pattern}_fp32"])
+                found.append(Reference.of(training, self._mask(pattern), pairs))
+                training.close()
+                del training
+                self._release_memory()
+            found[0].noise = found[0].errors_of(found[1])
+            self.references[pattern] = found[0]
+        return self.references[pattern]
+
+    def _pair(self, rank: int) -> Tensor:
+        args = self.args
+        return pair(args.seed + rank, args.sequence_length, self.config.vocab_size, self.device)
+
+    # Memory, output
+
+    def _has_room(self) -> bool:
+        """Whether all ranks have memory for one more variant next to those built."""
+        if self.device.type == "cpu":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        least = torch.tensor(free, device=self.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return least.item() > FREE_WEIGHTS * n_bytes_of_weights(self.config)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peak(self) -> int | None:
+        """The largest peak of all ranks since the last reset; None without a GPU."""
+        if self.device.type == "cpu":
+            return None
+        peak = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(peak.item())
+
+    def _release_memory(self) -> None:
+        gc.collect()  # FSDP's modules and their states refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def _print(self, line: str) -> None:
+        if self.rank == 0:
+            print(line, flush=True)
+
+
+def default_variants(world_size: int, network: str) -> list[str]:
+    """The variants that are measured unless some are named.
+
+    Replicate on one device is local, and local needs no network. Over sockets a step of FSDP2 takes seconds: one of its
+    rows is enough.
+    """
+    if network == "sockets":
+        return [n for n, v in VARIANTS.items() if v.layout in ("replicate", "ddp") or v.name == "fsdp2"]
+    return [n for n, v in VARIANTS.items() if v.layout != "replicate" or world_size > 1]
+
+
+def measure_world(args: Namespace) -> int:
+    """Measure in the processes of this torchrun; the exit code."""
+
+    def run() -> int:
+        World(args).measure()
+        dist.destroy_process_group()
+        return 0
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.exit(measure_world(Namespace(**{**job, "output": Path(job["output"])})))

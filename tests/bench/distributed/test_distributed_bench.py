@@ -1,0 +1,194 @@
+"""The benchmark of several devices: a small run with two processes, its check of results, and its report."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+
+from sparse_opt import MaskSet
+from sparse_opt.bench.distributed import report as reports
+from sparse_opt.bench.distributed.collectives import CollectiveCounter
+from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
+from sparse_opt.bench.distributed.reference import Reference, first_step
+from sparse_opt.bench.distributed.variants import VARIANTS, make_training
+from sparse_opt.cli.main import main
+
+SPARSE = ["local_element_fp32", "replicate_element_fp32", "replicate_tile64_bf16", "fsdp2_tile64_bf16"]
+DENSE = ["ddp", "fsdp2"]
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path, capfd):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
+    output, picture = tmp_path / "distributed.json", tmp_path / "distributed.png"
+    words = ["--small", "--n_rounds", "5", "--variants", ",".join(SPARSE + DENSE), "--output", str(output)]
+    code = main(["bench", "distributed", *words, "--gpus", "1,2", "--plot", str(picture)])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    report = json.loads(output.read_text())
+    assert report["completed"] and report["settings"]["shape"] == "tiny"
+    assert {(row["world_size"], row["variant"]) for row in report["rows"]} == {
+        (n, name) for n in (1, 2) for name in SPARSE + DENSE
+    }
+    for row in report["rows"]:
+        assert row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["peak_memory_bytes"] is None
+        assert row["timed_with"] == SPARSE + DENSE
+        assert (row["check"] is None) == (row["layout"] == "local" and row["world_size"] == 2)
+        if row["layout"] == "local":
+            assert row["collectives"] == {}
+        if row["layout"] in ("replicate", "fsdp2") and row["pattern"] is not None:
+            assert row["reduced_bytes"] == row["nnz"] * {"fp32": 4, "bf16": 2}[row["grad_dtype"]]
+        if row["layout"] == "replicate":
+            assert row["other_bytes"] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "efficiency" in out and "11 of 11 checked rows" in out
+
+    # One more row, measured by a torchrun that the user starts.
+    words[words.index("--variants") + 1] = "replicate_element_fp32,replicate_element_bf16"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    module = "sparse_opt.bench.distributed.main"
+    done = subprocess.run(
+        [*command, "--nproc-per-node=2", "-m", module, *words, "--mask_dir", str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert rows[:-1] == report["rows"] and rows[-1]["variant"] == "replicate_element_bf16"
+
+
+def tiny_training(name: str, config: Any, mask: MaskSet) -> Any:
+    return make_training(VARIANTS[name], config, mask, torch.device("cpu"), lr=1e-6, seed=0)
+
+
+def check_updates(rank: int) -> list[bool]:
+    """Whether the check accepts the averaged update, this rank's own update, and no update."""
+    config = model_config("tiny", 32)
+    mask = MaskSet.random(masked_shapes(config), density=0.05, pattern="tile64")
+    pairs = [pair(i, 32, config.vocab_size, torch.device("cpu")) for i in range(2)]
+    expected = Reference.of(tiny_training("local_tile64_fp32", config, mask), mask, pairs)
+    averaged, own = (tiny_training(name, config, mask) for name in ("replicate_tile64_bf16", "local_tile64_bf16"))
+    found = []
+    for training in (averaged, own):
+        first_step(training, [pairs[rank]])
+        found.append(expected.check(training, mask)["met"])
+    still = tiny_training("local_tile64_bf16", config, mask)
+    first_step(still, pairs)
+    still.model.load_state_dict(tiny_training("local_tile64_bf16", config, mask).model.state_dict())
+    return [*found, expected.check(still, mask)["met"]]
+
+
+def test_only_the_update_of_the_global_batch_is_accepted():
+    assert launch(check_updates, 2) == [[True, False, False]] * 2
+
+
+def count_collectives(rank: int) -> dict[str, tuple[int, int]]:
+    values, gathered = torch.ones(1000), torch.empty(2000)
+    with CollectiveCounter() as counter:
+        work = dist.all_reduce(values, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.all_reduce(values.bfloat16())
+        dist.all_gather_into_tensor(gathered, values)
+    dist.all_reduce(values)  # outside
+    assert counter.reduced == 6000 and counter.other == 8000
+    return {name: (counter.calls[name], n) for name, n in counter.bytes.items()}
+
+
+def test_collectives_are_counted_by_name():
+    assert launch(count_collectives, 2)[0] == {"allreduce": (2, 6000), "allgather": (1, 8000)}
+
+
+def row(variant: str, ms: float, *, gpus: int = 4, network: str = "default", **values: Any) -> dict[str, Any]:
+    check = {"met": True, "moment_error": 0.0, "moment_tolerance": 0.1, "update_error": 0.0, "update_tolerance": 0.2}
+    sizes = {"peak_memory_bytes": 10 * 2**30, "reduced_bytes": 2000, "other_bytes": 0, "p20_ms": ms, "p80_ms": ms}
+    found = {"world_size": gpus, "network": network, "variant": variant, **vars(VARIANTS[variant]), "ms": ms}
+    return {**found, **sizes, "nnz": 1000 if VARIANTS[variant].pattern else None, "check": check, **values}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    machine = {"cpu": "C", "logical_cpus": 2}
+    settings = {"shape": "3b", "sequence_length": 512, "density": 0.025, "gradient_checkpointing": False, "dpo": False}
+    return {
+        "environment": {"machine": machine, "versions": {"torch": "2"}, "date": "2026-01-01T", "commit": "abc"},
+        "settings": settings,
+        "rows": [
+            row("replicate_element_bf16", 102.0),
+            row("replicate_element_bf16", 160.0, network="sockets"),
+            row("local_element_bf16", 100.0),
+            row("local_element_bf16", 96.0, gpus=1),
+            row("ddp", 200.0),
+            row("ddp", 2000.0, network="sockets"),
+        ],
+    }
+
+
+def test_ratios_are_to_rows_of_as_many_gpus(report):
+    found = {
+        (r["row"]["network"], r["other"]["variant"], r["other"]["network"]): r["ratio"] for r in reports.ratios(report)
+    }
+    assert found == {
+        ("default", "local_element_bf16", "default"): 1.02,
+        ("default", "ddp", "default"): 0.51,
+        ("sockets", "ddp", "sockets"): 0.08,
+        ("sockets", "replicate_element_bf16", "default"): pytest.approx(160 / 102),
+    }
+    assert [(r["variant"], r["efficiency"]) for r in reports.efficiencies(report)] == [
+        ("replicate_element_bf16", pytest.approx(96 / 102))
+    ]
+    verdicts = [line.split()[-1] for line in reports.text(report).splitlines() if "<= " in line or ">= " in line]
+    assert verdicts == ["met", "met", "missed", "missed", "missed"]
+
+
+def test_a_wrong_result_is_reported_and_has_no_time(report):
+    wrong = copy.deepcopy(report)
+    wrong["rows"][0]["check"] |= {"met": False, "update_error": 1.0}
+    wrong["rows"][0]["ms"] = None
+    assert reports.wrong_lines(report) == []
+    assert "replicate_element_bf16: WRONG RESULT" in reports.wrong_lines(wrong)[0]
+    assert "5 of 6 checked rows" in reports.text(wrong) and "102.0" not in reports.text(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--variants", "ddp,replicate"], "--variants ddp,replicate: expected some of local_element_fp32"),
+        (["--networks", "sockets"], "--networks sockets: expected some of default"),
+        (["--gpus", "0"], "--gpus 0: expected 1"),
+        (["--gpus", "two"], "--gpus two: expected numbers"),
+        (["--dpo"], "--dpo needs --variants with sparse variants only"),
+        (["--dpo", "--variants", "fsdp2_tile64_bf16,ddp"], "--dpo needs --variants with sparse variants only"),
+        (["--density", "0"], "--density is 0.0, expected more than 0"),
+        (["--mask_dir", "nowhere"], "--mask_dir nowhere: no such folder"),
+    ],
+)
+def test_wrong_options_end_before_any_work(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "distributed", "--small", "--output", str(tmp_path / "o.json"), *words])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_file_of_other_settings_is_not_extended(tmp_path, capsys):
+    output = tmp_path / "o.json"
+    settings = {"shape": "3b", "sequence_length": 512}
+    output.write_text(json.dumps({"settings": settings, "rows": []}))
+    with pytest.raises(SystemExit):
+        main(["bench", "distributed", "--small", "--resume", "--output", str(output)])
+    assert "has rows of shape 3b, expected tiny" in capsys.readouterr().err
+    assert json.loads(Path(output).read_text())["settings"] == settings
