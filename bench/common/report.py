@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ def why_unwritable(path: Path) -> str:
 
     Creates the folder.
     """
-    probe = path.with_name(f"{path.name}.probe")
+    probe = path.with_name(f"{path.name}.probe{os.getpid()}")  # processes of torchrun may call this at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(probe) as aside:
