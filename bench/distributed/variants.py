@@ -123,9 +123,14 @@ def make_training(
             )
         return Training(variant, model, forward, torch.optim.AdamW(model.parameters(), lr=lr, fused=True), dpo)
     assert variant.grad_dtype is not None
-    group = {"local": False, "replicate": dist.group.WORLD}.get(variant.layout)
+    groups: dict[str, dist.ProcessGroup | Literal[False] | None] = {"local": False, "replicate": dist.group.WORLD}
     optimizer = SparseAdamW(
-        model, mask, lr=lr, grad_dtype=GRAD_DTYPES[variant.grad_dtype], keep_base_weights=dpo, process_group=group
+        model,
+        mask,
+        lr=lr,
+        grad_dtype=GRAD_DTYPES[variant.grad_dtype],
+        keep_base_weights=dpo,
+        process_group=groups.get(variant.layout),
     )
     return Training(variant, model, model, optimizer, dpo)
 
