@@ -1,0 +1,174 @@
+"""Patch: the encoded changes, and their form in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...errors import DeltaLogError
+from .reference import fast_bytes
+from .tables import Tables
+from .words import RAW_BIT, WordKind, first_tiles, tile_lengths, word_kind
+
+# The parts of each level, by name.
+_PARTS = {
+    "fast": ("counts", "heads", "records"),
+    "packed": ("counts", "heads", "sizes", "width", "records"),
+    "tight": ("counts", "sizes", "tables", "records"),
+}
+_RECORD_UNIT = {"fast": 4, "packed": 4, "tight": 2}  # bytes
+
+
+class PatchError(DeltaLogError):
+    """A patch is damaged, or does not fit the given tensors."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The encoded changes of tensors of one dtype, on the tensors' device except for `counts`.
+
+    Attributes:
+        counts: int64 [tensors] on the CPU, the number of changed elements of each.
+        heads: uint16 [tiles], or None at level `tight`.
+        sizes: length of each record, uint16 [tiles] in units of 4 bytes; at `tight` uint32 [tiles] in units of 2 bytes,
+            with the highest bit set for raw records.
+        records: uint8.
+        width: parameter of level `packed`, otherwise 0.
+        tables: parameters of level `tight`, otherwise None.
+    """
+
+    level: str
+    dtype: torch.dtype
+    numels: tuple[int, ...]
+    counts: Tensor
+    heads: Tensor | None
+    sizes: Tensor
+    records: Tensor
+    width: int
+    tables: Tables | None
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors to store in a file, under the names of docs/formats.md without the group prefix."""
+        found = {"counts": self.counts, "records": self.records}
+        if self.heads is not None:
+            found["heads"] = self.heads
+        if self.level != "fast":
+            found["sizes"] = self.sizes
+        if self.level == "packed":
+            found["width"] = torch.tensor([self.width], dtype=torch.uint8, device="cpu")
+        if self.tables is not None:
+            found["tables"] = torch.frombuffer(bytearray(self.tables.to_bytes()), dtype=torch.uint8)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of the parts."""
+        return sum(part.nbytes for part in self.parts().values())
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], level: str, dtype: torch.dtype, numels: Sequence[int]) -> Patch:
+        """Build a patch from a file's tensors, on the CPU. Checks everything that does not require decoding.
+
+        Raises:
+            PatchError: the parts are not those of a patch for tensors of these sizes.
+        """
+        if "records" not in parts:
+            raise PatchError(f"it holds {sorted(parts)}, expected {sorted(_PARTS[level])}")
+        records = _part(parts, "records", torch.uint8)
+        frame = {name: part for name, part in parts.items() if name != "records"}
+        return replace(cls._of_frame(frame, len(records), level, dtype, numels), records=records)
+
+    @classmethod
+    def of_tensor_in(
+        cls,
+        frame: Mapping[str, Tensor],
+        length: int,
+        read_records: Callable[[int, int], Tensor],
+        level: str,
+        dtype: torch.dtype,
+        numels: Sequence[int],
+        i: int,
+    ) -> Patch:
+        """Build the patch of tensor `i` alone from a file's patch, reading only that tensor's records.
+
+        Args:
+            frame: the file's tensors without the records, as in `from_parts`.
+            length: bytes of all records.
+            read_records: called with (begin, end) in bytes, returns those records.
+
+        Raises:
+            PatchError: as `from_parts`.
+        """
+        whole = cls._of_frame(frame, length, level, dtype, numels)
+        first, last = first_tiles(numels, level)[i : i + 2]
+        begin, end = whole.offsets()[[first, last]].tolist()
+        return replace(
+            whole,
+            numels=whole.numels[i : i + 1],
+            counts=whole.counts[i : i + 1],
+            heads=None if whole.heads is None else whole.heads[first:last],
+            sizes=whole.sizes[first:last],
+            records=_part({"records": read_records(begin, end)}, "records", torch.uint8, end - begin),
+            tables=None if whole.tables is None else replace(whole.tables, row_of=whole.tables.row_of[i : i + 1]),
+        )
+
+    @classmethod
+    def _of_frame(
+        cls, frame: Mapping[str, Tensor], length: int, level: str, dtype: torch.dtype, numels: Sequence[int]
+    ) -> Patch:
+        """Build a patch without its records, which have `length` bytes in all."""
+        if {*frame, "records"} != set(_PARTS[level]):
+            raise PatchError(f"it holds {sorted([*frame, 'records'])}, expected {sorted(_PARTS[level])}")
+        tiles = first_tiles(numels, level)[-1]
+        counts = _part(frame, "counts", torch.int64, len(numels))
+        if any(not 0 <= count <= numel for count, numel in zip(counts.tolist(), numels, strict=True)):
+            raise PatchError("a count is larger than its tensor or below 0")
+        heads = None if level == "tight" else _part(frame, "heads", torch.uint16, tiles)
+        width, tables = 0, None
+        kind = word_kind(dtype)
+        try:
+            if level == "fast":
+                assert heads is not None
+                sizes = _fast_sizes(heads, numels, kind)
+            else:
+                sizes = _part(frame, "sizes", torch.uint32 if level == "tight" else torch.uint16, tiles)
+            if level == "packed":
+                width = int(_part(frame, "width", torch.uint8, 1)[0])
+                if width >= kind.bits:
+                    raise PatchError(f"its width is {width}, expected less than {kind.bits}")
+            if level == "tight":
+                tables = Tables.from_bytes(_part(frame, "tables", torch.uint8).numpy().tobytes(), len(numels), kind)
+        except ValueError as error:
+            raise PatchError(str(error)) from error
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        patch = cls(level, dtype, tuple(numels), counts, heads, sizes, none, width, tables)
+        if int(patch.offsets()[-1]) != length:
+            raise PatchError(f"its records have {length} bytes, expected {int(patch.offsets()[-1])} from its sizes")
+        return patch
+
+    def offsets(self) -> Tensor:
+        """Return the byte offset of each record, and the end: [tiles + 1] int64 on the records' device."""
+        lengths = self.sizes.to(torch.int64) & ~RAW_BIT
+        offsets = lengths.new_zeros(len(lengths) + 1)
+        torch.cumsum(lengths * _RECORD_UNIT[self.level], 0, out=offsets[1:])
+        return offsets
+
+
+def _fast_sizes(heads: Tensor, numels: Sequence[int], kind: WordKind) -> Tensor:
+    """Return uint16 [tiles], the length of each record in units of 4 bytes. Raises ValueError on an invalid head."""
+    lengths = tile_lengths(numels, "fast")
+    pairs, inverse = torch.unique(heads.to(torch.int64) << 16 | lengths, return_inverse=True)
+    sizes = [fast_bytes(pair >> 16, pair & 0xFFFF, kind.size) // 4 for pair in pairs.tolist()]
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")[inverse].to(torch.uint16)
+
+
+def _part(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, length: int | None = None) -> Tensor:
+    part = parts[name]
+    if part.dtype != dtype or part.dim() != 1 or (length is not None and len(part) != length):
+        found = f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
+        expected = f"{str(dtype).removeprefix('torch.')} {'of one dimension' if length is None else [length]}"
+        raise PatchError(f"its {name} is {found}, expected {expected}")
+    return part
