@@ -20,6 +20,10 @@ How a gradient travels from autograd to the weights, with grads='compact':
 Parameters are in one bucket (buckets.py), and their gradients in one buffer, if one op call can take them all: same
 parameter group, device, dtype and layout of the indices. binding.py builds both from a mask, and is the only place that
 chooses between the native and the Python implementation.
+
+Under FSDP2 each rank stores a `Shard` (sharding.py) of each parameter, and autograd accumulates gradients into another,
+unsharded parameter. Steps 1 to 5 are those of the whole, unsharded parameters; the op, the state and the base weights
+are those of the shards' local tensors. Without FSDP2 all three are the parameter itself.
 """
 
 from .adamw import SparseAdamW

@@ -57,12 +57,15 @@ class SparseAdamW(SparseOptimizer):
         backend: reference, cpu, triton or cuda; the default is chosen by `sparse_opt.backends`.
         process_group: average the compact gradients over the ranks of this `torch.distributed.ProcessGroup`, next to
             the backward pass. Every rank holds the whole model, not wrapped in DistributedDataParallel. False: train on
-            this process's own gradients. None: the same, but raises if torch.distributed runs several processes.
+            this process's own gradients. None: the same, but raises if torch.distributed runs several processes. For a
+            model under `fully_shard` (FSDP2), None is the group of its device mesh, and each rank holds the state of
+            its rows.
 
     Raises:
         ValueError: the mask has no active element, or one in a parameter that does not require grad; a parameter is in
             two groups; an option is out of range; tile_backward=True and no parameter supports it; several processes
-            run, and process_group does not say how to train.
+            run, and process_group does not say how to train; a DTensor is not sharded by `fully_shard` on its first
+            dimension alone.
         RuntimeError: the ranks of the process group have different parameters, options, masks or weights.
         MaskError: the mask does not fit the model (lists the mismatches), or a parameter with active elements shares
             memory with a different parameter.
