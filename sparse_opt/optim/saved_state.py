@@ -34,11 +34,17 @@ class SavedState:
 
     @classmethod
     def of(
-        cls, state_dict: Any, param_groups: list[dict[str, Any]], buckets: list[Bucket], required: Collection[str]
+        cls,
+        state_dict: Any,
+        param_groups: list[dict[str, Any]],
+        shards: Mapping[Parameter, Shard],
+        buckets: list[Bucket],
+        required: Collection[str],
     ) -> SavedState:
         """Check a state_dict against the optimizer's groups and buckets; ranges of options are not checked here.
 
         Args:
+            shards: of all parameters. The states are those of the shards: a part of what was saved.
             required: the options that every group must have.
 
         Raises:
@@ -50,7 +56,7 @@ class SavedState:
             )
         groups = _groups(_entry(state_dict, "param_groups", (list, tuple), "list"), param_groups)
         keys = _keys(groups, param_groups)
-        states = _states(_entry(state_dict, "state", Mapping, "dict"), keys)
+        states = _states(_entry(state_dict, "state", Mapping, "dict"), keys, shards)
         names = {param: name for group in param_groups for name, param in _named(group)}
         _fit(states, names, buckets)
         return cls(names, states, [_options(i, group, required) for i, group in enumerate(groups)])
@@ -149,14 +155,23 @@ def _keys(groups: list[Mapping[str, Any]], here: list[dict[str, Any]]) -> dict[i
     return keys
 
 
-def _states(saved: Mapping[Any, Any], keys: Mapping[int | str, tuple[str, Parameter]]) -> States:
-    states: States = {}
-    for key, values in saved.items():
+def _states(
+    saved: Mapping[Any, Any], keys: Mapping[int | str, tuple[str, Parameter]], shards: Mapping[Parameter, Shard]
+) -> States:
+    for key in saved:
         if key not in keys:
             raise ValueError(f"the saved state has a state for {shown(key)}, which is in no parameter group of it")
-        name, param = keys[key]
+    states: States = {}
+    for key, (name, param) in keys.items():  # in the same order on all ranks
+        if key not in saved:
+            continue
+        values = saved[key]
         if not isinstance(values, Mapping):
             raise ValueError(f"the saved state of {name!r} is a {type(values).__name__}, expected a dict")
+        if not shards[param].is_whole:
+            from . import sharded_state
+
+            values = sharded_state.local_part(values, shards[param])
         for entry, value in values.items():
             if not isinstance(value, Tensor) or is_wrapper(value):
                 found = type(value).__name__

@@ -287,6 +287,11 @@ class SparseOptimizer(BoundOptimizer):
         try:
             self.param_groups[0]["params"] = params[: len(params) - self._collector.shown_proxies()]
             self.state = state_io.with_indices(state, self._buckets, self._bases)
+            sharded = [shard for shard in self._shards.values() if not shard.is_whole]
+            if sharded:
+                from . import sharded_state
+
+                self.state = sharded_state.as_dtensors(self.state, sharded)
             return super().state_dict()
         finally:
             self.param_groups[0]["params"], self.state = params, state
@@ -313,7 +318,7 @@ class SparseOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
-        saved = SavedState.of(state_dict, self.param_groups, self._buckets, self.defaults)
+        saved = SavedState.of(state_dict, self.param_groups, self._shards, self._buckets, self.defaults)
         for i, (group, loaded) in enumerate(zip(self.param_groups, saved.options, strict=True)):
             where = f"parameter group {i} of the saved state: "
             self._check_options({**group, **loaded}, where)
