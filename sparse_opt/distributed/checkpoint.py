@@ -1,6 +1,6 @@
-"""Optimizer state of several ranks: as a full state dict, and from `torch.distributed.checkpoint`.
+"""Optimizer state of several ranks: from `torch.distributed.checkpoint`, and as the state dict of one device.
 
-`optimizer.state_dict()` is all that saving takes, from any number of ranks, sync or async:
+To save, sync or async, `optimizer.state_dict()` or torch's `get_optimizer_state_dict` suffices:
 
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)
@@ -24,8 +24,9 @@ from ..optim.sparse_optimizer import SparseOptimizer
 def full_optimizer_state_dict(optimizer: SparseOptimizer, *, cpu_offload: bool = True) -> dict[str, Any]:
     """Gather the state of an optimizer of sharded parameters, as one device saves it. All ranks must call it.
 
-    `get_optimizer_state_dict` of torch with `full_state_dict=True` cannot gather parts of different lengths. To load
-    the result, call `optimizer.load_state_dict` on every rank; each takes its own part.
+    Torch's `get_optimizer_state_dict` with `full_state_dict=True` cannot gather parts of different lengths. To load the
+    result, call `optimizer.load_state_dict` on every rank, each of which takes its own part, or
+    `load_full_optimizer_state_dict`.
 
     Args:
         cpu_offload: return the tensors on the CPU on rank 0, and an empty dict on the other ranks. False: return them
@@ -40,6 +41,31 @@ def full_optimizer_state_dict(optimizer: SparseOptimizer, *, cpu_offload: bool =
             if keep:
                 values[name] = full.cpu() if cpu_offload else full
     return saved if keep else {}
+
+
+def load_full_optimizer_state_dict(optimizer: SparseOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load the state dict of one device that rank 0 has. All ranks must call it; the argument of others is ignored.
+
+    Torch's `set_optimizer_state_dict` with `broadcast_from_rank0=True` cannot write to parts of different lengths.
+
+    Raises:
+        ValueError: as `optimizer.load_state_dict`; nothing has changed.
+    """
+    group, device = optimizer.process_group, optimizer.param_groups[0]["params"][0].device
+    first = dist.get_rank(group) == 0
+    outline: list[Any] = [None]
+    if first:
+        shapes = {key: {n: t.to("meta") for n, t in values.items()} for key, values in state_dict["state"].items()}
+        outline = [{**state_dict, "state": shapes}]
+    dist.broadcast_object_list(outline, group=group, group_src=0)
+    loaded = outline[0]
+    for key, values in loaded["state"].items():
+        for name, shape in values.items():
+            tensor = state_dict["state"][key][name] if first else torch.empty_like(shape, device=device)
+            sent = tensor.to(device).contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+            values[name] = sent.cpu()
+    optimizer.load_state_dict(loaded)
 
 
 def _gathered(tensor: DTensor) -> Tensor:
@@ -75,16 +101,19 @@ def load_optimizer(optimizer: SparseOptimizer, checkpoint_id: str | PathLike[str
     saved = reader.read_metadata()
     own = optimizer.state_dict()
     names = [name for group in own["param_groups"] for name in group["param_names"]]
-    state: dict[int | str, dict[str, Tensor]] = {}
+    state: dict[str, dict[str, Tensor]] = {}
     for flat_key, path in saved.planner_data.items():
         if path[:2] != (key, "state"):
             continue
-        _, _, param, entry = path
-        tensor = own["state"].get(param if isinstance(param, int) else names.index(param), {}).get(entry)
+        _, _, param, entry = path  # the parameter's name, or its number as text
+        number = names.index(param) if param in names else int(param)
+        tensor = own["state"].get(number, {}).get(entry)
         found = saved.state_dict_metadata[flat_key]
         if not isinstance(tensor, DTensor) or tensor.size() != found.size:
             tensor = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
         state.setdefault(param, {})[entry] = tensor
     loaded = {key: {"state": state, "param_groups": own["param_groups"]}}
-    dcp.load(loaded, storage_reader=reader)
-    optimizer.load_state_dict(loaded[key])
+    dcp.load(loaded, storage_reader=reader, process_group=optimizer.process_group)
+    groups = loaded[key]["param_groups"]
+    params = {str(param): param for group in groups for param in group["params"]}
+    optimizer.load_state_dict({"state": {params[p]: s for p, s in state.items()}, "param_groups": groups})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -92,6 +93,29 @@ def wait(work: dist.Work, group: dist.ProcessGroup, number: int) -> None:
         raise RuntimeError(
             f"rank {dist.get_rank()}: reduction {number} of the compact gradients failed, {clause}: {error}"
         ) from error
+
+
+@contextmanager
+def raise_on_all(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Context in which a ValueError of one rank is raised on all ranks, so that none continues without the others.
+
+    All ranks of the group must enter and leave it. Without a group it does nothing.
+    """
+    own: ValueError | None = None
+    try:
+        yield
+    except ValueError as error:
+        own = error
+    if group is not None:
+        messages: list[Any] = [None] * group.size()
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            dist.all_gather_object(messages, None if own is None else str(own), group=group)
+        failed = [rank for rank, message in enumerate(messages) if message is not None]
+        if failed and own is None:
+            rank = dist.get_global_rank(group, failed[0])
+            raise ValueError(f"rank {rank}: {messages[failed[0]]}")
+    if own is not None:
+        raise own
 
 
 def require_same(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, options, rank_checks, sharding, state_io
+from . import base_weights, options, rank_checks, ranks, sharding, state_io
 from .bound_optimizer import BoundOptimizer, Params
 from .clipping import global_norm
 from .saved_state import SavedState
@@ -318,18 +318,19 @@ class SparseOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
-        saved = SavedState.of(state_dict, self.param_groups, self._shards, self._buckets, self.defaults)
-        for i, (group, loaded) in enumerate(zip(self.param_groups, saved.options, strict=True)):
-            where = f"parameter group {i} of the saved state: "
-            self._check_options({**group, **loaded}, where)
-            for bucket in self._buckets:
-                missing = set(self._state_names({**group, **loaded})) - bucket.state.keys()
-                if bucket.group is group and missing:
-                    raise ValueError(f"{where}its options require {sorted(missing)}, absent from this optimizer")
-        bases = self._bases
-        if bases:
-            held = saved.base_weights(self._buckets, self._shards)
-            bases = base_weights.rebuild(self._buckets, held, self.backend)
+        with ranks.raise_on_all(self.process_group, self._buckets[0].device):
+            saved = SavedState.of(state_dict, self.param_groups, self._shards, self._buckets, self.defaults)
+            for i, (group, loaded) in enumerate(zip(self.param_groups, saved.options, strict=True)):
+                where = f"parameter group {i} of the saved state: "
+                self._check_options({**group, **loaded}, where)
+                for bucket in self._buckets:
+                    missing = set(self._state_names({**group, **loaded})) - bucket.state.keys()
+                    if bucket.group is group and missing:
+                        raise ValueError(f"{where}its options require {sorted(missing)}, absent from this optimizer")
+            bases = self._bases
+            if bases:
+                held = saved.base_weights(self._buckets, self._shards)
+                bases = base_weights.rebuild(self._buckets, held, self.backend)
         # Nothing has changed so far.
         self.zero_grad()
         saved.copy_(self._buckets)

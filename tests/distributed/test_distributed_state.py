@@ -1,9 +1,8 @@
-"""State of optimizers on several ranks: torch.distributed.checkpoint, full state dicts, and loads that change nothing."""
+"""Optimizer state of several ranks: torch.distributed.checkpoint, full state dicts, and states that do not fit."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.distributed import full_optimizer_state_dict, load_optimizer
+from sparse_opt.distributed import full_optimizer_state_dict, load_full_optimizer_state_dict, load_optimizer
 
 OPTIONS: dict[str, Any] = {"master_weights": True, "state_dtype": torch.bfloat16}
 
@@ -64,7 +63,8 @@ def trained(several_masks: bool = False) -> tuple[Small, SparseAdamW]:
         {"params": [(n, p) for n, p in model.named_parameters() if "hidden" in n], "lr": 0.02},
         {"params": [(n, p) for n, p in model.named_parameters() if "hidden" not in n], "weight_decay": 0.1},
     ]
-    optimizer = SparseAdamW(groups, first if several_masks else second, lr=0.05, model=model, process_group=False, **OPTIONS)
+    mask = first if several_masks else second
+    optimizer = SparseAdamW(groups, mask, lr=0.05, model=model, process_group=False, **OPTIONS)
     for step in range(4):
         if step == 2 and several_masks:
             optimizer.set_mask(second)
@@ -85,7 +85,7 @@ def build(model: Small, mask: MaskSet | None = None, **options: Any) -> SparseAd
 
 def sharded(mesh: DeviceMesh, mask: MaskSet | None = None) -> tuple[Small, SparseAdamW]:
     model = make()
-    for part in (model.hidden, model):
+    for part in (model.hidden, model.left, model):
         fully_shard(part, mesh=mesh)
     return model, build(model, mask)
 
@@ -100,7 +100,7 @@ def require_equal(found: Any, expected: Any, where: str = "") -> None:
         assert found.keys() == expected.keys(), where
         for key, value in expected.items():
             require_equal(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, list):
+    elif isinstance(expected, (list, tuple)):  # torch makes lists of tuples
         assert len(found) == len(expected), where
         for i, value in enumerate(expected):
             require_equal(found[i], value, f"{where}[{i}]")
@@ -115,25 +115,73 @@ def require_state(optimizer: SparseAdamW, expected: dict[str, Any], writes: bool
 
 def reshard(rank: int, folder: str) -> None:
     meshes = {n: DeviceMesh("cpu", list(range(n))) for n in (1, 2, 3, 4)}
-    states = [trained(several_masks=several)[1].state_dict() for several in (False, True)]
+    states = {several: trained(several_masks=several)[1].state_dict() for several in (False, True)}
     for n, mesh in meshes.items():
         if rank < n:
-            group = mesh.get_group()
             _, optimizer = sharded(mesh)
-            for state, name in zip(states, ("one", "several"), strict=True):
+            for several, state in states.items():
                 optimizer.load_state_dict(state)
                 require_state(optimizer, state, rank == 0)
-                dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{name}{n}", process_group=group)
-        dist.barrier()
-    for n in meshes:
-        for m, mesh in meshes.items():
-            if rank < m:
-                _, optimizer = sharded(mesh)
-                load_optimizer(optimizer, f"{folder}/several{n}", process_group=mesh.get_group())
-                require_state(optimizer, states[1], rank == 0)
-                loaded = {"optimizer": optimizer.state_dict()}
+                saved = {"optimizer": optimizer.state_dict()}
+                dcp.save(saved, checkpoint_id=f"{folder}/{several}{n}", process_group=mesh.get_group())
+    dist.barrier()
+    for mesh in meshes.values():
+        for n in meshes if rank < mesh.size() else ():
+            _, optimizer = sharded(mesh)
+            load_optimizer(optimizer, f"{folder}/{True}{n}")
+            require_state(optimizer, states[True], rank == 0)
+            loaded = {"optimizer": optimizer.state_dict()}
+            load_optimizer(optimizer, f"{folder}/{False}{n}")
+            loaded = {"optimizer": optimizer.state_dict()}
+            dcp.load(loaded, checkpoint_id=f"{folder}/{False}{n}", process_group=mesh.get_group())
+            optimizer.load_state_dict(loaded["optimizer"])
+            require_state(optimizer, states[False], rank == 0)
     dist.barrier()
 
 
 def test_checkpoints_reshard_between_numbers_of_ranks(tmp_path: Path) -> None:
     launch(reshard, 4, str(tmp_path))
+    model, expected = make(), trained(several_masks=True)[1].state_dict()
+    for n in (1, 2, 3, 4):  # and to one device without process group
+        optimizer = build(model)
+        load_optimizer(optimizer, tmp_path / f"{True}{n}")
+        require_equal(optimizer.state_dict(), expected)
+
+
+def tools(rank: int, folder: str) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    state = trained()[1].state_dict()
+    model, optimizer = sharded(mesh)
+    optimizer.load_state_dict(state)
+    sharded_state = get_optimizer_state_dict(model, optimizer)
+    assert sharded_state["state"].keys() == {name for name, _ in model.named_parameters()} - {"left.weight"}
+
+    model, other = sharded(mesh)
+    set_optimizer_state_dict(model, other, sharded_state)
+    require_state(other, state, rank == 0)
+
+    model, other = sharded(mesh)
+    whole = get_optimizer_state_dict(*trained())
+    set_optimizer_state_dict(model, other, whole, options=StateDictOptions(full_state_dict=True))
+    require_state(other, state, rank == 0)
+
+    model, other = sharded(mesh)
+    load_full_optimizer_state_dict(other, state if rank == 0 else {})
+    require_state(other, state, rank == 0)
+
+    background = dist.new_group()
+    saved = {"optimizer": optimizer.state_dict()}
+    saving = dcp.async_save(saved, checkpoint_id=f"{folder}/async", process_group=background)
+    optimizer.load_state_dict(build(make(), process_group=False).state_dict())  # staged before
+    saving.result()
+    load_optimizer(optimizer, f"{folder}/async")
+    require_state(optimizer, state, rank == 0)
+
+    dcp.save({"optimizer": sharded_state}, checkpoint_id=f"{folder}/by_name")
+    _, other = sharded(mesh)
+    load_optimizer(other, f"{folder}/by_name")
+    require_state(other, state, rank == 0)
+
+
+def test_torchs_functions_and_async_saves(tmp_path: Path) -> None:
+    launch(tools, 2, str(tmp_path))
