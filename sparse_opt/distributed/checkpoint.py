@@ -69,8 +69,8 @@ def load_full_optimizer_state_dict(optimizer: SparseOptimizer, state_dict: dict[
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    mesh, local = tensor.device_mesh, tensor.to_local()
-    group = mesh.get_group(mesh.ndim - 1)
+    local: Any = tensor.to_local()  # a LocalShardsWrapper
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     part = local.local_shards()[0]
     sizes = [torch.empty(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([part.numel()], device=part.device), group=group)
@@ -108,7 +108,7 @@ def load_optimizer(optimizer: SparseOptimizer, checkpoint_id: str | PathLike[str
         _, _, param, entry = path  # the parameter's name, or its number as text
         number = names.index(param) if param in names else int(param)
         tensor = own["state"].get(number, {}).get(entry)
-        found = saved.state_dict_metadata[flat_key]
+        found: Any = saved.state_dict_metadata[flat_key]  # all of the state are tensors
         if not isinstance(tensor, DTensor) or tensor.size() != found.size:
             tensor = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
         state.setdefault(param, {})[entry] = tensor

@@ -8,6 +8,7 @@ sharded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,21 +26,21 @@ _STEP = "step"  # a scalar, equal on all ranks
 _POSITIONS = ("indices", "base_indices")
 
 
-def as_dtensors(state: Mapping[Any, Mapping[str, Tensor]], shards: Sequence[Shard]) -> dict[Any, dict[str, Tensor]]:
+def as_dtensors(state: Mapping[Tensor, Mapping[str, Tensor]], shards: Sequence[Shard]) -> defaultdict[Tensor, Any]:
     """Return a state with the compact tensors of these sharded parameters as DTensors. All ranks must call it.
 
     The values are copies: `torch.distributed.checkpoint.load` writes into the tensors of a state_dict before
     `load_state_dict` can check that the saved state belongs to the optimizer's mask.
     """
-    mesh = shards[0].param.device_mesh
-    device = shards[0].local.device
+    mesh, device = shards[0].mesh, shards[0].local.device
+    assert mesh is not None  # the parameters are sharded
     own = [[state.get(s.param, {}).get(name, torch.empty(0)).numel() for name in _POSITIONS] for s in shards]
     counts = torch.tensor(own, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(counts) for _ in range(mesh.size(mesh.ndim - 1))]
     dist.all_gather(gathered, counts, group=mesh.get_group(mesh.ndim - 1))
     of_ranks = torch.stack(gathered).cpu()
     firsts, numels = of_ranks[: shards[0].number].sum(0).tolist(), of_ranks.sum(0).tolist()
-    sharded = {param: dict(values) for param, values in state.items()}
+    sharded: defaultdict[Tensor, Any] = defaultdict(dict, {param: dict(values) for param, values in state.items()})
     for shard, first, numel in zip(shards, firsts, numels, strict=True):
         for name, value in state.get(shard.param, {}).items():
             if name != _STEP:

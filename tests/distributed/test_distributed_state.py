@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -185,3 +186,92 @@ def tools(rank: int, folder: str) -> None:
 
 def test_torchs_functions_and_async_saves(tmp_path: Path) -> None:
     launch(tools, 2, str(tmp_path))
+
+
+def same_size(mask: MaskSet, name: str) -> MaskSet:
+    """Another mask with as many elements, which differs in the last element of one parameter alone."""
+    numel = torch.Size(mask.shapes[name]).numel()
+    positions = mask.indices[name].clone()
+    free = sorted(set(range(numel)) - set(positions.tolist()))
+    positions[-1] = free[-1]
+    return MaskSet({**mask.indices, name: positions.sort().values}, mask.shapes)
+
+
+def refused(rank: int, folder: str) -> None:
+    """Loads under another mask, from an interrupted save, and of a damaged state: nothing changes on any rank."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    state = trained()[1].state_dict()
+    _, optimizer = sharded(mesh)
+    optimizer.load_state_dict(state)
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
+
+    mask = same_size(masks(make())[1], "embedding.weight")
+    _, other = sharded(mesh, mask)
+    before = full_optimizer_state_dict(other, cpu_offload=False)
+    loaded = {"optimizer": other.state_dict()}
+    dcp.load(loaded, checkpoint_id=f"{folder}/saved")
+    loads = [
+        lambda: other.load_state_dict(loaded["optimizer"]),
+        lambda: other.load_state_dict(state),
+        lambda: load_optimizer(other, f"{folder}/saved"),
+        lambda: load_full_optimizer_state_dict(other, state),
+    ]
+    for load in loads:  # only rank 1 has the elements that differ
+        with pytest.raises(
+            ValueError, match=r"'embedding.weight' was saved under another mask" if rank else "rank 1: "
+        ):
+            load()
+        require_state(other, before, rank == 0)
+
+    broken = copy.deepcopy(state)
+    broken["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr is -1.0"):
+        optimizer.load_state_dict(broken)
+    require_state(optimizer, state, rank == 0)
+
+    optimizer.load_state_dict(build(make(), process_group=False).state_dict())
+    with mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=KeyboardInterrupt):  # writes the metadata
+        with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/torn")
+    with pytest.raises(dcp.CheckpointException, match="metadata"):
+        dcp.load({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/torn")
+    load_optimizer(optimizer, f"{folder}/saved")
+    require_state(optimizer, state, rank == 0)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    launch(refused, 2, str(tmp_path))
+
+
+def replicated(rank: int, folder: str) -> None:
+    state = trained(several_masks=True)[1].state_dict()
+    optimizer = build(make(), process_group=dist.group.WORLD)
+    load_full_optimizer_state_dict(optimizer, state if rank == 0 else {})
+    optimizer.check_ranks()
+    require_state(optimizer, state, rank == 0)
+    if rank == 0:
+        torch.save(optimizer.state_dict(), f"{folder}/state.pt")
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
+    for load in (
+        lambda other: other.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True)),
+        lambda other: load_optimizer(other, f"{folder}/saved"),
+    ):
+        other = build(make(), process_group=dist.group.WORLD)
+        load(other)
+        other.check_ranks()
+        require_state(other, state, rank == 0)
+
+    other = build(make(), same_size(masks(make())[1], "embedding.weight"), process_group=dist.group.WORLD)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"'embedding.weight' was saved under another mask"):
+        load_optimizer(other, f"{folder}/saved")
+    require_equal(other.state_dict(), before)
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    _, other = sharded(mesh)
+    load_optimizer(other, f"{folder}/saved")
+    require_state(other, state, rank == 0)
+
+
+def test_replicated_optimizers_save_the_state_of_one_device(tmp_path: Path) -> None:
+    launch(replicated, 2, str(tmp_path))
