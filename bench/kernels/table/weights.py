@@ -6,6 +6,7 @@ The tensors take gigabytes, so no data stays in a cache between calls.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
+from sparse_opt.ops import STEP_OPS
 
 from ...common.peers import Peer, why_failed
 from ...common.shapes import Shapes, total_numel
@@ -102,11 +104,11 @@ class WeightRows:
 
     def _op_steps(self, masked: Masked) -> None:
         narrow = inputs.narrowed(masked.active).arguments()
-        for kind in STEP_NAMES:
-            name = f"{ADAMW}, {kind} gradients"
+        for op, kind in itertools.product(STEP_OPS, STEP_NAMES):
+            name = f"{op}, {kind} gradients"
             self._restart()
             wide = inputs.step_case(
-                ADAMW, self.params, self.grads, masked.active, self.generator, dense_grads=kind == "dense"
+                op, self.params, self.grads, masked.active, self.generator, dense_grads=kind == "dense"
             )
             cases = {name: wide.changed(**narrow), name + targets.WIDE: wide}
             # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
