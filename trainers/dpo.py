@@ -24,7 +24,6 @@ from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenBatch, TokenSequence
-from .data.order import chunks
 from .options import ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
@@ -142,42 +141,45 @@ def train(config: DPOConfig) -> dict[str, Any]:
     run = TrainingRun(config, "dpo", "preference")
     reference = _reference_logprobs(config, run)
     with run:
-        margins_log = MarginsLog(run) if config.log_margins else None
+        margins_log = MarginsLog(run) if config.log_margins and run.ranks.is_main else None
 
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None
-            parts = []
-            for pairs in chunks(run.eval_data, config.batch_size):
+            found = torch.zeros(3, len(run.eval_data), dtype=torch.float32, device=run.device)
+            for rows in run.passes(len(run.eval_data)):
+                pairs = run.eval_data[rows]
                 batch = run.collate(pairs)
                 policy = completion_logprobs(run.model, batch)
-                parts.append(_losses(config, batch, policy, reference([pairs], [batch])[0]))
-            losses, chosen, rejected = map(torch.cat, zip(*parts, strict=True))
+                found[:, rows] = torch.stack(_losses(config, batch, policy, reference([pairs], [batch])[0]))
+            losses, chosen, rejected = run.ranks.sum(found)
             return {"loss": losses.mean(), **_reward_metrics(chosen, rejected)}
 
         for step in run.steps(evaluate):
-            groups = chunks(run.examples_of(step), config.batch_size)
+            examples = run.examples_of(step)
+            groups = [examples[rows] for rows in run.passes(len(examples))]
             batches = [run.collate(pairs) for pairs in groups]
 
             with run.time("reference"):
                 ref_logprobs = reference(groups, batches)
 
-            parts = []
+            found = torch.zeros(3, len(examples), dtype=torch.float32, device=run.device)
             with run.time("forward_backward"):
-                for batch, ref in zip(batches, ref_logprobs, strict=True):
+                passes = run.training_passes(len(examples))
+                for (rows, is_last), batch, ref in zip(passes, batches, ref_logprobs, strict=True):
                     losses, chosen, rejected = _losses(config, batch, completion_logprobs(run.model, batch), ref)
-                    # The mean over all pairs of the step, independent of the number of forward passes.
-                    (losses.sum() / config.examples_per_step).backward()
-                    parts.append((losses.detach(), chosen, rejected))
+                    # The mean over all pairs of the step, independent of the number of forward passes and ranks.
+                    run.backward(losses.sum() / len(examples), is_last)
+                    found[:, rows] = torch.stack([losses.detach(), chosen, rejected])
             run.update()
 
-            losses, chosen, rejected = map(torch.cat, zip(*parts, strict=True))
+            losses, chosen, rejected = run.ranks.sum(found)
             if margins_log is not None:
                 margins_log.write(step, chosen - rejected)
             if run.samples_due(step):
-                run.log_samples(step, sample_completions(run, [pair[0] for pair in groups[0]]))
+                run.log_samples(step, sample_completions(run, [pair[0] for pair in examples[: config.batch_size]]))
             run.log(
                 step,
-                n_tokens=sum(batch.n_tokens for batch in batches),
+                n_tokens=sum(len(sequence.ids) for pair in examples for sequence in pair),
                 loss=losses.mean(),
                 **_reward_metrics(chosen, rejected),
             )
@@ -237,16 +239,15 @@ def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprob
 
 
 class _KnownLogprobs:
-    """Log-probability sums of pairs, keyed by `id(pair)`; the run's data keeps the pairs alive."""
+    """Log-probability sums [2, n] of n pairs, keyed by `id(pair)`; the run's data keeps the pairs alive.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    Of a pair that is repeated, the first sums are kept.
+    """
+
+    def __init__(self, pairs: Pairs, logprobs: Tensor):
+        self._device = logprobs.device
         self._of: dict[int, tuple[float, float]] = {}
-
-    def add(self, pairs: Pairs, logprobs: Tensor) -> None:
-        """Store the sums [2B] of the pairs that are not stored yet."""
-        chosen, rejected = logprobs.float().chunk(2)
-        for pair, *sums in zip(pairs, chosen.tolist(), rejected.tolist(), strict=True):
+        for pair, *sums in zip(pairs, *logprobs.tolist(), strict=True):
             self._of.setdefault(id(pair), (sums[0], sums[1]))
 
     def of(self, pairs: Pairs) -> Tensor:
@@ -261,19 +262,20 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     The pairs are batched as in the first epoch, so that on a CPU the steps of that epoch get the same bits as with
     `reference: weights`. Later epochs batch the pairs differently, which can change the rounding of a sum.
     """
-    known = _KnownLogprobs(run.device)
     first_epoch = -(-len(run.data) // config.examples_per_step)
-    groups = [
-        pairs
-        for step in range(1, min(config.n_steps, first_epoch) + 1)
-        for pairs in chunks(run.examples_of(step), config.batch_size)
-    ]
-    groups += chunks(run.eval_data or [], config.batch_size)
+    batches = [run.examples_of(step) for step in range(1, min(config.n_steps, first_epoch) + 1)]
+    pairs, passes = [], []
+    for batch in [*batches, run.eval_data or []]:
+        passes += run.passes(len(pairs) + len(batch), start=len(pairs))
+        pairs += batch
+    logprobs = torch.zeros(2, len(pairs), dtype=torch.float32, device=run.device)
 
     # Before the first step the policy equals the reference in every mode.
     reference = Reference(run.model, nullcontext) if config.ref_name is None else run.reference()
-    with torch.no_grad(), reference.weights(), Progress("dpo reference", len(groups)) as progress:
-        for n, pairs in enumerate(groups, 1):
-            known.add(pairs, completion_logprobs(reference.model, run.collate(pairs)))
+    progress = Progress("dpo reference", len(passes), hidden=not run.ranks.is_main)
+    with torch.no_grad(), reference.weights(), progress:
+        for n, rows in enumerate(passes, 1):
+            sums = completion_logprobs(reference.model, run.collate(pairs[rows]))
+            logprobs[:, rows] = sums.view(2, -1)
             progress.advance(n, {})
-    return known
+    return _KnownLogprobs(pairs, run.ranks.sum(logprobs))

@@ -11,6 +11,8 @@ from sparse_opt.config import option, require_count, require_number_ranges
 from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError
 
+from .ranks import Parallel
+
 # Names of subfolders of a run, in these loops and in transformers' Trainer.
 _OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")
 
@@ -55,6 +57,11 @@ class TrainingOptions(ModelOptions):
     )
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
+    parallel: Parallel = option(
+        "auto",
+        "with several processes, which torchrun starts: replicate, every one has the model; they share the examples of "
+        "a step and average gradients; auto is replicate under torchrun, else none",
+    )
     master_weights: bool | None = option(
         None, "keep fp32 master copies of the trained weights; none means yes for 16-bit weights"
     )

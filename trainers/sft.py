@@ -18,7 +18,6 @@ from sparse_opt.config import option
 
 from .data.encoding import TokenBatch, TokenSequence
 from .data.loaders import data_loader
-from .data.order import chunks
 from .data.packing import check_packing, collate_packed, packing_loader
 from .options import TrainingOptions
 from .policy.logprobs import completion_logprobs
@@ -44,6 +43,11 @@ def sft_loss(logprobs: Tensor, n_trained: int) -> Tensor:
     return -logprobs.sum() / n_trained
 
 
+def n_trained_tokens(examples: Sequence[list[TokenSequence]]) -> int:
+    """Number of trained tokens."""
+    return sum(sequence.n_trained for example in examples for sequence in example)
+
+
 def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     """Run SFT and return its summary; outputs and errors as in `dpo.train`.
 
@@ -56,37 +60,38 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
         check_packing(run.model)
     with run:
 
-        def batches_of(examples: Sequence[list[TokenSequence]]) -> list[TokenBatch]:
-            if config.packing:
-                return [collate_packed(rows, run.pad_id).to(run.device) for rows in chunks(examples, config.batch_size)]
-            return [run.collate(part) for part in chunks(examples, config.batch_size)]
+        def collate(examples: Sequence[list[TokenSequence]]) -> TokenBatch:
+            return collate_packed(examples, run.pad_id).to(run.device) if config.packing else run.collate(examples)
 
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None
-            batches = batches_of(run.eval_data)
-            sums = [completion_logprobs(run.model, batch) for batch in batches]
-            return {"loss": sft_loss(torch.cat(sums), sum(batch.n_trained for batch in batches))}
+            logprobs = torch.zeros(len(run.eval_data), dtype=torch.float32, device=run.device)
+            for rows in run.passes(len(run.eval_data)):
+                logprobs[rows] = completion_logprobs(run.model, collate(run.eval_data[rows]))
+            return {"loss": sft_loss(run.ranks.sum(logprobs), n_trained_tokens(run.eval_data))}
 
         for step in run.steps(evaluate):
             examples = run.examples_of(step)
-            batches = batches_of(examples)
-            n_trained = sum(batch.n_trained for batch in batches)
-            n_tokens = sum(batch.n_tokens for batch in batches)
+            n_trained = n_trained_tokens(examples)
+            n_tokens = sum(len(sequence.ids) for example in examples for sequence in example)
 
-            losses = []
+            sums = torch.zeros(2, dtype=torch.float32, device=run.device)  # the loss, and the size of all batches
             with run.time("forward_backward"):
-                for batch in batches:
+                for rows, is_last in run.training_passes(len(examples)):
+                    batch = collate(examples[rows])
                     loss = sft_loss(completion_logprobs(run.model, batch), n_trained)
-                    loss.backward()
-                    losses.append(loss.detach())
+                    run.backward(loss, is_last)
+                    sums[0] += loss.detach()
+                    sums[1] += batch.input_ids.numel()
             run.update()
+            loss, n_padded = run.ranks.sum(sums)
 
             if run.samples_due(step):
                 run.log_samples(step, sample_completions(run, [row[0] for row in examples]))
             run.log(
                 step,
                 n_tokens=n_tokens,
-                loss=torch.stack(losses).sum(),
-                padding=1 - n_tokens / sum(batch.input_ids.numel() for batch in batches),
+                loss=loss,
+                padding=1 - n_tokens / n_padded,
             )
         return run.finish()

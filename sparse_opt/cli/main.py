@@ -131,5 +131,6 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"sparse-opt: {' '.join(message.split())}", file=sys.stderr)
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    print(f"sparse-opt: {rank}{' '.join(message.split())}", file=sys.stderr)
     return code

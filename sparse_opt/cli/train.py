@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,12 +49,24 @@ with checkpoints, and resumed after an interruption:
   sparse-opt train grpo --config grpo.yaml --save_steps 50
   sparse-opt train grpo --config grpo.yaml --save_steps 50 --resume
 
+on the GPUs of one machine, which share the examples of each step:
+  torchrun --nproc_per_node=4 -m sparse_opt train dpo --config dpo.yaml
+
 rft has three stages: 'sparse-opt train rft datagen|train|test'.
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train, then print a summary, or with --json all results."""
+    """Train, then print a summary, or with --json all results; under torchrun, as one of its processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _run(argv)
+    from sparse_opt.trainers.ranks import joined
+
+    with joined():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="sparse-opt train",
         usage="sparse-opt train ALGORITHM [--json] [--config FILE] [--key value ...] [key=value ...]",
@@ -76,6 +89,8 @@ def run(argv: Sequence[str]) -> int:
     else:
         config_class, work = getattr(module, ALGORITHMS[algorithm]), module.train
     summary = _train(algorithm, work, config_class(**values))
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     if as_json:
         print_json(summary)
     else:
@@ -104,7 +119,7 @@ def _algorithm_parser(algorithm: str, module: Any) -> CommandParser:
 def _train(algorithm: str, work: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
     from sparse_opt.trainers.run.progress import hide_progress_bars
 
-    hide_progress_bars()
+    hide_progress_bars(always=os.environ.get("RANK", "0") != "0")
     try:
         return work(config)
     except (RuntimeError, MemoryError) as error:

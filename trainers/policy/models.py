@@ -14,6 +14,7 @@ from torch import nn
 from sparse_opt.errors import ConfigError, DataError
 
 from ..options import ModelOptions, TrainingOptions
+from ..ranks import local_rank, world_size
 from .pretrained import load_causal_lm, load_config_from, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,7 +25,7 @@ _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda if available, else cpu.
+    """The device of this name; `auto` is cuda if available, else cpu. With several processes, cuda is cuda:LOCAL_RANK.
 
     Raises:
         ConfigError: the device is neither a CPU nor a CUDA device, or is not available.
@@ -39,8 +40,12 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"option 'device' is '{name}': expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
+    if device.type == "cuda" and world_size() > 1:
+        if device.index is not None:
+            raise ConfigError(f"option 'device' is '{name}' with {world_size()} processes: expected auto, cpu or cuda")
+        device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"option 'device' is '{name}': there are {torch.cuda.device_count()} CUDA devices here")
+        raise ConfigError(f"option 'device' is '{device}': there are {torch.cuda.device_count()} CUDA devices here")
     return device
 
 

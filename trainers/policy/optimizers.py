@@ -16,6 +16,7 @@ from ..options import TrainingOptions
 from .dense_adamw import DenseAdamW
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.optim.lr_scheduler import LRScheduler
 
 
@@ -33,10 +34,13 @@ def adapt(config: TrainingOptions, model: nn.Module) -> Any:
     return add_lora(model, config.lora_rank)
 
 
-def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | DenseAdamW:
+def make_optimizer(
+    config: TrainingOptions, model: nn.Module, process_group: ProcessGroup | None = None
+) -> SparseAdamW | DenseAdamW:
     """SparseAdamW under the mask in mode sparse, else DenseAdamW on the trained weights; `mlp_only` selects the MLPs.
 
-    Both take the same options and have `grad_norm` and `nbytes()`.
+    Both take the same options and have `grad_norm` and `nbytes()`. SparseAdamW averages its gradients over the process
+    group; around the model of DenseAdamW this is the task of DDP.
 
     Raises:
         MaskError: the mask cannot be read or is another model's.
@@ -56,6 +60,7 @@ def make_optimizer(config: TrainingOptions, model: nn.Module) -> SparseAdamW | D
             max_grad_norm=config.max_grad_norm,
             master_weights=master_weights,
             model=model,
+            **({} if process_group is None else {"process_group": process_group}),
             backend=None if config.backend == "auto" else config.backend,
         )
     if config.mlp_only:

@@ -18,11 +18,13 @@ LONGEST = 128  # tokens; less if the data's completions are less than half as lo
 def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
     """Greedy completions of the first few prompts: rows with the prompt, the completion and that of the data.
 
-    Sequences without a prompt, and prompts that use up the model's positions, are skipped.
+    Sequences without a prompt, and prompts that use up the model's positions, are skipped. Only rank 0 samples.
 
     Raises:
         ConfigError: neither the tokenizer nor the model has an EOS token.
     """
+    if not run.ranks.is_main:
+        return []
     limit = max_positions(run.model.config)
     fitting = [
         sequence

@@ -5,8 +5,10 @@ A loop uses it as follows:
     with TrainingRun(config, "dpo", "preference") as run:
         reference = run.reference()
         for step in run.steps(evaluate):
-            for examples in chunks(run.examples_of(step), config.batch_size):
-                ...  # run.collate(examples), forward, loss, backward
+            examples = run.examples_of(step)
+            for rows, is_last in run.training_passes(len(examples)):
+                ...  # run.collate(examples[rows]), forward
+                run.backward(loss, is_last)
             run.update()
             run.log(step, n_tokens, loss=loss)
         return run.finish()
@@ -14,6 +16,9 @@ A loop uses it as follows:
 The only state carried between steps is the weights, the optimizer, the schedule and the objects passed to `keep`: the
 batch and the random numbers of a step depend on the seed and the step number alone. On a CPU, a run resumed from a
 checkpoint is therefore bit-identical to an uninterrupted one.
+
+With several processes (`ranks`) each one has the whole data and all weights, and takes its share of the rows of a
+step. Losses are divided by counts over all ranks, and metrics passed to `log` are those of all ranks; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -22,9 +27,10 @@ import json
 import logging
 import math
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,7 +40,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
@@ -46,6 +53,7 @@ from ..options import TrainingOptions, model_slug
 from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
 from ..policy.optimizers import adapt, make_optimizer, make_scheduler
 from ..policy.reference import Reference, make_reference
+from ..ranks import Ranks
 from .checkpoints import Checkpoints, Stateful
 from .delta_log import RunDeltaLog
 from .lock import RunLock, require_unlocked
@@ -86,6 +94,7 @@ class TrainingRun:
     Attributes:
         model: the module to call and train; the PEFT wrapper in mode lora.
         optimizer: the optimizer of the trained weights.
+        ranks: the processes of the run, and this one's rank.
         data, eval_data: examples; eval_data is None without an eval_dataset.
         pad_id: token id of the padding; 0 if the tokenizer has none.
     """
@@ -93,29 +102,23 @@ class TrainingRun:
     def __init__(self, config: TrainingOptions, algorithm: str, data: DataKind | LoadData):
         self.config = config
         self.algorithm = algorithm
+        self.ranks = Ranks.of(config.parallel)
+        if self.ranks.size > (rows := config.batch_size * config.gradient_accumulation_steps):
+            raise ConfigError(
+                f"batch_size x gradient_accumulation_steps is {rows}: the {self.ranks.size} processes share these "
+                "examples, expected at least one for each"
+            )
         self.output_dir = output_folder(config, algorithm)
-        delta_log_dir = delta_log_folder(config, algorithm)
-        require_unlocked(self.output_dir)
-        self._resuming = config.resume and is_begun(self.output_dir)
-        if self._resuming:
-            check_resumable(self.output_dir, config)
-        elif config.resume_step:
-            raise ConfigError(f"option 'resume_step' is {config.resume_step}: there is no run in {self.output_dir}")
-        else:
-            check_new_folder(self.output_dir, "output_dir")
-            if delta_log_dir is not None:
-                check_new_folder(delta_log_dir, "delta_log_dir")
+        self._delta_log_dir = delta_log_folder(config, algorithm)
         self._lock = RunLock(self.output_dir)
         self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
-        self._steps_found = self._checkpoints.steps()
-        self._first_step = (self._checkpoints.choose(config.resume_step) if self._resuming else 0) + 1
-        require_metrics(self.output_dir, self._first_step - 1)
+        self._resuming, self._steps_found, self._first_step = self.ranks.on_main(self._check_folders)
         require_trackers(config)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
         # Raises if a backend cannot run, before any file is written. The delta log always takes the default backend.
         backends.functions(self.device, None if config.backend == "auto" else config.backend)
-        if delta_log_dir is not None:
+        if self._delta_log_dir is not None:
             backends.functions(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -129,7 +132,11 @@ class TrainingRun:
         self.model: Any = adapt(config, policy)
         if config.compile:
             compile_layers(self.model)
-        self.optimizer = make_optimizer(config, self.model)
+        self.optimizer = make_optimizer(config, self.model, self.ranks.group)
+        self._ddp: DistributedDataParallel | None = None
+        if self.ranks.size > 1 and config.mode != "sparse":
+            weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._ddp = DistributedDataParallel(_Identity(weights), gradient_as_bucket_view=True)
         self._scheduler = make_scheduler(config, self.optimizer)
         self._order = ShuffledOrder(len(self.data), config.seed)
         self._timer = StepTimer(self.device)
@@ -137,8 +144,28 @@ class TrainingRun:
         self._trackers: list[Tracker] = []
         self._metrics = RowFile(self.output_dir / METRICS_FILE)
         self._row_files: list[RowFile] = []
-        self._delta_log_dir = delta_log_dir
         self._delta_log: RunDeltaLog | None = None
+
+    def _check_folders(self) -> tuple[bool, list[int], int]:
+        """Whether the run is resumed, the steps that have a checkpoint, and the first step to make.
+
+        Raises:
+            ConfigError, DataError: the run cannot be started or resumed in its folders.
+        """
+        config = self.config
+        require_unlocked(self.output_dir)
+        resuming = config.resume and is_begun(self.output_dir)
+        if resuming:
+            check_resumable(self.output_dir, config)
+        elif config.resume_step:
+            raise ConfigError(f"option 'resume_step' is {config.resume_step}: there is no run in {self.output_dir}")
+        else:
+            check_new_folder(self.output_dir, "output_dir")
+            if self._delta_log_dir is not None:
+                check_new_folder(self._delta_log_dir, "delta_log_dir")
+        last = self._checkpoints.choose(config.resume_step) if resuming else 0
+        require_metrics(self.output_dir, last)
+        return resuming, self._checkpoints.steps(), last + 1
 
     def _load_data(self, load: LoadData) -> None:
         config, tokenizer = self.config, self.tokenizer
@@ -154,25 +181,29 @@ class TrainingRun:
         logger.log(logging.WARNING if dropped else logging.INFO, "%s: %s", config.dataset, self.data_report)
 
     def __enter__(self) -> TrainingRun:
+        self.ranks.barrier()  # a rank that fails before this leaves the folders as they were
         with ExitStack() as stack:
-            # Lock both folders before anything is written to either.
-            stack.enter_context(self._lock)
-            self._require_unchanged()
-            if self._delta_log_dir is not None:
-                log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
-                self._delta_log = stack.enter_context(log)
-            if not self._resuming:
-                stack.push(self._discard_unstarted)
-            stack.callback(self._close)
-            if not self._resuming:
-                begin_outputs(self.output_dir, self.config)
+            self.ranks.on_main(lambda: self._begin(stack))
             self._metrics, self._evaluations, self._samples = map(
                 self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
             )
-            if self._delta_log is not None:
-                self._delta_log.begin(self.model, self.optimizer, self.algorithm)
             self._exit = stack.pop_all()
         return self
+
+    def _begin(self, stack: ExitStack) -> None:
+        # Lock both folders before anything is written to either.
+        stack.enter_context(self._lock)
+        self._require_unchanged()
+        if self._delta_log_dir is not None:
+            log = RunDeltaLog(self._delta_log_dir, self.config, resuming=self._resuming)
+            self._delta_log = stack.enter_context(log)
+        if not self._resuming:
+            stack.push(self._discard_unstarted)
+        stack.callback(self._close)
+        if not self._resuming:
+            begin_outputs(self.output_dir, self.config)
+        if self._delta_log is not None:
+            self._delta_log.begin(self.model, self.optimizer, self.algorithm)
 
     def _require_unchanged(self) -> None:
         """Raise ConfigError if another run has written to the folder since it was checked."""
@@ -213,13 +244,16 @@ class TrainingRun:
         return make_reference(self.config, self.model, self.optimizer, self.device, offload=offload)
 
     def row_file(self, name: str) -> RowFile:
-        """A file of JSON rows with a `step` each, in the output folder. Call this before `steps`.
+        """A file of JSON rows with a `step` each, in the output folder, which rank 0 writes. Call this before `steps`.
 
         Rows can be written from `steps` on, which drops those of repeated steps from the file of a resumed run.
         """
         path, last = self.output_dir / name, self._first_step - 1
         # Without a checkpoint, the evaluation before the first step (step 0) is repeated as well.
-        file = RowFile.resumed(path, last or -1, self._lock) if self._resuming else RowFile(path, self._lock)
+        if self._resuming and self.ranks.is_main:
+            file = RowFile.resumed(path, last or -1, self._lock)
+        else:
+            file = RowFile(path, self._lock, in_memory=not self.ranks.is_main)
         self._row_files.append(file)
         return file
 
@@ -241,19 +275,23 @@ class TrainingRun:
             evaluate = None
         if evaluate is not None and self._first_step == 1:
             self._evaluate(0, evaluate)
-        with Progress(f"{self.algorithm} {config.mode}", config.n_steps, self._first_step - 1) as self._progress:
+        title, hidden = f"{self.algorithm} {config.mode}", not self.ranks.is_main
+        with Progress(title, config.n_steps, self._first_step - 1, hidden=hidden) as self._progress:
             for step in range(self._first_step, config.n_steps + 1):
-                seed_everything(config.seed, step)
+                seed_everything(config.seed, step, self.ranks.rank)
                 self._step_started = time.perf_counter()
                 yield step
                 last = step == config.n_steps
                 if evaluate is not None and (last or step % config.eval_steps == 0):
                     self._evaluate(step, evaluate)
                 if config.save_steps is not None and step % config.save_steps == 0 and not last:
-                    for file in self._row_files:
-                        file.sync()
-                    require_held = partial(self._lock.require_held, self._checkpoints.path(step), step)
-                    self._checkpoints.save(step, self.model, self.tokenizer, self._kept, require_held)
+                    self.ranks.on_main(partial(self._save, step))
+
+    def _save(self, step: int) -> None:
+        for file in self._row_files:
+            file.sync()
+        require_held = partial(self._lock.require_held, self._checkpoints.path(step), step)
+        self._checkpoints.save(step, self.model, self.tokenizer, self._kept, require_held)
 
     def _go_on(self) -> None:
         """Restore the checkpoint, and only then remove what earlier processes wrote after its step.
@@ -263,6 +301,9 @@ class TrainingRun:
         last = self._first_step - 1
         if last:
             self._checkpoints.restore(last, self.model, self._kept)
+        self.ranks.on_main(partial(self._go_on_writing, last))
+
+    def _go_on_writing(self, last: int) -> None:
         if self._delta_log is not None:
             self._delta_log.require_step(last)
         self._lock.require_held(self.output_dir, last)
@@ -286,6 +327,28 @@ class TrainingRun:
     def epoch_of(self, step: int) -> int:
         """The number of complete passes over the data before the step."""
         return (step - 1) * self.config.examples_per_step // len(self.data)
+
+    def passes(self, stop: int, start: int = 0) -> list[slice]:
+        """The rows of each forward pass that this rank makes over the rows start .. stop - 1."""
+        return self.ranks.passes(start, stop, self.config.batch_size)
+
+    def training_passes(self, stop: int, start: int = 0) -> Iterator[tuple[slice, bool]]:
+        """`passes` of an optimizer step: the rows of each, and whether it is the last."""
+        passes = self.passes(stop, start)
+        return zip(passes, [*[False] * (len(passes) - 1), True], strict=True)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Backpropagate this rank's part of a loss that is a sum over the ranks.
+
+        The backward pass of the last forward pass of an optimizer step averages the gradients over the ranks.
+        """
+        if self.ranks.size == 1:
+            loss.backward()
+            return
+        loss = loss * self.ranks.size  # gradients are averaged
+        reducer = self.optimizer if self._ddp is None else self._ddp
+        with nullcontext() if is_last else reducer.no_sync():
+            (loss if self._ddp is None else self._ddp(loss)).backward()
 
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
         """One batch of examples on the device: the first sequence of each (the chosen one), then the second of each."""
@@ -328,6 +391,7 @@ class TrainingRun:
             metrics["grad_norm"] = self.optimizer.grad_norm
         values = _read(metrics)
         step_time = time.perf_counter() - self._step_started
+        of_ranks = self.ranks.gather(memory_statistics(self.device))
         for name, value in values.items():
             if value is not None and not math.isfinite(value):
                 raise SparseOptError(f"step {step}: {name} is {value}; lower --learning_rate, or train in fp32")
@@ -339,7 +403,9 @@ class TrainingRun:
         row["step_time_s"] = step_time
         row.update({f"{section}_time_s": seconds for section, seconds in self._timer.read().items()})
         if self.device.type == "cuda":
-            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            row["peak_memory_bytes"] = max(found["peak_memory_bytes"] for found in of_ranks)
+        if self.ranks.size > 1:
+            row.update({f"rank{r}/{name}": n for r, found in enumerate(of_ranks) for name, n in found.items()})
         self._scheduler.step()
         self._metrics.write(row)
         for tracker in self._trackers:
@@ -350,7 +416,7 @@ class TrainingRun:
         self._progress.advance(step, {name: f"{row[name]:.4g}" for name in names if row.get(name) is not None})
 
     def _evaluate(self, step: int, evaluate: Evaluate) -> None:
-        seed_everything(self.config.seed, 0)  # every evaluation samples with the same random numbers
+        seed_everything(self.config.seed, 0, self.ranks.rank)  # every evaluation samples with the same random numbers
         began = time.perf_counter()
         with torch.no_grad():
             values = {f"eval_{name}": value for name, value in _read(evaluate()).items()}
@@ -373,6 +439,9 @@ class TrainingRun:
             write_extra: writes further files of the final model into the folder passed to it, before that folder gets
                 its final name.
         """
+        return self.ranks.on_main(partial(self._finish, write_extra))
+
+    def _finish(self, write_extra: Callable[[Path], object] | None) -> dict[str, Any]:
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
         require_held, last = self._lock.require_held, self.config.n_steps
         model = self.model
@@ -409,6 +478,32 @@ class TrainingRun:
         return summary
 
 
+class _Identity(nn.Module):
+    """Holds weights for DDP, which averages their gradients in the backward pass of what its forward returns.
+
+    DDP does not wrap the model, because log-probabilities are computed from parts of it.
+    """
+
+    def __init__(self, weights: list[nn.Parameter]):
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def memory_statistics(device: torch.device) -> dict[str, int]:
+    """The process's peak memory: on a GPU, allocated and reserved by torch; and of the host (resident)."""
+    host = {"peak_host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if device.type != "cuda":
+        return host
+    return {
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_memory_bytes": torch.cuda.memory_reserved(device),
+        **host,
+    }
+
+
 def output_folder(config: TrainingOptions, algorithm: str) -> Path:
     """`output_dir`, or checkpoints_{model}_{algorithm}; under `mount_dir` unless it is absolute."""
     return config.mounted(config.output_dir or Path(f"checkpoints_{model_slug(config.policy_name)}_{algorithm}"))
@@ -423,10 +518,10 @@ def delta_log_folder(config: TrainingOptions, algorithm: str) -> Path | None:
     return config.mounted(default if config.delta_log_dir == Path("auto") else config.delta_log_dir)
 
 
-def seed_everything(seed: int, step: int) -> None:
-    """Seed Python, numpy and torch from the run's seed and the step alone."""
-    # Odd multipliers separate (seed, step) pairs; they differ from those of the example order.
-    value = (seed * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) % 2**63
+def seed_everything(seed: int, step: int, rank: int = 0) -> None:
+    """Seed Python, numpy and torch from the run's seed, the step and the rank alone."""
+    # Odd multipliers separate (seed, step, rank) triples; they differ from those of the example order.
+    value = (seed * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB + rank * 0xD6E8FEB86659FD93) % 2**63
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)

@@ -1,0 +1,156 @@
+"""Runs of several processes under torchrun: resumed with another number of processes, failed, killed, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import launch
+from stopping import StoppedError, rows
+
+from sparse_opt.trainers import sft
+from sparse_opt.trainers.run.training_run import TrainingRun
+
+
+@pytest.fixture
+def options(model_folder, pairs_file, tmp_path):
+    return {
+        "policy_name": str(model_folder),
+        "dataset": str(pairs_file),
+        "dtype": "fp32",
+        "device": "cpu",
+        "n_steps": 6,
+        "batch_size": 4,
+        "max_length": 64,
+        "learning_rate": 1e-3,
+        "save_steps": 2,
+        "output_dir": str(tmp_path / "run"),
+    }
+
+
+@pytest.fixture
+def environment(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("datasets"))
+    return {**os.environ, "HF_DATASETS_CACHE": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+
+
+def command_line(options, n, *words):
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(n), "--master_port", "0"] if n > 1 else []
+    return [sys.executable, *torchrun, "-m", "sparse_opt", "train", *words, *flags]
+
+
+def run(options, n, environment, *words):
+    """The ended process; its stderr without the lines of torchrun and gloo is its `errors`."""
+    return subprocess.run(
+        command_line(options, n, *words), env=environment, capture_output=True, text=True, timeout=180
+    )
+
+
+def own_lines(ended):
+    """The lines of stderr that sparse-opt wrote."""
+    return [line for line in ended.stderr.splitlines() if line.startswith("sparse-opt: ")]
+
+
+def train_until(rank, options, last):
+    """Train until the process dies after this step."""
+    original = TrainingRun.log
+
+    def log(self, step, *args, **metrics):
+        original(self, step, *args, **metrics)
+        if step == last:
+            raise StoppedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "log", log)
+        try:
+            sft.train(sft.SFTConfig(**{**options, "output_dir": Path(options["output_dir"])}))
+        except StoppedError:
+            return True
+        return False
+
+
+def test_a_run_goes_on_with_another_number_of_processes(options, tmp_path):
+    sft.train(sft.SFTConfig(**{**options, "output_dir": tmp_path / "one"}))
+    assert launch(train_until, 2, options, 3) == [True, True]
+    assert [path.name for path in sorted(tmp_path.glob("run/checkpoints/*"))] == ["step_00000002"]
+    assert train_until(0, {**options, "resume": True}, 5)
+    assert launch(train_until, 2, {**options, "resume": True}, 7) == [False, False]
+    uninterrupted, resumed = (rows(tmp_path / name / "metrics.jsonl") for name in ("one", "run"))
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    for expected, found in zip(uninterrupted, resumed, strict=True):
+        # The gradients are sums in another order; see test_distributed_losses.
+        assert found["loss"] == pytest.approx(expected["loss"], rel=5e-4)
+    # Steps 3 and 4 were repeated by one process, steps 5 and 6 by two.
+    assert ["rank1/peak_host_memory_bytes" in row for row in resumed] == [True, True, False, False, True, True]
+
+
+def test_torchrun_trains_and_prints_once(options, environment, tmp_path):
+    ended = run(options, 2, environment, "sft", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert own_lines(ended) == []
+    again = run(options, 2, environment, "sft")
+    assert again.returncode == 1
+    (line,) = own_lines(again)
+    assert "option 'output_dir'" in line and "exists and is not empty" in line
+    assert "sparse_opt/trainers" not in again.stderr  # no traceback
+
+
+@pytest.mark.parametrize(
+    ("changes", "n", "message"),
+    [
+        ({"parallel": "none"}, 2, "option 'parallel' is none, with 2 processes: expected auto or replicate"),
+        ({"parallel": "replicate"}, 1, "start N of them with: torchrun --nproc_per_node=N -m sparse_opt train"),
+        ({"batch_size": 1}, 2, "the 2 processes share these examples, expected at least one for each"),
+        ({"n_step": 3}, 2, "unknown option 'n_step'"),
+    ],
+    ids=["none", "one process", "batch", "typo"],
+)
+def test_a_refused_run_leaves_nothing_and_says_why_once(options, environment, tmp_path, changes, n, message):
+    ended = run({**options, **changes}, n, environment, "sft")
+    assert ended.returncode != 0
+    (line,) = own_lines(ended)
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_rank_ends_the_run(options, environment, tmp_path):
+    options |= {"n_steps": 100000}
+    process = subprocess.Popen(
+        command_line(options, 2, "sft"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("run/checkpoints/*")) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert "SIGKILL" in stderr and "rank      : 1" in stderr, stderr  # torchrun's report
+    assert "sparse_opt/trainers" not in stderr
+    # The lock is free, and the run goes on.
+    assert not (tmp_path / "run" / "run.lock").exists()
+    steps = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("run/checkpoints/step_*"))
+    assert train_until(0, {**options, "resume": True}, steps[-1] + 1)
+
+
+def rank_process(parent, rank):
+    """The id of torchrun's child process of this rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_child = f"\nPPid:\t{parent}\n" in (folder / "status").read_text()
+            if is_child and f"\0RANK={rank}\0".encode() in (folder / "environ").read_bytes():
+                return int(folder.name)
+        except OSError:  # the process has ended meanwhile
+            continue
+    raise AssertionError(f"torchrun has no child of rank {rank}")
