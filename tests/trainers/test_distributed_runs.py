@@ -42,7 +42,7 @@ def environment(tmp_path_factory):
 
 def command_line(options, n, *words):
     flags = [f"--{name}={value}" for name, value in options.items()]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(n), "--master_port", "0"] if n > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)] if n > 1 else []
     return [sys.executable, *torchrun, "-m", "sparse_opt", "train", *words, *flags]
 
 
