@@ -16,6 +16,7 @@ CASES = {
     "sft": ("sft", {}),
     "sft-packing": ("sft", {"packing": True}),
     "dpo": ("dpo", {"max_grad_norm": 0.1}),
+    "dpo-sparse": ("dpo", {"mode": "sparse", "max_grad_norm": 0.1, "gradient_checkpointing": True}),
     "dpo-lora": ("dpo", {"mode": "lora", "learning_rate": 1e-2}),
     "dpo-precomputed": ("dpo", {"reference": "precomputed", "log_margins": True}),
 }
@@ -24,7 +25,7 @@ FILES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "logs/margins/ma
 
 
 @pytest.fixture(scope="module")
-def options(model_folder, pairs_file, tmp_path_factory):
+def options(model_folder, pairs_file, mask_file, tmp_path_factory):
     """Name -> (algorithm, options) of the cases."""
     shared = {
         "policy_name": str(model_folder),
@@ -38,7 +39,11 @@ def options(model_folder, pairs_file, tmp_path_factory):
         "seed": 5,
         **SUPERVISED,
     }
-    return {name: (algorithm, {**shared, **changes}) for name, (algorithm, changes) in CASES.items()}
+    masks = {"sparse": str(mask_file)}
+    return {
+        name: (algorithm, {**shared, "mask": masks.get(changes.get("mode")), **changes})
+        for name, (algorithm, changes) in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -60,7 +60,7 @@ def make_optimizer(
             max_grad_norm=config.max_grad_norm,
             master_weights=master_weights,
             model=model,
-            **({} if process_group is None else {"process_group": process_group}),
+            process_group=process_group,
             backend=None if config.backend == "auto" else config.backend,
         )
     if config.mlp_only:
