@@ -75,12 +75,17 @@ class World:
         self.references: dict[str, Reference] = {}
 
     def measure(self) -> None:
-        """Measure the variants that the results file lacks, as many in turns as memory holds."""
-        missing = self._broadcast(self._missing() if self.rank == 0 else None)
+        """Measure the variants that the results file lacks, FSDP2's after the others."""
+        missing = [VARIANTS[name] for name in self._broadcast(self._missing() if self.rank == 0 else None)]
+        for sharded in (False, True):
+            self._measure_in_turns([variant for variant in missing if (variant.layout == "fsdp2") == sharded])
+
+    def _measure_in_turns(self, missing: list[Variant]) -> None:
+        """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
             while missing and (not group or self._has_room()):
-                group.append(self._prepare(VARIANTS[missing.pop(0)]))
+                group.append(self._prepare(missing.pop(0)))
             self._time(group)
             for training, _ in group:
                 training.close()

@@ -39,7 +39,7 @@ SANITIZER_TOOLS = ("memcheck", "racecheck")
 GPU_TESTS = (
     ("gpu and triton", ("ops",)),
     ("gpu and not triton", ("ops",)),
-    ("gpu", ("optim", "bench", "test_backends.py", "test_l2_fetch.py")),
+    ("gpu", ("optim", "distributed", "bench", "test_backends.py", "test_l2_fetch.py")),
     ("gpu", ("masks", "mask_finding", "analysis", "delta")),
 )
 CPU_TESTS = (("", ("ops",)),)
