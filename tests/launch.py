@@ -50,6 +50,7 @@ def launch(
                 "WORLD_SIZE": str(n),
                 "LOCAL_WORLD_SIZE": str(n),
                 "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",  # a process that aborts prints the stack of its threads
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
             with open(Path(folder) / f"output{rank}", "wb") as output:

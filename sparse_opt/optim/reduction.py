@@ -26,12 +26,9 @@ class Piece:
 
     buffer: GradientBuffer
     params: range
-
-    @property
-    def values(self) -> Tensor:
-        """View of the piece's part of the buffer: [nnz of the piece]."""
-        buffer = self.buffer
-        return buffer.values[buffer.starts[self.params[0]] : buffer.ends[self.params[-1]]]
+    # [nnz of the piece], a view of the buffer's values. It is kept: a thread of the process group that released the
+    # last reference to a tensor would have to take the interpreter's lock, which ends the process at its exit.
+    values: Tensor
 
 
 def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max_bytes: int) -> list[Piece]:
@@ -47,7 +44,8 @@ def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max
             begin = end - 1
             while begin and (buffer.ends[end - 1] - buffer.starts[begin - 1]) * size <= max_bytes:
                 begin -= 1
-            pieces.append(Piece(buffer, range(begin, end)))
+            values = buffer.values[buffer.starts[begin] : buffer.ends[end - 1]]
+            pieces.append(Piece(buffer, range(begin, end), values))
             end = begin
     return sorted(pieces, key=lambda piece: -min(position[piece.buffer.params[i]] for i in piece.params))
 
