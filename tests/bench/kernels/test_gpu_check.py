@@ -13,6 +13,7 @@ from sparse_opt import backends
 from sparse_opt.bench.common import harness
 from sparse_opt.bench.kernels import cases, gpu_check
 from sparse_opt.bench.kernels.table import targets
+from sparse_opt.ops import STEP_OPS
 
 WITH_TILES = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
 SMALL = [*WITH_TILES, "--no_tiles"]
@@ -101,11 +102,11 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
 
     rows = report["kernels"]["rows"]
     timed = {(row["work"], row["density"]) for row in rows if row["backend"] == "cpu"}
+    steps = {f"{op}, {kind} gradients" for op in STEP_OPS for kind in ("dense", "compact")}
+    on_indices = {*steps, "masked_grad_gather_", "indexed_swap_"}
     on_weights = {
-        "indexed_adamw_, dense gradients",
-        "indexed_adamw_, compact gradients",
-        "masked_grad_gather_",
-        "indexed_swap_",
+        *on_indices,
+        *(f"{op}, int32 indices" for op in on_indices),
         "SparseAdamW.step, dense gradients",
         "SparseAdamW.step, compact gradients",
         "SparseAdamW.step, dense gradients, bf16 moments",
@@ -115,15 +116,6 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
         "SparseAdamW.base_weights, out",
         "SparseAdamW.step, dense gradients, lr 1e-6",
         "SparseAdamW.step, compact gradients, lr 1e-6",
-    }
-    on_weights |= {
-        f"{op}, int32 indices"
-        for op in (
-            "indexed_adamw_, dense gradients",
-            "indexed_adamw_, compact gradients",
-            "masked_grad_gather_",
-            "indexed_swap_",
-        )
     }
     on_delta = {"delta_encode", "delta_apply_"}
     expected = {(work, density) for work in on_weights for density in (0.025, 0.1)}
