@@ -30,7 +30,7 @@ from tqdm import tqdm
 from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 
-from ..common.harness import Benchmark, Report, comma_separated
+from ..common.harness import Benchmark, Report, comma_separated, out_of_range
 from ..common.peers import why_failed
 from ..common.report import Columns, machine_line, render
 from ..common.shapes import LLAMA_3_2_3B, scaled, total_numel
@@ -42,6 +42,7 @@ from .targets import FEW, LEVELS, MORE, judge
 CPU_NUMEL, CPU_PEER_NUMEL, CPU_ROUNDS = 2**25, 2**24, 7
 GPU_NUMEL, GPU_PEER_NUMEL, GPU_ROUNDS = 2**30, 2**26, 20
 PEER_ROUNDS = 3
+LEAST_NUMEL = 2**12  # so that some elements change in every case: 1 in 400 at the least
 RATE_COUNTING = "2 bytes an element, of one dense bf16 tensor, in both directions"
 NAMES = [kind.name for kind in KINDS]
 
@@ -66,7 +67,9 @@ def problem(args: Namespace) -> str:
     # Without the extension patches are encoded with numpy, which must not be measured.
     device = torch.device(args.device)
     cause = backends.why_unavailable(device.type, device)
-    return f"patches cannot be coded natively on {device}: {cause}" if cause else ""
+    return out_of_range(args, "numel", "peer_numel", "model_numel", at_least=LEAST_NUMEL, below=2**40) or (
+        f"patches cannot be coded natively on {device}: {cause}" if cause else ""
+    )
 
 
 def run(args: Namespace, report: Report) -> None:

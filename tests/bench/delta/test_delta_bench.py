@@ -246,7 +246,7 @@ def test_what_is_missed_is_named(device, coder, key, value, what):
     [
         (["--cases", "1.2%,3%"], "case is '3%', expected some of 1.2%, 2.6%"),
         (["--numel", "0"], "--numel is 0, expected at least 1"),
-        (["--numel", "1", "--no_peers"], "a step of kind 1.2% changes none of the 1 elements"),
+        (["--peer_numel", "4095"], "--peer_numel is 4095, expected at least 4096"),
         (["--device", "meta"], "--device is meta, expected cpu, cuda or cuda:N"),
         (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
     ],
