@@ -302,7 +302,9 @@ class BoundOptimizer(torch.optim.Optimizer):
         return None if self._model is None else self._model()
 
     def _attach(self) -> None:
-        active = {shard.param for bucket in self._buckets for shard in bucket.shards}
+        active = {shard.param: shard for bucket in self._buckets for shard in bucket.shards}
+        for param, shard in active.items():
+            shard.unsharded.requires_grad_(param.requires_grad)  # FSDP2 does so in the next forward pass
         if self.freeze_inactive:
             self._frozen = [p for _, p in self._named() if p not in active and p.requires_grad]
             for p in self._frozen:
