@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparse_opt import MaskSet, SparseAdamW, SparseLion, SparseSGD
+from sparse_opt.distributed import full_optimizer_state_dict
 from sparse_opt.optim import SparseOptimizer
 
 Forward = Callable[[Tensor], Tensor]
@@ -179,19 +180,16 @@ def backward_of_ranks(forward: Forward, alone: Model, single: SparseOptimizer, b
 
 
 def assert_equal(model: Model, optimizer: SparseOptimizer, alone: Model, single: SparseOptimizer, what: str) -> None:
-    """Compare all weights and all local state with those of one device, bit for bit."""
+    """Compare all weights and all state with those of one device, bit for bit."""
     for (name, param), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), whole), (what, name)
-    sharded, full = optimizer.state_dict()["state"], single.state_dict()["state"]
-    assert sharded.keys() == full.keys(), what
-    for number, entry in sharded.items():
-        here = torch.isin(full[number]["indices"], entry["indices"])
-        assert int(here.sum()) == len(entry["indices"]), what
+    gathered = full_optimizer_state_dict(optimizer, cpu_offload=False)["state"]
+    expected = single.state_dict()["state"]
+    assert gathered.keys() == expected.keys(), what
+    for number, entry in gathered.items():
+        assert entry.keys() == expected[number].keys(), (what, number)
         for key, value in entry.items():
-            of_base = torch.isin(full[number]["base_indices"], entry["base_indices"])
-            expected = full[number][key]
-            expected = expected if key == "step" else expected[of_base if "base" in key else here]
-            assert torch.equal(value, expected), (what, number, key)
+            assert torch.equal(value, expected[number][key]), (what, number, key)
 
 
 def step_both(
@@ -224,7 +222,7 @@ class Collectives(TorchDispatchMode):
 def train_case(case: Case) -> None:
     trained = both(case)
     model, optimizer, _, single = trained
-    held = torch.tensor([sum(len(entry["indices"]) for entry in optimizer.state_dict()["state"].values())])
+    held = torch.tensor([sum(entry["base"].numel() for entry in optimizer.state.values())])
     assert held < optimizer.mask.nnz
     dist.all_reduce(held)
     assert held == optimizer.mask.nnz
