@@ -1,4 +1,4 @@
-"""Report of `bench distributed`: the results file, the table, ratios to targets, and the plot."""
+"""Report of `bench distributed`: the results file, the tables, and ratios to targets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from sparse_opt.analysis.figures import new_figure, save_png
 from sparse_opt.errors import ConfigError
 
 from ..common.environment import environment
@@ -234,36 +231,3 @@ def efficiencies(report: Report) -> list[dict[str, Any]]:
         if alone is not None and row["network"] == "default" and row["world_size"] > 1 and row["layout"] != "local":
             found.append({**row, "efficiency": alone["ms"] / row["ms"]})
     return found
-
-
-def plot(report: Report, path: Path) -> None:
-    """Write a PNG: the time of a step on the most GPUs for each network, and the efficiency by number of GPUs."""
-    n = max(row["world_size"] for row in report["rows"])
-    rows = [row for row in timed(report) if row["world_size"] == n]
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    figure = new_figure(14, 1.5 + 0.35 * len(names) * 2)
-    bars, lines = figure.subplots(1, 2, width_ratios=(3, 2))
-    networks = list(dict.fromkeys(row["network"] for row in rows))
-    for k, network in enumerate(networks):
-        found = [(i, find(report, n, network, name)) for i, name in enumerate(names)]
-        shown = [(i + 0.4 * k, row["ms"]) for i, row in found if row is not None]
-        bars.barh([y for y, _ in shown], [ms for _, ms in shown], height=0.38, label=network)
-        for y, ms in shown:
-            bars.text(1.03 * ms, y, f"{ms:.0f}", va="center", fontsize=8)
-    bars.set_yticks([i + 0.2 * (len(networks) - 1) for i in range(len(names))], names)
-    bars.set_xscale("log")
-    bars.set_xlabel(f"ms a step on {n} GPUs, median (logarithmic)")
-    bars.invert_yaxis()
-    bars.legend(title="network", frameon=False)
-    for name, rows_of_it in groupby(sorted(efficiencies(report), key=itemgetter("variant")), itemgetter("variant")):
-        points = [(1, 1.0), *((row["world_size"], row["efficiency"]) for row in rows_of_it)]
-        lines.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
-    lines.set_xlabel("GPUs, one pair each")
-    lines.set_ylabel("time on one GPU / time")
-    lines.set_ylim(0, 1.1)
-    lines.set_xticks(sorted({row["world_size"] for row in report["rows"]}))
-    lines.legend(fontsize=8, frameon=False)
-    for axes in (bars, lines):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8)
-    save_png(figure, path)

@@ -87,9 +87,8 @@ class World:
             while missing and (not group or self._has_room()):
                 group.append(self._prepare(missing.pop(0)))
             self._time(group)
-            for training, _ in group:
-                training.close()
-            group.clear()
+            while group:
+                group.pop()[0].close()
             self._release_memory()
 
     def _missing(self) -> list[str]:
