@@ -21,6 +21,21 @@ from sparse_opt.errors import DeltaLogError
 from sparse_opt.mask_finding.find import find_from_log
 
 STEPS = 3
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
+        ),
+    ],
+)
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Tied(nn.Module):
@@ -65,6 +80,7 @@ def fixed_run_id() -> mock._patch[object]:
 def log_steps(rank: int, folder: str, sharded: bool) -> None:
     model, mask = model_and_mask()
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.to(device())
     if sharded:
         for part in (model.hidden, model.out, model):
             fully_shard(part)
@@ -75,7 +91,7 @@ def log_steps(rank: int, folder: str, sharded: bool) -> None:
                 for name, parameter in model.named_parameters():
                     whole[name] = changed(whole[name], name, mask, step)
                     parameter.copy_(
-                        distribute_tensor(whole[name], parameter.device_mesh, parameter.placements)
+                        distribute_tensor(whole[name].to(device()), parameter.device_mesh, parameter.placements)
                         if sharded
                         else whole[name]
                     )
@@ -86,8 +102,9 @@ def log_steps(rank: int, folder: str, sharded: bool) -> None:
         log.close()
 
 
-@pytest.mark.parametrize(("n", "sharded"), [(2, False), (2, True), (3, True)])
-def test_the_files_are_those_of_one_device(tmp_path: Path, n: int, sharded: bool) -> None:
+@BACKENDS
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_files_are_those_of_one_device(tmp_path: Path, sharded: bool, backend: str) -> None:
     model, mask = model_and_mask()
     with fixed_run_id(), DeltaLog.create(tmp_path / "one", model, mask=mask) as log:
         for step in range(1, STEPS + 1):
@@ -95,7 +112,8 @@ def test_the_files_are_those_of_one_device(tmp_path: Path, n: int, sharded: bool
                 for name, parameter in model.named_parameters():
                     parameter.copy_(changed(parameter, name, mask, step))
             log.append(step)
-    launch(log_steps, n, str(tmp_path / "ranks"), sharded)
+    n = 3 if sharded and backend == "gloo" else 2
+    launch(log_steps, n, str(tmp_path / "ranks"), sharded, backend=backend)
     one, ranks = (
         {path.name: content(path) for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("one", "ranks")
     )
@@ -106,7 +124,7 @@ def test_the_files_are_those_of_one_device(tmp_path: Path, n: int, sharded: bool
 
 
 def fail(rank: int, folder: str) -> None:
-    model = fully_shard(nn.Linear(3, 3))
+    model = fully_shard(nn.Linear(3, 3).to(device()))
     with pytest.raises(DeltaLogError, match="holds a delta log" if rank == 0 else "rank 0: .*holds a delta log"):
         DistributedDeltaLog.create(Path(folder) / "taken", model)
     log = DistributedDeltaLog.create(Path(folder) / "new", model)
@@ -121,6 +139,7 @@ def fail(rank: int, folder: str) -> None:
     log.close()
 
 
-def test_an_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path) -> None:
+@BACKENDS
+def test_an_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, backend: str) -> None:
     DeltaLog.create(tmp_path / "taken", nn.Linear(3, 3)).close()
-    launch(fail, 2, str(tmp_path))
+    launch(fail, 2, str(tmp_path), backend=backend)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +26,21 @@ from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.distributed import full_optimizer_state_dict, load_full_optimizer_state_dict, load_optimizer
 
 OPTIONS: dict[str, Any] = {"master_weights": True, "state_dtype": torch.bfloat16}
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
+        ),
+    ],
+)
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Small(nn.Module):
@@ -84,8 +99,12 @@ def build(model: Small, mask: MaskSet | None = None, **options: Any) -> SparseAd
     return SparseAdamW(groups, masks(make())[1] if mask is None else mask, lr=1.0, model=model, **OPTIONS, **options)
 
 
+def mesh_of(ranks: list[int]) -> DeviceMesh:
+    return DeviceMesh(device().type, ranks)
+
+
 def sharded(mesh: DeviceMesh, mask: MaskSet | None = None) -> tuple[Small, SparseAdamW]:
-    model = make()
+    model = make().to(device())
     for part in (model.hidden, model.left, model):
         fully_shard(part, mesh=mesh)
     return model, build(model, mask)
@@ -96,7 +115,8 @@ def require_equal(found: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, Tensor):
         assert not isinstance(found, DTensor), where
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-        assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), where
+        found, expected = (tensor.cpu().reshape(-1).view(torch.uint8) for tensor in (found, expected))
+        assert torch.equal(found, expected), where
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for key, value in expected.items():
@@ -115,7 +135,7 @@ def require_state(optimizer: SparseAdamW, expected: dict[str, Any], writes: bool
 
 
 def reshard(rank: int, folder: str) -> None:
-    meshes = {n: DeviceMesh("cpu", list(range(n))) for n in (1, 2, 3, 4)}
+    meshes = {n: mesh_of(list(range(n))) for n in range(1, dist.get_world_size() + 1)}
     states = {several: trained(several_masks=several)[1].state_dict() for several in (False, True)}
     for n, mesh in meshes.items():
         if rank < n:
@@ -126,6 +146,11 @@ def reshard(rank: int, folder: str) -> None:
                 saved = {"optimizer": optimizer.state_dict()}
                 dcp.save(saved, checkpoint_id=f"{folder}/{several}{n}", process_group=mesh.get_group())
     dist.barrier()
+    if dist.get_world_size() == 4:  # shards on two ranks, each of which another rank has too
+        _, optimizer = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        load_optimizer(optimizer, f"{folder}/{True}3")
+        require_state(optimizer, states[True], rank == 0)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{True}3")
     for mesh in meshes.values():
         for n in meshes if rank < mesh.size() else ():
             _, optimizer = sharded(mesh)
@@ -140,17 +165,19 @@ def reshard(rank: int, folder: str) -> None:
     dist.barrier()
 
 
-def test_checkpoints_reshard_between_numbers_of_ranks(tmp_path: Path) -> None:
-    launch(reshard, 4, str(tmp_path))
+@BACKENDS
+def test_checkpoints_reshard_between_numbers_of_ranks(tmp_path: Path, backend: str) -> None:
+    ranks = 4 if backend == "gloo" else 2
+    launch(reshard, ranks, str(tmp_path), backend=backend)
     model, expected = make(), trained(several_masks=True)[1].state_dict()
-    for n in (1, 2, 3, 4):  # and to one device without process group
+    for n in range(1, ranks + 1):  # and to one device without process group
         optimizer = build(model)
         load_optimizer(optimizer, tmp_path / f"{True}{n}")
         require_equal(optimizer.state_dict(), expected)
 
 
 def tools(rank: int, folder: str) -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = mesh_of([0, 1])
     state = trained()[1].state_dict()
     model, optimizer = sharded(mesh)
     optimizer.load_state_dict(state)
@@ -170,7 +197,7 @@ def tools(rank: int, folder: str) -> None:
     load_full_optimizer_state_dict(other, state if rank == 0 else {})
     require_state(other, state, rank == 0)
 
-    background = dist.new_group()
+    background = dist.new_group(backend="gloo")
     saved = {"optimizer": optimizer.state_dict()}
     saving = dcp.async_save(saved, checkpoint_id=f"{folder}/async", process_group=background)
     optimizer.load_state_dict(build(make(), process_group=False).state_dict())  # staged before
@@ -178,14 +205,20 @@ def tools(rank: int, folder: str) -> None:
     load_optimizer(optimizer, f"{folder}/async")
     require_state(optimizer, state, rank == 0)
 
-    dcp.save({"optimizer": sharded_state}, checkpoint_id=f"{folder}/by_name")
-    _, other = sharded(mesh)
-    load_optimizer(other, f"{folder}/by_name")
-    require_state(other, state, rank == 0)
+    state = trained(several_masks=True)[1].state_dict()
+    model, optimizer = sharded(mesh)
+    optimizer.load_state_dict(state)
+    by_name = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": by_name}, checkpoint_id=f"{folder}/by_name")
+    for load in (SparseAdamW.load_state_dict, lambda other, _: load_optimizer(other, f"{folder}/by_name")):
+        _, other = sharded(mesh)
+        load(other, by_name)
+        require_state(other, state, rank == 0)
 
 
-def test_torchs_functions_and_async_saves(tmp_path: Path) -> None:
-    launch(tools, 2, str(tmp_path))
+@BACKENDS
+def test_torchs_functions_and_async_saves(tmp_path: Path, backend: str) -> None:
+    launch(tools, 2, str(tmp_path), backend=backend)
 
 
 def same_size(mask: MaskSet, name: str) -> MaskSet:
@@ -199,7 +232,7 @@ def same_size(mask: MaskSet, name: str) -> MaskSet:
 
 def refused(rank: int, folder: str) -> None:
     """Loads under another mask, from an interrupted save, and of a damaged state: nothing changes on any rank."""
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = mesh_of([0, 1])
     state = trained()[1].state_dict()
     _, optimizer = sharded(mesh)
     optimizer.load_state_dict(state)
@@ -239,13 +272,14 @@ def refused(rank: int, folder: str) -> None:
     require_state(optimizer, state, rank == 0)
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    launch(refused, 2, str(tmp_path))
+@BACKENDS
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, backend: str) -> None:
+    launch(refused, 2, str(tmp_path), backend=backend)
 
 
 def replicated(rank: int, folder: str) -> None:
     state = trained(several_masks=True)[1].state_dict()
-    optimizer = build(make(), process_group=dist.group.WORLD)
+    optimizer = build(make().to(device()), process_group=dist.group.WORLD)
     load_full_optimizer_state_dict(optimizer, state if rank == 0 else {})
     optimizer.check_ranks()
     require_state(optimizer, state, rank == 0)
@@ -256,22 +290,23 @@ def replicated(rank: int, folder: str) -> None:
         lambda other: other.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True)),
         lambda other: load_optimizer(other, f"{folder}/saved"),
     ):
-        other = build(make(), process_group=dist.group.WORLD)
+        other = build(make().to(device()), process_group=dist.group.WORLD)
         load(other)
         other.check_ranks()
         require_state(other, state, rank == 0)
 
-    other = build(make(), same_size(masks(make())[1], "embedding.weight"), process_group=dist.group.WORLD)
+    other = build(make().to(device()), same_size(masks(make())[1], "embedding.weight"), process_group=dist.group.WORLD)
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match=r"'embedding.weight' was saved under another mask"):
         load_optimizer(other, f"{folder}/saved")
     require_equal(other.state_dict(), before)
 
-    mesh = DeviceMesh("cpu", [0, 1])
+    mesh = mesh_of([0, 1])
     _, other = sharded(mesh)
     load_optimizer(other, f"{folder}/saved")
     require_state(other, state, rank == 0)
 
 
-def test_replicated_optimizers_save_the_state_of_one_device(tmp_path: Path) -> None:
-    launch(replicated, 2, str(tmp_path))
+@BACKENDS
+def test_replicated_optimizers_save_the_state_of_one_device(tmp_path: Path, backend: str) -> None:
+    launch(replicated, 2, str(tmp_path), backend=backend)
