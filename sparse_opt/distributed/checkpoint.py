@@ -73,7 +73,7 @@ def _gathered(tensor: DTensor) -> Tensor:
     group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     part = local.local_shards()[0]
     sizes = [torch.empty(1, dtype=torch.int64, device=part.device) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([part.numel()], device=part.device), group=group)
+    dist.all_gather(sizes, torch.tensor([part.numel()], dtype=torch.int64, device=part.device), group=group)
     counts = torch.cat(sizes).tolist()
     padded = part.new_zeros(max(counts))
     padded[: part.numel()] = part
@@ -106,12 +106,15 @@ def load_optimizer(optimizer: SparseOptimizer, checkpoint_id: str | PathLike[str
         if path[:2] != (key, "state"):
             continue
         _, _, param, entry = path  # the parameter's name, or its number as text
-        number = names.index(param) if param in names else int(param)
-        tensor = own["state"].get(number, {}).get(entry)
+        if param not in names and not param.isdecimal():
+            raise ValueError(f"{checkpoint_id} has a state of {param!r}, a parameter that this optimizer does not have")
+        tensor = own["state"].get(names.index(param) if param in names else int(param), {}).get(entry)
         found: Any = saved.state_dict_metadata[flat_key]  # all of the state are tensors
         if not isinstance(tensor, DTensor) or tensor.size() != found.size:
             tensor = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
         state.setdefault(param, {})[entry] = tensor
+    if not state:
+        raise ValueError(f"{checkpoint_id} has no optimizer state under the key {key!r}")
     loaded = {key: {"state": state, "param_groups": own["param_groups"]}}
     dcp.load(loaded, storage_reader=reader, process_group=optimizer.process_group)
     groups = loaded[key]["param_groups"]

@@ -34,8 +34,12 @@ def as_dtensors(state: Mapping[Tensor, Mapping[str, Tensor]], shards: Sequence[S
     """
     mesh, device = shards[0].mesh, shards[0].local.device
     assert mesh is not None  # the parameters are sharded
-    own = [[state.get(s.param, {}).get(name, torch.empty(0)).numel() for name in _POSITIONS] for s in shards]
-    counts = torch.tensor(own, dtype=torch.int64, device=device)
+    counts = torch.zeros(len(shards), len(_POSITIONS), dtype=torch.int64, device="cpu")
+    for i, shard in enumerate(shards):
+        for j, name in enumerate(_POSITIONS):
+            if name in state.get(shard.param, {}):
+                counts[i, j] = state[shard.param][name].numel()
+    counts = counts.to(device)
     gathered = [torch.empty_like(counts) for _ in range(mesh.size(mesh.ndim - 1))]
     dist.all_gather(gathered, counts, group=mesh.get_group(mesh.ndim - 1))
     of_ranks = torch.stack(gathered).cpu()
@@ -83,7 +87,8 @@ def local_part(saved: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
     for name, value in whole.items():
         positions = whole.get(_positions_of(name))
         if positions is not None and positions.shape == value.shape:
-            ends = torch.tensor([shard.first, shard.first + shard.local.numel()], device=positions.device)
-            begin, end = torch.searchsorted(positions, ends.to(positions.dtype)).tolist()
+            rows = [shard.first, shard.first + shard.local.numel()]
+            ends = torch.tensor(rows, dtype=positions.dtype, device=positions.device)
+            begin, end = torch.searchsorted(positions, ends).tolist()
             parts[name] = value[begin:end]
     return parts

@@ -281,6 +281,9 @@ class SparseOptimizer(BoundOptimizer):
 
         The indices are those of every active element, for every pattern. They are computed by this call and are not in
         `optimizer.state`.
+
+        With sharded parameters, all ranks must call this. The tensors are copies, as DTensors over all ranks, for
+        `torch.distributed.checkpoint`. `sparse_opt.distributed` loads checkpoints, and gathers a full state dict.
         """
         self._refuse("state_dict")
         params, state = self.param_groups[0]["params"], self.state
@@ -299,11 +302,13 @@ class SparseOptimizer(BoundOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a saved state, bit for bit, into the existing buffers, and drop the gradients.
 
-        Hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` run as in torch.
+        Hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` run as in torch. With a
+        process group, all ranks must call this. With sharded parameters, the state may also be that of one device, from
+        which each rank takes its part.
 
         Raises:
-            ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters; the
-                optimizer's state, options and gradients have not changed.
+            ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters, on
+                any rank; the optimizer's state, options and gradients have not changed.
         """
         self._refuse("load_state_dict")
         if isinstance(state_dict, dict):

@@ -234,7 +234,7 @@ def refused(rank: int, folder: str) -> None:
     """Loads under another mask, from an interrupted save, and of a damaged state: nothing changes on any rank."""
     mesh = mesh_of([0, 1])
     state = trained()[1].state_dict()
-    _, optimizer = sharded(mesh)
+    model, optimizer = sharded(mesh)
     optimizer.load_state_dict(state)
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
 
@@ -255,6 +255,11 @@ def refused(rank: int, folder: str) -> None:
         ):
             load()
         require_state(other, before, rank == 0)
+
+    with pytest.raises(ValueError, match="no optimizer state under the key 'optim'"):
+        load_optimizer(optimizer, f"{folder}/saved", "optim")
+    with pytest.raises((NotImplementedError, IndexError)):  # torch cannot gather the parts
+        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
 
     broken = copy.deepcopy(state)
     broken["param_groups"][0]["lr"] = -1.0
