@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,9 +71,9 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
     run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
-    run.add_argument("--n_rounds", type=int, default=20, help="timed steps of each row, at most (%(default)s)")
-    run.add_argument("--group_s", type=float, default=45.0, help="seconds to time rows that run in turns (%(default)s)")
-    run.add_argument("--limit_s", type=float, help="end the torchrun in progress after this time; rows are kept")
+    run.add_argument("--n_rounds", type=int, default=100, help="timed steps of each row, at most (%(default)s)")
+    run.add_argument("--group_s", type=float, default=30.0, help="seconds to time rows that run in turns (%(default)s)")
+    run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
     run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")
     run.add_argument("--resume", action="store_true", help="keep the rows of --output and measure the missing ones")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps random masks (default: a temporary one)")
@@ -120,7 +120,7 @@ def problem(args: Namespace) -> str:
 
 def run(args: Namespace, report: Report) -> None:
     """Run torchrun for each number of GPUs and network; fill the report with what the results file has then."""
-    deadline = None if args.limit_s is None else time.monotonic() + args.limit_s
+    deadline = None if args.limit_s is None else time.time() + args.limit_s
     if not args.resume:
         args.output.unlink(missing_ok=True)
     earlier = read_report(args)
@@ -131,8 +131,8 @@ def run(args: Namespace, report: Report) -> None:
         for n in sorted(args.gpus, reverse=True):
             for network in args.networks if n > 1 else args.networks[:1]:
                 job = {name: value for name, value in vars(args).items() if name != "plot"} | {"network": network}
-                job |= {"output": str(args.output), "mask_dir": str(args.mask_dir or folder)}
-                if not _torchrun(n, job, Path(folder) / "job.json", deadline):
+                job |= {"output": str(args.output), "mask_dir": str(args.mask_dir or folder), "deadline": deadline}
+                if not _torchrun(n, job, Path(folder) / "job.json"):
                     failed.append(f"{n} x {network}")
     report |= {name: value for name, value in read_report(args).items() if name != "completed"}
     report["failed"] = failed
@@ -141,10 +141,10 @@ def run(args: Namespace, report: Report) -> None:
         print(f"plot: {args.plot}")
 
 
-def _torchrun(n: int, job: dict[str, object], file: Path, deadline: float | None) -> bool:
-    """Run the job in n processes of this host until it ends or the deadline passes; whether it succeeded."""
-    left = None if deadline is None else deadline - time.monotonic()
-    where = f"{n} x {job['network']}"
+def _torchrun(n: int, job: dict[str, Any], file: Path) -> bool:
+    """Run the job in n processes of this host until it ends or its deadline passes; whether it succeeded."""
+    where, deadline = f"{n} x {job['network']}", job["deadline"]
+    left = None if deadline is None else deadline - time.time()
     if left is not None and left <= 0:
         print(f"{where}: not started, because --limit_s has passed", file=sys.stderr)
         return False
@@ -152,9 +152,8 @@ def _torchrun(n: int, job: dict[str, object], file: Path, deadline: float | None
     file.write_text(json.dumps(job), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={n}", "-m", "sparse_opt.bench.distributed.world", str(file)]
-    # One thread a process, as torchrun sets with a warning.
-    variables = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen(command, env=variables, stdout=sys.__stderr__)
+    threads = str(max(1, (os.cpu_count() or 1) // n))  # torchrun would set one, and warn
+    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=sys.__stderr__)
     try:
         return process.wait(left) == 0
     except subprocess.TimeoutExpired:
@@ -162,7 +161,7 @@ def _torchrun(n: int, job: dict[str, object], file: Path, deadline: float | None
         return False
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # torchrun ends its processes
+            process.terminate()  # torchrun ends its processes
             process.wait()
 
 
@@ -188,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not dist.is_torchelastic_launched():
         return BENCHMARK.main(argv)
     args = BENCHMARK.arguments(sys.argv[1:] if argv is None else argv)
-    return measure_world(Namespace(**vars(args), network=args.networks[0]))
+    return measure_world(Namespace(**vars(args), network=args.networks[0], deadline=None))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,8 @@ def wrong_line(row: Row) -> str:
     check = row["check"]
     return (
         f"first moments are off by {check['moment_error']:.2e}, expected at most {check['moment_tolerance']:.2e}; "
-        f"updates by {check['update_error']:.2e}, expected at most {check['update_tolerance']:.2e}"
+        f"updates by {check['update_error']:.2e}, expected at most {check['update_tolerance']:.2e}; most of "
+        f"the former is in {check['worst_parameter']}"
     )
 
 

@@ -61,7 +61,7 @@ class World:
     """
 
     def __init__(self, args: Namespace) -> None:
-        self.args = args
+        self.args, self.began = args, time.monotonic()
         self.device = torch.device("cpu")
         if args.device != "cpu":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -73,6 +73,7 @@ class World:
         self.config = model_config(args.shape, args.sequence_length)
         self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
+        self.longest_s = 0.0  # that building and checking a variant has taken
 
     def measure(self) -> None:
         """Measure the variants that the results file lacks, FSDP2's after the others."""
@@ -84,8 +85,13 @@ class World:
         """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
-            while missing and (not group or self._has_room()):
+            while missing and self._has_time(group) and (not group or self._has_room()):
+                began = time.monotonic()
                 group.append(self._prepare(missing.pop(0)))
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+            if not group:
+                self._print(f"no time left for {', '.join(variant.name for variant in missing)}")
+                return
             self._time(group)
             while group:
                 group.pop()[0].close()
@@ -135,7 +141,7 @@ class World:
             "other_bytes": counter.other,
             "peak_memory_bytes": None if peak is None else peak - held_by_others,
             "build_peak_bytes": None if build_peak is None else build_peak - held_by_others,
-            "step_s": step_s,
+            "step_s": step_s,  # of one step, for the number of rounds
             "commit": commit(),
         }
         self._print(progress_line(row))
@@ -145,8 +151,9 @@ class World:
         """Time the steps of variants with right results in turns, and write the rows."""
         right = [(training, row) for training, row in group if row["check"] is None or row["check"]["met"]]
         own = [self._pair(self.rank)]
-        round_s = sum(row.pop("step_s") for _, row in group)
-        n_rounds = max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
+        n_rounds = self._n_rounds(group)
+        for _, row in group:
+            del row["step_s"]
 
         def call(training: Training) -> Callable[[], None]:
             return lambda: training.step(own)
@@ -174,9 +181,13 @@ class World:
         for _, row in group:
             self._print(progress_line(row))
 
+    def _n_rounds(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
+        round_s = sum(row["step_s"] for _, row in group)
+        return max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
+
     def _clock(self, call: Callable[[], object]) -> tuple[float, float, float]:
         """Milliseconds of a call that begins on all ranks at once: the time of the slowest rank; see `timing.Clock`."""
-        dist.barrier()
+        self._barrier()
         self._synchronize()
         began = time.perf_counter()
         call()
@@ -212,7 +223,7 @@ class World:
                 self._print(f"drawing a random mask of {pattern}")
                 shapes = masked_shapes(self.config)
                 MaskSet.random(shapes, density=args.density, pattern=pattern, seed=args.seed).save(path)
-            dist.barrier()
+            self._barrier()
             self.masks[pattern] = MaskSet.load(path)
         return self.masks[pattern]
 
@@ -223,23 +234,27 @@ class World:
             if 2 * n_bytes_of_weights(self.config) > total:
                 return None
         if pattern not in self.references:
+            training = self._make(VARIANTS[f"local_{pattern}_fp32"])
             pairs = [self._pair(rank) for rank in range(self.size)]
-            found = []
-            for _ in range(2):  # the second one measures what kernels without a deterministic form differ by
-                training = self._make(VARIANTS[f"local_{pattern}_fp32"])
-                found.append(Reference.of(training, self._mask(pattern), pairs))
-                training.close()
-                del training
-                self._release_memory()
-            found[0].noise = found[0].errors_of(found[1])
-            self.references[pattern] = found[0]
+            self.references[pattern] = Reference.of(training, self._mask(pattern), pairs)
+            training.close()
+            del training
+            self._release_memory()
         return self.references[pattern]
 
     def _pair(self, rank: int) -> Tensor:
         args = self.args
         return pair(args.seed + rank, args.sequence_length, self.config.vocab_size, self.device)
 
-    # Memory, output
+    # Memory, time, output
+
+    def _has_time(self, group: list[tuple[Training, dict[str, Any]]]) -> bool:
+        """Whether another variant can be built and the group timed before the deadline, as rank 0 sees it."""
+        if self.args.deadline is None:
+            return True
+        timing_s = 1.2 * sum(row["step_s"] for _, row in group) * self._n_rounds(group) if group else 0.0
+        left_s: float = self._broadcast(self.args.deadline - time.time())
+        return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 
     def _has_room(self) -> bool:
         """Whether all ranks have memory for one more variant next to those built."""
@@ -275,6 +290,9 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _barrier(self) -> None:
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
     def _broadcast(self, value: Any) -> Any:
         box = [value]
         dist.broadcast_object_list(box)
@@ -282,18 +300,21 @@ class World:
 
     def _print(self, line: str) -> None:
         if self.rank == 0:
-            print(line, flush=True)
+            print(f"[{time.monotonic() - self.began:4.0f} s] {line}", flush=True)
 
 
 def default_variants(world_size: int, network: str) -> list[str]:
     """The variants that are measured unless some are named.
 
     Replicate on one device is local, and local needs no network. Over sockets a step of FSDP2 takes seconds: one of its
-    rows is enough.
+    rows is enough. FSDP2's time hardly depends on the dtype of compact gradients.
     """
     if network == "sockets":
-        return [n for n, v in VARIANTS.items() if v.layout in ("replicate", "ddp") or v.name == "fsdp2"]
-    return [n for n, v in VARIANTS.items() if v.layout != "replicate" or world_size > 1]
+        return [name for name, v in VARIANTS.items() if v.layout in ("replicate", "ddp") or name == "fsdp2"]
+    left_out = {"fsdp2_element_fp32", "fsdp2_tile64_fp32"}
+    return [
+        name for name, v in VARIANTS.items() if name not in left_out and (v.layout != "replicate" or world_size > 1)
+    ]
 
 
 def measure_world(args: Namespace) -> int:
