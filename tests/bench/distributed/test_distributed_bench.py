@@ -116,7 +116,8 @@ def test_collectives_are_counted_by_name():
 
 
 def row(variant: str, ms: float, *, gpus: int = 4, network: str = "default", **values: Any) -> dict[str, Any]:
-    check = {"met": True, "moment_error": 0.0, "moment_tolerance": 0.1, "update_error": 0.0, "update_tolerance": 0.2}
+    errors = {"moment_error": 0.0, "moment_tolerance": 0.1, "update_error": 0.0, "update_tolerance": 0.2}
+    check = {**errors, "worst_parameter": "w", "met": True}
     sizes = {"peak_memory_bytes": 10 * 2**30, "reduced_bytes": 2000, "other_bytes": 0, "p20_ms": ms, "p80_ms": ms}
     found = {"world_size": gpus, "network": network, "variant": variant, **vars(VARIANTS[variant]), "ms": ms}
     return {**found, **sizes, "nnz": 1000 if VARIANTS[variant].pattern else None, "check": check, **values}
@@ -162,7 +163,8 @@ def test_a_wrong_result_is_reported_and_has_no_time(report):
     wrong["rows"][0]["check"] |= {"met": False, "update_error": 1.0}
     wrong["rows"][0]["ms"] = None
     assert reports.wrong_lines(report) == []
-    assert "replicate_element_bf16: WRONG RESULT" in reports.wrong_lines(wrong)[0]
+    (line,) = reports.wrong_lines(wrong)
+    assert "replicate_element_bf16: WRONG RESULT" in line and line.endswith("is in w")
     assert "5 of 6 checked rows" in reports.text(wrong) and "102.0" not in reports.text(wrong)
 
 
