@@ -58,14 +58,17 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
     """Check that accelerate leaves gradients and weights where the optimizer can access them.
 
     Raises:
-        ConfigError: the run uses DeepSpeed, FSDP, Megatron-LM, XLA, DataParallel, or another parallelism than that of
-            data; or a GradScaler with compact gradients and without `amp_scaling`.
+        ConfigError: the run uses DeepSpeed, FSDP 1, Megatron-LM, XLA, DataParallel, or another parallelism than that of
+            data; FSDP2 with dense gradients or a delta log; or a GradScaler with compact gradients and without
+            `amp_scaling`.
     """
     kind = str(accelerator.distributed_type.value)
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+    if kind == "FSDP" and accelerator.is_fsdp2:
+        _of_fsdp2(options)
+    elif kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
         raise ConfigError(
-            f"{kind} keeps weights and gradients in its own buffers, to which a mask cannot be applied: start the "
-            "processes with `accelerate launch --multi_gpu`, each with the whole model"
+            f"{kind} keeps weights and gradients in its own buffers, to which a mask cannot be applied: use "
+            "`accelerate launch --multi_gpu` with the whole model in each process, or FSDP2 (fsdp_version: 2)"
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
@@ -80,6 +83,18 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
         raise ConfigError(
             "the GradScaler of fp16 mixed precision does not handle compact gradients: use "
             "SparseArguments(amp_scaling=True), grads='dense', or bf16"
+        )
+
+
+def _of_fsdp2(options: SparseArguments) -> None:
+    if options.grads != "compact":
+        raise ConfigError(
+            f"grads is {options.grads!r}, expected 'compact' with FSDP2, which averages dense gradients only"
+        )
+    if options.delta_log_dir is not None:
+        raise ConfigError(
+            "delta_log_dir is set, but process 0 has a part of the model with FSDP2 only: use "
+            "sparse_opt.distributed.DistributedDeltaLog in a loop of your own"
         )
 
 

@@ -61,14 +61,15 @@ class SparseTrainer(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, and let the optimizer average compact gradients between processes.
 
-        DistributedDataParallel averages dense gradients only, so the model is prepared as for evaluation: with mixed
-        precision and torch.compile, but not wrapped.
+        DistributedDataParallel averages dense gradients only. So the model is prepared as for evaluation, with mixed
+        precision and torch.compile, but not wrapped; or sharded by FSDP2.
         """
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
         checks.of_accelerator(accelerator, self.args, self.sparse_arguments)
-        self._averages = accelerator.num_processes > 1 and self.sparse_arguments.grads == "compact"
-        if self._averages:
+        compact = self.sparse_arguments.grads == "compact"
+        self._replicates = compact and accelerator.num_processes > 1 and not accelerator.is_fsdp2
+        if self._replicates:
             accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,9 +91,19 @@ class SparseTrainer(_Trainer):
             if self.sparse_optimizer is not None:  # `model_init` has made another model
                 self.sparse_optimizer.close()
             self.sparse_optimizer = self._make_optimizer(self.model if model is None else model)
-            # Prepared here, because the Trainer's own call would save and reload the state to place it on the device.
-            self.optimizer = self.accelerator.prepare(self.sparse_optimizer, device_placement=[False])
+            self.optimizer = self.sparse_optimizer
+            if not self.accelerator.is_fsdp2:  # FSDP2 prepares it with the model
+                # Prepared here, because the Trainer's own call would save and reload the state to place it on the
+                # device.
+                self.optimizer = self.accelerator.prepare(self.sparse_optimizer, device_placement=[False])
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's method; by now accelerate's FSDP2 has replaced the parameters by shards."""
+        if self.accelerator.is_fsdp2:
+            assert self.sparse_optimizer is not None  # made before
+            self.sparse_optimizer.rebind(self.model)
+        return super().create_scheduler(*args, **kwargs)
 
     def _make_optimizer(self, model: torch.nn.Module) -> SparseAdamW:
         options, args = self.sparse_arguments, self.args
@@ -114,7 +125,7 @@ class SparseTrainer(_Trainer):
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
             model=model,
-            process_group=dist.group.WORLD if self._averages else None,
+            process_group=dist.group.WORLD if self._replicates else False,  # with FSDP2 `rebind` sets it
             **shared,
         )
 
@@ -155,8 +166,12 @@ class SparseTrainer(_Trainer):
 
         The Trainer would continue without a state, and W0 would be the weights of the checkpoint.
         """
-        for name in ("optimizer.pt", "scheduler.pt"):
-            if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, name)):
+        names = ["optimizer.pt", "scheduler.pt"]
+        if self.accelerator.is_fsdp2:
+            full = self.accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT"
+            names[0] = "optimizer.bin" if full else "optimizer_0"
+        for name in names:
+            if checkpoint is not None and not os.path.exists(os.path.join(checkpoint, name)):
                 raise FileNotFoundError(
                     f"{checkpoint} has no {name}, which is needed to resume the run: save checkpoints with "
                     "save_only_model=False, or start a new run from its weights"

@@ -175,16 +175,17 @@ class BoundOptimizer(torch.optim.Optimizer):
         """Train the parameters of the same names in `model` from now on, with the same mask and options.
 
         For code that shards a model after it has built the optimizer, as accelerate does. State and base weights are
-        new, as those of an optimizer that is built for `model`. Prefixes that activation checkpointing and
-        `torch.compile` add to names are ignored. If it raises, the optimizer is bound to neither model.
+        new, as those of an optimizer that is built for `model`; if it was built with process_group=False, the gradients
+        of sharded parameters are averaged over their mesh. Nothing changes if the optimizer trains the same parameters
+        already. Prefixes that activation checkpointing and `torch.compile` add to names are ignored. If it raises, the
+        optimizer is bound to neither model.
 
         Raises:
-            RuntimeError: the optimizer has made a step, or is closed, or the model holds its base weights.
+            RuntimeError: the optimizer has made a step with other parameters, or is closed, or the model holds its base
+                weights.
             ValueError: the model has no parameter of a name; or as the constructor raises.
         """
         self._refuse("rebind")
-        if any(bool(bucket.steps.any()) for bucket in self._buckets):
-            raise RuntimeError("rebind: the optimizer has made a step, and its state is that of other parameters")
         sharding.reshard(model)
         params = {
             name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p
@@ -193,13 +194,20 @@ class BoundOptimizer(torch.optim.Optimizer):
         names = [name for group in self.param_groups for name in group["param_names"]]
         if missing := [name for name in names if name not in params]:
             raise ValueError(f"rebind: the model has no parameter {missing[0]!r}")
+        same = all(params[name] is p for name, p in zip(names, self._shards, strict=True))
+        if not same and any(bool(bucket.steps.any()) for bucket in self._buckets):
+            raise RuntimeError("rebind: the optimizer has made a step, and its state is that of other parameters")
+        for group in self.param_groups:  # also if they are the same: accelerate may have exchanged them
+            group["params"] = [params[name] for name in group["param_names"]]
+        if same:
+            return
+        if self._process_group is False and any(sharding.is_dtensor(params[name]) for name in names):
+            self._process_group = None  # that of the mesh
         frozen = {id(p) for p in self._frozen}
         frozen_names = [name for name, p in zip(names, self._shards, strict=True) if id(p) in frozen]
         self._detach()
         self._frozen = [params[name] for name in frozen_names]
         self._model = weakref.ref(getattr(model, "_orig_mod", model))
-        for group in self.param_groups:
-            group["params"] = [params[name] for name in group["param_names"]]
         self._bind(self.mask)
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Stepper]:

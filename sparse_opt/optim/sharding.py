@@ -53,7 +53,7 @@ def shards_of(named: Mapping[str, Parameter], model: nn.Module | None) -> dict[P
             parameters have several device meshes, or a weight is stored on another device than the one that uses it, or
             a parameter is not one of the sharded model, but gathered for a forward pass.
     """
-    if model is None and any(map(_is_dtensor, named.values())):
+    if model is None and any(map(is_dtensor, named.values())):
         raise ValueError("the parameters are DTensors: pass the model, as params or as model=")
     unsharded = dict(_unsharded(model))
     temporary = {id(p) for p in unsharded.values()}
@@ -61,7 +61,7 @@ def shards_of(named: Mapping[str, Parameter], model: nn.Module | None) -> dict[P
     for name, param in named.items():
         if id(param) in temporary:
             raise ValueError(f"{name!r} is an unsharded parameter; call reshard() of the model before you list them")
-        if _is_dtensor(param):
+        if is_dtensor(param):
             shards[param] = _shard(name, param, unsharded.get(param))
         else:
             shards[param] = Shard(param, param, param, 0, max(param.numel(), 1), None)
@@ -130,6 +130,7 @@ def _fsdp_modules(model: nn.Module | None) -> Iterator[Any]:
         yield from (module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor, without importing the class."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -92,6 +92,12 @@ class SparseOptimizer(BoundOptimizer):
 
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
+        for group in self.param_groups:
+            if group["param_names"] and group["params"][0] not in self._shards:
+                raise RuntimeError(
+                    f"{group['param_names'][0]!r} was replaced after the optimizer was built, as accelerate's FSDP2 "
+                    "does: call rebind(model) after prepare"
+                )
         for bucket in self._buckets:
             bucket.check_shards()
             if self.grads == "dense":

@@ -348,8 +348,10 @@ def rebind_to_shards(rank: int) -> None:
     assert optimizer.tiled_parameters == single.tiled_parameters
     for step in range(STEPS):
         step_both(case, model, optimizer, alone, single, step)
+    optimizer.rebind(model)  # changes nothing
+    step_both(case, model, optimizer, alone, single, STEPS)
     with pytest.raises(RuntimeError, match="rebind: the optimizer has made a step"):
-        optimizer.rebind(model)
+        optimizer.rebind(shard(make_model()))
     assert not model.get_parameter("blocks.0.up.weight").requires_grad
     optimizer.close()
     assert model.get_parameter("blocks.0.up.weight").requires_grad
