@@ -64,7 +64,7 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
     """
     kind = str(accelerator.distributed_type.value)
     if kind == "FSDP" and accelerator.is_fsdp2:
-        _of_fsdp2(options)
+        _of_fsdp2(accelerator.state.fsdp_plugin, args, options)
     elif kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
         raise ConfigError(
             f"{kind} keeps weights and gradients in its own buffers, to which a mask cannot be applied: use "
@@ -86,16 +86,21 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
         )
 
 
-def _of_fsdp2(options: SparseArguments) -> None:
+def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
     if options.grads != "compact":
-        raise ConfigError(
-            f"grads is {options.grads!r}, expected 'compact' with FSDP2, which averages dense gradients only"
-        )
+        raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
     if options.delta_log_dir is not None:
         raise ConfigError(
-            "delta_log_dir is set, but process 0 has a part of the model with FSDP2 only: use "
-            "sparse_opt.distributed.DistributedDeltaLog in a loop of your own"
+            "delta_log_dir is not supported with FSDP2, where process 0 has a part of the model only: use "
+            "sparse_opt.distributed.DistributedDeltaLog in a callback"
         )
+    if _value(args.save_strategy) != "no" and not args.save_only_model:
+        kind = plugin.state_dict_type.name
+        if kind != "SHARDED_STATE_DICT":
+            raise ConfigError(
+                f"fsdp_state_dict_type is {kind}, expected SHARDED_STATE_DICT: torch does not gather states of "
+                "different lengths"
+            )
 
 
 def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:

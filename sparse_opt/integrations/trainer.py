@@ -166,10 +166,7 @@ class SparseTrainer(_Trainer):
 
         The Trainer would continue without a state, and W0 would be the weights of the checkpoint.
         """
-        names = ["optimizer.pt", "scheduler.pt"]
-        if self.accelerator.is_fsdp2:
-            full = self.accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT"
-            names[0] = "optimizer.bin" if full else "optimizer_0"
+        names = ("optimizer_0" if self.accelerator.is_fsdp2 else "optimizer.pt", "scheduler.pt")
         for name in names:
             if checkpoint is not None and not os.path.exists(os.path.join(checkpoint, name)):
                 raise FileNotFoundError(

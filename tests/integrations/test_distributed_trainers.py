@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from launch import launch
+from torch.distributed.tensor import DTensor
 from trainer_lab import Lab, make_tokenizer, rows_of
 
 from sparse_opt import DeltaLog
@@ -30,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "DPO": ("DPO", {}, {"gradient_accumulation_steps": 3}),
     "GRPO with a reference": ("GRPO", {}, {"beta": 0.3}),
 }
+SHARDED = ["SFT", "GRPO with a reference", "Trainer", "DPO"]  # of CASES, with FSDP2
 
 
 def seeded_completions(trainer: Any) -> None:
@@ -68,10 +76,37 @@ def trained(
 
 def outcome(trainer: Any) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {
         "curve": [row for row in trainer.state.log_history if "loss" in row],
-        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "weights": {name: p.detach().clone() for name, p in whole.items()},
     }
+
+
+@contextmanager
+def fsdp2() -> Iterator[None]:
+    """What `accelerate launch --use_fsdp --fsdp_version 2` sets.
+
+    accelerate shards models on GPUs only, although the code that shards them also runs on a CPU: inside, it takes
+    processes on a CPU for processes on GPUs.
+    """
+    options = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    }
+    init = PartialState.__init__
+
+    def as_on_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    with mock.patch.dict(os.environ, options), mock.patch.object(PartialState, "__init__", as_on_gpus):
+        yield
 
 
 def train_all(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
@@ -85,54 +120,90 @@ def train_all(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str,
 
     for case in CASES:
         reduced.clear()
-        dist.all_reduce = counted
-        results[case] = outcome(trained(lab, case, mask_file, batch=2)) | {"reduced": sum(reduced)}
-        dist.all_reduce = all_reduce
+        with mock.patch.object(dist, "all_reduce", counted):
+            results[case] = outcome(trained(lab, case, mask_file, batch=2)) | {"reduced": sum(reduced)}
     saving = {"save_strategy": "steps", "save_steps": 3}
     trainer = trained(lab, "DPO", mask_file, batch=2, log=root / "log", **saving)
     checkpoint = f"{trainer.args.output_dir}/checkpoint-3"
-    results["whole"] = outcome(trainer)
+    results["saved"] = outcome(trainer)
     results["resumed"] = outcome(trained(lab, "DPO", mask_file, batch=2, resume=checkpoint))
     return {**results, "checkpoint": checkpoint}
 
 
-def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
+def train_sharded(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
+    lab = Lab(folder, make_tokenizer(), root, torch.device("cpu"))
+    results = {}
+    with fsdp2():
+        for case in SHARDED:
+            trainer = trained(lab, case, mask_file, batch=2, save_strategy="steps", save_steps=3)
+            assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+            results[case] = outcome(trainer)
+        checkpoint = f"{trainer.args.output_dir}/checkpoint-3"
+        results["resumed"] = outcome(trained(lab, case, mask_file, batch=2, resume=checkpoint))
+        trainer.train()  # accelerate prepares the sharded model again
+        results["twice"] = outcome(trainer)
+    return results
+
+
+def alone(lab: Lab, case: str, mask_file: Path) -> dict[str, Any]:
+    """The outcome of one process, in which some steps are clipped."""
+    result = outcome(trained(lab, case, mask_file, batch=4))
+    assert len(result["curve"]) == STEPS
+    assert max(row["grad_norm"] for row in result["curve"]) > MAX_GRAD_NORM
+    start = dict(lab.model().named_parameters())
+    assert max((p - start[name]).abs().max().item() for name, p in result["weights"].items()) > 1e-2
+    return result
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
+    for row, other in zip(found["curve"], expected["curve"], strict=True):
+        assert row["learning_rate"] == other["learning_rate"]
+        assert row["loss"] == pytest.approx(other["loss"], abs=LOSS_TOLERANCE), case
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=NORM_TOLERANCE), case
+    for name, p in expected["weights"].items():
+        # Adam's step is up to the learning rate, 3e-3, whatever the gradient: rounding moves weights whose gradient is
+        # rounding itself by more than it moves losses.
+        torch.testing.assert_close(found["weights"][name], p, rtol=0, atol=1e-4, msg=f"{case}: {name}")
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, p in expected["weights"].items():
+        assert torch.equal(found["weights"][name], p), name
+
+
+@pytest.fixture
+def on_the_cpu(lab: Lab) -> None:
     if lab.device.type != "cpu":
         pytest.skip("the two processes run on the CPU")
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
     mask = lab.random_mask(0.1)
     mask_file = mask.save(tmp_path / "mask.safetensors")
     ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=300)
-    start = dict(lab.model().named_parameters())
-    for case in CASES:
-        alone = outcome(trained(lab, case, mask_file, batch=4))
-        assert len(alone["curve"]) == STEPS
-        assert max(row["grad_norm"] for row in alone["curve"]) > MAX_GRAD_NORM, case  # some steps are clipped
-        for row, other in zip(ranks[0][case]["curve"], alone["curve"], strict=True):
-            assert row["learning_rate"] == other["learning_rate"]
-            assert row["loss"] == pytest.approx(other["loss"], abs=LOSS_TOLERANCE), case
-            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=NORM_TOLERANCE), case
-        if CASES[case][0] != "GRPO":  # TRL reduces statistics
+    for case, (kind, sparse, _) in CASES.items():
+        assert_same(ranks[0][case], alone(lab, case, mask_file), case)
+        assert_same_bits(ranks[1][case], ranks[0][case])
+        if kind != "GRPO":  # TRL reduces statistics
             # The compact gradients once per step, and nothing else: the other micro-batches are inside no_sync().
-            compact = CASES[case][1].get("grads") != "dense"
-            assert ranks[0][case]["reduced"] == (STEPS * mask.nnz if compact else 0), case
-        moved = 0.0
-        for name, p in alone["weights"].items():
-            assert torch.equal(ranks[0][case]["weights"][name], ranks[1][case]["weights"][name]), (case, name)
-            # Adam's step is up to the learning rate, 3e-3, whatever the gradient: rounding moves weights whose gradient
-            # is rounding itself by more than it moves losses.
-            torch.testing.assert_close(ranks[0][case]["weights"][name], p, rtol=0, atol=1e-4, msg=f"{case}: {name}")
-            moved = max(moved, (p - start[name]).abs().max().item())
-        assert moved > 1e-2, case
-
-    whole = ranks[0]["whole"]["weights"]
+            assert ranks[0][case]["reduced"] == (0 if sparse.get("grads") == "dense" else STEPS * mask.nnz), case
     for rank in (0, 1):
-        for name, p in whole.items():
-            assert torch.equal(p, ranks[rank]["DPO"]["weights"][name]), name  # saving changes nothing
-            assert torch.equal(p, ranks[rank]["resumed"]["weights"][name]), name
-    resumed = trained(lab, "DPO", mask_file, batch=4, resume=ranks[0]["checkpoint"])
-    for name, p in resumed.model.named_parameters():
-        torch.testing.assert_close(p.detach(), whole[name], rtol=0, atol=1e-4, msg=name)
+        assert_same_bits(ranks[rank]["saved"], ranks[0]["DPO"])  # saving changes nothing
+        assert_same_bits(ranks[rank]["resumed"], ranks[0]["DPO"])
+    resumed = outcome(trained(lab, "DPO", mask_file, batch=4, resume=ranks[0]["checkpoint"]))
+    assert_same(resumed, ranks[0]["DPO"], "resumed in one process")
     with DeltaLog.open(tmp_path / "two" / "log") as delta_log:
         assert list(delta_log.steps) == list(range(STEPS + 1))
         state = delta_log.load(STEPS)
-    assert all(torch.equal(state[name], p) for name, p in whole.items())
+    assert all(torch.equal(state[name], p) for name, p in ranks[0]["DPO"]["weights"].items())
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_two_processes_with_fsdp2_train_as_one(lab: Lab, tmp_path: Path) -> None:
+    mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
+    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", timeout=300)
+    for case in SHARDED:
+        assert_same(ranks[0][case], alone(lab, case, mask_file), case)
+    assert_same_bits(ranks[0]["resumed"], ranks[0][case])
+    assert ranks[0]["twice"]["curve"][-1]["loss"] < ranks[0][case]["curve"][0]["loss"]

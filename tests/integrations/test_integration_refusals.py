@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import StateDictType
 from transformers import Trainer
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
@@ -176,13 +178,17 @@ def test_a_log_refuses_runs_that_restart(lab, tmp_path):
 
 
 COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), SparseArguments(amp_scaling=True)
+LOGGED = SparseArguments(delta_log_dir="log")
 
 
 @pytest.mark.parametrize(
     ("distributed", "precision", "n_gpu", "sparse", "message"),
     [
         ("DEEPSPEED", "no", 1, DENSE, "DEEPSPEED keeps weights and gradients in its own buffers"),
-        ("FSDP", "no", 1, DENSE, "FSDP keeps weights and gradients.*accelerate launch --multi_gpu"),
+        ("FSDP", "no", 1, DENSE, r"FSDP keeps weights and gradients.*`accelerate launch --multi_gpu`.* FSDP2"),
+        ("FSDP2", "no", 1, COMPACT, None),
+        ("FSDP2", "no", 1, DENSE, "grads is 'dense', expected 'compact' with FSDP2"),
+        ("FSDP2", "no", 1, LOGGED, "delta_log_dir is not supported with FSDP2"),
         ("MULTI_GPU", "no", 1, COMPACT, None),
         ("MULTI_GPU", "no", 1, DENSE, None),
         ("NO", "no", 2, COMPACT, "2 GPUs in one process use DataParallel: start with `accelerate launch`"),
@@ -194,13 +200,39 @@ COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), Spar
 )
 def test_ways_of_running(distributed, precision, n_gpu, sparse, message):
     """With fake accelerators, because most real ones need GPUs."""
-    accelerator = SimpleNamespace(distributed_type=DistributedType(distributed), mixed_precision=precision)
-    args = SimpleNamespace(n_gpu=n_gpu)
+    accelerator = fake_accelerator(distributed, precision)
+    args = SimpleNamespace(n_gpu=n_gpu, save_strategy="steps", save_only_model=False)
     if message is None:
         checks.of_accelerator(accelerator, args, sparse)
     else:
         with pytest.raises(ConfigError, match=message):
             checks.of_accelerator(accelerator, args, sparse)
+
+
+def fake_accelerator(distributed, precision="no", **changes):
+    plugin = SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)
+    fields = {
+        "distributed_type": DistributedType(distributed.removesuffix("2")),
+        "is_fsdp2": distributed == "FSDP2",
+        "mixed_precision": precision,
+        "state": SimpleNamespace(fsdp_plugin=plugin),
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_checkpoints_of_fsdp2_that_torch_cannot_gather():
+    accelerator = fake_accelerator("FSDP2")
+    accelerator.state.fsdp_plugin.state_dict_type = StateDictType.FULL_STATE_DICT
+    args = SimpleNamespace(n_gpu=1, save_strategy="steps", save_only_model=False)
+    with pytest.raises(ConfigError, match="fsdp_state_dict_type is FULL_STATE_DICT, expected SHARDED_STATE_DICT"):
+        checks.of_accelerator(accelerator, args, COMPACT)
+    checks.of_accelerator(accelerator, SimpleNamespace(n_gpu=1, save_strategy="no", save_only_model=False), COMPACT)
+
+
+def test_tensor_parallelism():
+    accelerator = fake_accelerator("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ConfigError, match="parallelism_config has tensor, context or sequence parallelism"):
+        checks.of_accelerator(accelerator, SimpleNamespace(n_gpu=1), COMPACT)
 
 
 def test_a_sharded_model():
