@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ NEEDS = {"bare_loop": [], "with_accelerate": without("accelerate"), "with_lightn
 # The examples that run in several processes, and how to start them in n.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes"]
-LAUNCHERS = {"with_torchrun": TORCHRUN, "with_accelerate": ACCELERATE}
+LAUNCHERS = {"with_torchrun": TORCHRUN, "with_fsdp2": TORCHRUN, "with_accelerate": ACCELERATE}
 ALL = [pytest.param(name, marks=NEEDS[name.split(",")[0]]) for name in RUNS]
 
 
@@ -160,6 +161,10 @@ def run_script(name: str, options: list[str], launcher: tuple[str, ...] = ()) ->
 def weights_in(checkpoint: Path) -> dict[str, Tensor]:
     if checkpoint.is_file():
         return torch.load(checkpoint, weights_only=True)["model"]
+    if (checkpoint / ".metadata").is_file():
+        model = start().state_dict()
+        dcp.load({"model": model}, checkpoint_id=checkpoint)
+        return model
     return load_file(checkpoint / "model.safetensors")
 
 

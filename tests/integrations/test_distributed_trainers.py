@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from launch import launch
 from torch.distributed.tensor import DTensor
 from trainer_lab import Lab, make_tokenizer, rows_of
 
-from sparse_opt import DeltaLog
+from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.integrations import SparseArguments
 
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 STEPS = 8
 MAX_GRAD_NORM = 0.3
 EPS = 2**-23
@@ -142,7 +145,32 @@ def train_sharded(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[
         results["resumed"] = outcome(trained(lab, case, mask_file, batch=2, resume=checkpoint))
         trainer.train()  # accelerate prepares the sharded model again
         results["twice"] = outcome(trainer)
+        _train_by_hand(lab, mask_file, rank)
     return results
+
+
+def _train_by_hand(lab: Lab, mask_file: Path, rank: int) -> None:
+    """The documented loop with accelerate's FSDP2 gives the bits of processes with the whole model."""
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Several GPUs\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    model, whole, accelerator = lab.model(), lab.model(), Accelerator()
+    mask = MaskSet.load(mask_file, model)
+    names = {"model": model, "mask": mask, "accelerator": accelerator, "SparseAdamW": SparseAdamW}
+    built, _, rebound = code.partition("sparse.rebind")
+    exec(built, names)
+    optimizer = names["optimizer"]
+    with pytest.raises(RuntimeError, match=r"'model.embed_tokens.weight' was replaced .* call rebind\(model\)"):
+        optimizer.step()
+    exec(f"sparse.rebind{rebound}", names)
+    replicated = SparseAdamW(whole, mask, lr=1e-5, process_group=dist.group.WORLD)
+    for step in range(3):
+        tokens = torch.randint(5, 40, (2, 8), generator=torch.Generator().manual_seed(2 * step + rank))
+        for trained_model, its_optimizer in ((names["model"], optimizer), (whole, replicated)):
+            accelerator.backward(trained_model(input_ids=tokens, labels=tokens).loss)
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    for p, q in zip(names["model"].parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
 
 
 def alone(lab: Lab, case: str, mask_file: Path) -> dict[str, Any]:
@@ -177,11 +205,12 @@ def on_the_cpu(lab: Lab) -> None:
         pytest.skip("the two processes run on the CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
     mask = lab.random_mask(0.1)
     mask_file = mask.save(tmp_path / "mask.safetensors")
-    ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=300)
+    ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=600)
     for case, (kind, sparse, _) in CASES.items():
         assert_same(ranks[0][case], alone(lab, case, mask_file), case)
         assert_same_bits(ranks[1][case], ranks[0][case])
@@ -199,10 +228,11 @@ def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Pat
     assert all(torch.equal(state[name], p) for name, p in ranks[0]["DPO"]["weights"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_two_processes_with_fsdp2_train_as_one(lab: Lab, tmp_path: Path) -> None:
     mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
-    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", timeout=300)
+    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", timeout=600)
     for case in SHARDED:
         assert_same(ranks[0][case], alone(lab, case, mask_file), case)
     assert_same_bits(ranks[0]["resumed"], ranks[0][case])

@@ -21,7 +21,8 @@ BLOCKS = {
 
 
 def test_every_trainer_has_its_block():
-    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Delta log"]
+    # The block of several GPUs runs in test_distributed_trainers.py.
+    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Several GPUs", "Delta log"]
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
