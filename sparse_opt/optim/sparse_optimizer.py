@@ -105,8 +105,8 @@ class SparseOptimizer(BoundOptimizer):
                 bucket.gradient.check_dense_grads()
             elif bucket.gradient.has_dense_grads():
                 raise RuntimeError(
-                    f"{bucket.gradient.names_with_dense_grads()} have dense gradients that no hook has seen (as under "
-                    "DistributedDataParallel); use grads='dense'"
+                    f"{bucket.gradient.names_with_dense_grads()} have dense gradients that no hook has seen, as under "
+                    "DistributedDataParallel: do not wrap the model and pass process_group=, or use grads='dense'"
                 )
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:

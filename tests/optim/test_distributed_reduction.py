@@ -303,6 +303,20 @@ def test_masks_states_base_weights_and_dropped_gradients(group_backend: str) -> 
     launch_on(group_backend, changes_the_mask, 2)
 
 
+def is_wrapped_in_ddp(rank: int) -> None:
+    model = make_model()
+    mask = MaskSet.random(model, density=0.3)
+    optimizer = SparseAdamW(model, mask, process_group=dist.group.WORLD)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.ones(1, WIDTH, device=device())).sum().backward()
+    with pytest.raises(RuntimeError, match="as under DistributedDataParallel: do not wrap the model"):
+        optimizer.step()
+
+
+def test_a_model_wrapped_in_ddp_is_refused(group_backend: str) -> None:
+    launch_on(group_backend, is_wrapped_in_ddp, 2)
+
+
 class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
