@@ -159,7 +159,10 @@ class World:
             return lambda: training.step(own)
 
         variants = {row["variant"]: call(training) for training, row in right}
+        gc.collect()
+        gc.freeze()  # a collection during a step scans the objects of that step, not the models of all variants
         timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock)
+        gc.unfreeze()
         for training, row in group:
             row["timed_with"] = list(variants)
             row["ms"] = None
