@@ -76,7 +76,7 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
     run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")
     run.add_argument("--resume", action="store_true", help="keep the rows of --output and measure the missing ones")
-    run.add_argument("--mask_dir", type=Path, help="folder that keeps random masks (default: a temporary one)")
+    run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--plot", type=Path, help="PNG of times and efficiency; needs matplotlib")

@@ -218,17 +218,23 @@ class World:
         )
 
     def _mask(self, pattern: str) -> MaskSet:
-        """A random mask of the matrices; rank 0 draws it if the folder does not have it."""
+        """A random mask of the matrices. With a folder of masks, rank 0 draws those that it lacks, for all."""
         if pattern not in self.masks:
-            args = self.args
-            path = Path(args.mask_dir) / f"{args.shape}_{pattern}_{args.density:g}_{args.seed}.safetensors"
-            if self.rank == 0 and not path.is_file():
-                self._print(f"drawing a random mask of {pattern}")
-                shapes = masked_shapes(self.config)
-                MaskSet.random(shapes, density=args.density, pattern=pattern, seed=args.seed).save(path)
-            self._barrier()
-            self.masks[pattern] = MaskSet.load(path)
+            self.masks[pattern] = self._draw(pattern) if self.args.mask_dir is None else self._read_mask(pattern)
         return self.masks[pattern]
+
+    def _draw(self, pattern: str) -> MaskSet:
+        self._print(f"drawing a random mask of {pattern}")
+        shapes = masked_shapes(self.config)
+        return MaskSet.random(shapes, density=self.args.density, pattern=pattern, seed=self.args.seed)
+
+    def _read_mask(self, pattern: str) -> MaskSet:
+        args = self.args
+        path = Path(args.mask_dir) / f"{args.shape}_{pattern}_{args.density:g}_{args.seed}.safetensors"
+        if self.rank == 0 and not path.is_file():
+            self._draw(pattern).save(path)
+        self._barrier()
+        return MaskSet.load(path)
 
     def _reference(self, pattern: str) -> Reference | None:
         """The update of one device on the pairs of all ranks; None if the model does not fit one device."""

@@ -61,7 +61,7 @@ def test_a_small_run(tmp_path, capfd):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     module = "sparse_opt.bench.distributed.main"
     done = subprocess.run(
-        [*command, "--nproc-per-node=2", "-m", module, *words, "--mask_dir", str(tmp_path)],
+        [*command, "--nproc-per-node=2", "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
