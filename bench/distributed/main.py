@@ -62,7 +62,7 @@ _EPILOG = """examples:
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--shape", choices=tuple(SHAPES), default="3b", help="of the Llama (%(default)s)")
-    what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: all that differ)")
+    what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: all but fsdp2_PATTERN_fp32)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
@@ -109,8 +109,8 @@ def problem(args: Namespace) -> str:
         return "--dpo needs --variants with sparse variants only: their reference is the base weights"
     if args.mask_dir is not None and not args.mask_dir.is_dir():
         return f"--mask_dir {args.mask_dir}: no such folder"
-    if args.output is None:
-        args.output = Path(f"bench/results/distributed{'' if args.shape == '3b' else f'_{args.shape}'}.json")
+    if args.output is None and args.shape != "3b":
+        args.output = Path(f"bench/results/distributed_{args.shape}.json")
     args.device = "cpu" if on_cpu else "cuda"
     if args.plot is None:
         return ""
@@ -178,6 +178,7 @@ BENCHMARK = Benchmark(
     text=text,
     failures=failures,
     epilog=_EPILOG,
+    output="bench/results/distributed.json",
     device="auto",
 )
 

@@ -162,7 +162,10 @@ def check_line(report: Report) -> str:
     """What was checked."""
     found = [row["check"] for row in report["rows"] if row["check"] is not None]
     n_met = sum(check["met"] for check in found)
-    return f"The first update is that of one device on the pairs of all GPUs in {n_met} of {len(found)} checked rows."
+    commits = sorted({(row["commit"] or "unknown")[:9] for row in report["rows"]})
+    several = f" Rows of commits {', '.join(commits)}." if len(commits) > 1 else ""
+    checked = f"{n_met} of {len(found)} checked rows"
+    return f"The first update is that of one device on the pairs of all GPUs in {checked}.{several}"
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,14 @@ def row(variant: str, ms: float, *, gpus: int = 4, network: str = "default", **v
     check = {**errors, "worst_parameter": "w", "met": True}
     sizes = {"peak_memory_bytes": 10 * 2**30, "reduced_bytes": 2000, "other_bytes": 0, "p20_ms": ms, "p80_ms": ms}
     found = {"world_size": gpus, "network": network, "variant": variant, **vars(VARIANTS[variant]), "ms": ms}
-    return {**found, **sizes, "nnz": 1000 if VARIANTS[variant].pattern else None, "check": check, **values}
+    return {
+        **found,
+        **sizes,
+        "nnz": 1000 if VARIANTS[variant].pattern else None,
+        "check": check,
+        "commit": "abc",
+        **values,
+    }
 
 
 @pytest.fixture
@@ -166,6 +173,8 @@ def test_a_wrong_result_is_reported_and_has_no_time(report):
     (line,) = reports.wrong_lines(wrong)
     assert "replicate_element_bf16: WRONG RESULT" in line and line.endswith("is in w")
     assert "5 of 6 checked rows" in reports.text(wrong) and "102.0" not in reports.text(wrong)
+    wrong["rows"][0]["commit"] = None
+    assert "Rows of commits abc, unknown." in reports.text(wrong)
 
 
 @pytest.mark.parametrize(
