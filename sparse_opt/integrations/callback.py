@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..delta.files import list_steps
@@ -16,6 +17,8 @@ from ..delta.log import DeltaLog
 from ..delta.schedule import Schedule
 from ..errors import DeltaLogError
 from ..masks.mask_set import MaskSet
+
+Weights = nn.Module | Mapping[str, Tensor]
 
 
 class DeltaLogCallback(TrainerCallback):
@@ -26,7 +29,8 @@ class DeltaLogCallback(TrainerCallback):
     Step 0 is the model at the start of training. Steps are optimizer steps. Writing runs in the background and is
     finished at the end of training, where an error of a write is raised. A resumed run appends to the existing log. If
     the log already has a step, because the first run continued after the checkpoint, the resumed run must reproduce its
-    bits. With several processes, process 0 writes the log and must hold the whole model; sharded models are refused.
+    bits. With several processes, process 0 writes the log, and its errors are raised in all of them. It must hold the
+    whole model, or the model is sharded by FSDP2 and gathered there; other sharded models are refused.
 
     Args:
         directory: folder of the log; must not hold a log when a new run starts.
@@ -62,49 +66,62 @@ class DeltaLogCallback(TrainerCallback):
             "on_error": on_error,
         }
         self._metadata = dict(metadata or {})
-        self._log: DeltaLog | None = None
+        self._running = False
+        self._log: DeltaLog | None = None  # on process 0, while the run lasts
         self._logged: frozenset[int] = frozenset()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
-        if not state.is_world_process_zero:
-            return
-        resumed = state.global_step > 0 and self._directory.is_dir() and bool(list_steps(self._directory)[0])
+        self._running = True
         with self._base_weights():
-            if resumed:
-                self._log = DeltaLog.open(self._directory, model, on_error=self._options["on_error"])
-                self._check_base(model)
-            else:
-                self._require_base(state.global_step)
-                name = getattr(getattr(model, "config", None), "name_or_path", "")
-                metadata = ({"model": name} if name else {}) | self._metadata
-                self._log = DeltaLog.create(self._directory, model, metadata=metadata, **self._options)
-        self._logged = frozenset(self._log.steps)
+            weights = _gathered(model)
+            name = getattr(getattr(model, "config", None), "name_or_path", "")
+            _on_process_0(lambda: self._begin(weights, name, state.global_step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        step, log = state.global_step, self._log
-        if log is None or not self._schedule.due(step, None if step < state.max_steps else step):
-            return
-        if step > log.last_step:
-            log.append(step, model)
-        elif step in self._logged:
-            self._require_same(step, model, "the weights of the resumed run at that step")
+        step = state.global_step
+        if self._running and self._schedule.due(step, None if step < state.max_steps else step):
+            self._write(step, model)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """If another callback has stopped the run, log its last weights before the Trainer loads the best ones."""
-        log = self._log
-        if log is not None and self._schedule.last and control.should_training_stop:
-            if state.global_step > log.last_step:
-                log.append(state.global_step, model)
+        if self._running and self._schedule.last and control.should_training_stop:
+            self._write(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()
+        if self._running:
+            _on_process_0(self.close)
+        self._running = False
 
     def close(self) -> None:
         """Finish pending writes and close the log, so that others can append to it."""
         log, self._log = self._log, None
         if log is not None:
             log.close()
+
+    def _write(self, step: int, model: nn.Module) -> None:
+        weights = _gathered(model)
+        _on_process_0(lambda: self._append(step, weights))
+
+    # On process 0
+
+    def _begin(self, weights: Weights, name: str, step: int) -> None:
+        if step > 0 and self._directory.is_dir() and list_steps(self._directory)[0]:
+            self._log = DeltaLog.open(self._directory, on_error=self._options["on_error"])
+            self._check_base(weights)
+        else:
+            self._require_base(step)
+            metadata = ({"model": name} if name else {}) | self._metadata
+            self._log = DeltaLog.create(self._directory, weights, metadata=metadata, **self._options)
+        self._logged = frozenset(self._log.steps)
+
+    def _append(self, step: int, weights: Weights) -> None:
+        log = self._log
+        assert log is not None
+        if step > log.last_step:
+            log.append(step, weights)
+        elif step in self._logged:
+            self._require_same(step, weights, "the weights of the resumed run at that step")
 
     def _base_weights(self) -> AbstractContextManager[None]:
         """A context in which the model holds the weights at the start of the run, if they are available."""
@@ -117,15 +134,37 @@ class DeltaLogCallback(TrainerCallback):
                 "choose the folder of its log, or start a new run"
             )
 
-    def _check_base(self, model: nn.Module) -> None:
-        """Raise unless the model, at its base weights, equals step 0 of the log."""
+    def _check_base(self, weights: Weights) -> None:
+        """Raise unless the base weights equal step 0 of the log."""
 
-    def _require_same(self, step: int, model: nn.Module, what: str) -> None:
+    def _require_same(self, step: int, weights: Weights, what: str) -> None:
         log = self._log
         assert log is not None
-        found = log.step_of(model)
+        found = log.step_of(weights)
         if found is None or log.digest(found) != log.digest(step):
             raise DeltaLogError(
                 f"{log.directory}: step {step} differs from {what}: choose another delta_log_dir; its log starts with "
                 "W0, too"
             )
+
+
+# `sparse_opt.distributed` is imported only in a process group: some builds of torch have no torch.distributed.
+
+
+def _gathered(model: nn.Module) -> Weights:
+    """The model, or if FSDP2 has sharded it the whole tensors on process 0; all processes must call this."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return model
+    from ..distributed.full_state import full_state
+
+    return full_state(model)
+
+
+def _on_process_0(function: Callable[[], None]) -> None:
+    """Call `function` on process 0; all processes must call this, and all raise its error."""
+    if not (dist.is_available() and dist.is_initialized()):
+        function()
+        return
+    from ..distributed.delta_log import on_rank_0
+
+    on_rank_0(function)

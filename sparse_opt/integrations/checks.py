@@ -59,7 +59,7 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 
     Raises:
         ConfigError: the run uses DeepSpeed, FSDP 1, Megatron-LM, XLA, DataParallel, or another parallelism than that of
-            data; FSDP2 with dense gradients or a delta log; or a GradScaler with compact gradients and without
+            data; FSDP2 with dense gradients or full checkpoints; or a GradScaler with compact gradients and without
             `amp_scaling`.
     """
     kind = str(accelerator.distributed_type.value)
@@ -89,11 +89,6 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
     if options.grads != "compact":
         raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
-    if options.delta_log_dir is not None:
-        raise ConfigError(
-            "delta_log_dir is not supported with FSDP2, where process 0 has a part of the model only: use "
-            "sparse_opt.distributed.DistributedDeltaLog in a callback"
-        )
     if _value(args.save_strategy) != "no" and not args.save_only_model:
         kind = plugin.state_dict_type.name
         if kind != "SHARDED_STATE_DICT":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import ConfigError
@@ -23,7 +23,7 @@ from ..optim import SparseAdamW
 from ..optim.options import SharedOptions
 from . import checks
 from .arguments import Mask, SparseArguments, as_mask
-from .callback import DeltaLogCallback
+from .callback import DeltaLogCallback, Weights
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -209,8 +209,8 @@ class SparseDeltaLogCallback(DeltaLogCallback):
     def _require_base(self, step: int) -> None:
         """Nothing to check: the base weights are available in resumed runs as well."""
 
-    def _check_base(self, model: nn.Module) -> None:
-        self._require_same(0, model, "the weights that this run started from")
+    def _check_base(self, weights: Weights) -> None:
+        self._require_same(0, weights, "the weights that this run started from")
 
 
 class SparseCallback(TrainerCallback):
@@ -237,6 +237,10 @@ class SparseCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._log is not None:
             self._log.on_epoch_end(args, state, control, **{**kwargs, "model": self._trainer.model})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._log is not None:
+            self._log.on_train_end(args, state, control)
 
     def close(self) -> None:
         """Close the delta log, so that others can append to it."""

@@ -138,11 +138,14 @@ def train_sharded(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[
     results = {}
     with fsdp2():
         for case in SHARDED:
-            trainer = trained(lab, case, mask_file, batch=2, save_strategy="steps", save_steps=3)
+            log = root / "log" if case == SHARDED[-1] else None
+            trainer = trained(lab, case, mask_file, batch=2, log=log, save_strategy="steps", save_steps=3)
             assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
             results[case] = outcome(trainer)
         checkpoint = f"{trainer.args.output_dir}/checkpoint-3"
-        results["resumed"] = outcome(trained(lab, case, mask_file, batch=2, resume=checkpoint))
+        resumed = trained(lab, case, mask_file, batch=2, resume=checkpoint, log=log)  # and compared with the log
+        results["resumed"] = outcome(resumed)
+        trainer = trained(lab, "Trainer", mask_file, batch=2)
         trainer.train()  # accelerate prepares the sharded model again
         results["twice"] = outcome(trainer)
         _train_by_hand(lab, mask_file, rank)
@@ -199,6 +202,14 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found["weights"][name], p), name
 
 
+def assert_logged(directory: Path, lab: Lab, expected: dict[str, Any]) -> None:
+    with DeltaLog.open(directory) as log:
+        assert list(log.steps) == list(range(STEPS + 1))
+        first, last = log.load(0), log.load(STEPS)
+    assert all(torch.equal(first[name], p) for name, p in lab.model().named_parameters())
+    assert all(torch.equal(last[name], p) for name, p in expected["weights"].items())
+
+
 @pytest.fixture
 def on_the_cpu(lab: Lab) -> None:
     if lab.device.type != "cpu":
@@ -222,10 +233,7 @@ def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Pat
         assert_same_bits(ranks[rank]["resumed"], ranks[0]["DPO"])
     resumed = outcome(trained(lab, "DPO", mask_file, batch=4, resume=ranks[0]["checkpoint"]))
     assert_same(resumed, ranks[0]["DPO"], "resumed in one process")
-    with DeltaLog.open(tmp_path / "two" / "log") as delta_log:
-        assert list(delta_log.steps) == list(range(STEPS + 1))
-        state = delta_log.load(STEPS)
-    assert all(torch.equal(state[name], p) for name, p in ranks[0]["DPO"]["weights"].items())
+    assert_logged(tmp_path / "two" / "log", lab, ranks[0]["DPO"])
 
 
 @pytest.mark.slow
@@ -236,4 +244,5 @@ def test_two_processes_with_fsdp2_train_as_one(lab: Lab, tmp_path: Path) -> None
     for case in SHARDED:
         assert_same(ranks[0][case], alone(lab, case, mask_file), case)
     assert_same_bits(ranks[0]["resumed"], ranks[0][case])
-    assert ranks[0]["twice"]["curve"][-1]["loss"] < ranks[0][case]["curve"][0]["loss"]
+    assert_logged(tmp_path / "two" / "log", lab, ranks[0][case])
+    assert ranks[0]["twice"]["curve"][-1]["loss"] < ranks[0]["Trainer"]["curve"][0]["loss"]

@@ -178,7 +178,6 @@ def test_a_log_refuses_runs_that_restart(lab, tmp_path):
 
 
 COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), SparseArguments(amp_scaling=True)
-LOGGED = SparseArguments(delta_log_dir="log")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,6 @@ LOGGED = SparseArguments(delta_log_dir="log")
         ("FSDP", "no", 1, DENSE, r"FSDP keeps weights and gradients.*`accelerate launch --multi_gpu`.* FSDP2"),
         ("FSDP2", "no", 1, COMPACT, None),
         ("FSDP2", "no", 1, DENSE, "grads is 'dense', expected 'compact' with FSDP2"),
-        ("FSDP2", "no", 1, LOGGED, "delta_log_dir is not supported with FSDP2"),
         ("MULTI_GPU", "no", 1, COMPACT, None),
         ("MULTI_GPU", "no", 1, DENSE, None),
         ("NO", "no", 2, COMPACT, "2 GPUs in one process use DataParallel: start with `accelerate launch`"),
