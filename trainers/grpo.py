@@ -260,7 +260,7 @@ def update_on_rollout(
     config = run.config
     assert isinstance(config, GroupOptions)
     epsilon, epsilon_high = config.epsilon, config.epsilon_high or config.epsilon
-    size, rows_per_step = config.batch_size, config.batch_size * config.gradient_accumulation_steps
+    rows_per_step = config.batch_size * config.gradient_accumulation_steps
     counts = sampled.batch.completion_mask.sum(dim=1)
     if config.mask_truncated_completions:
         counts = torch.where(sampled.ended, counts, 0)
@@ -269,8 +269,7 @@ def update_on_rollout(
         for first in range(0, len(sampled), rows_per_step):
             end = min(first + rows_per_step, len(sampled))
             n_tokens = counts[first:end].sum().clamp(min=1)
-            for start in range(first, end, size):
-                rows = slice(start, min(start + size, end))
+            for rows, is_last in run.training_passes(end, start=first):
                 part = sampled.select(rows)
                 mask = part.mask & part.ended[:, None] if config.mask_truncated_completions else part.mask
                 with run.time("forward_backward"):
@@ -289,7 +288,7 @@ def update_on_rollout(
                         n_tokens=n_tokens,
                         max_completion_length=config.max_completion_length,
                     )
-                    loss.backward()
+                    run.backward(loss, is_last)
                 loss_sum += loss.detach()
                 ratio_error = torch.maximum(ratio_error, (ratio - 1).abs().max())
                 advantage = advantages[rows, None]
@@ -297,6 +296,9 @@ def update_on_rollout(
                 kl = ratio.new_zeros(()) if k3 is None else k3.sum()
                 sums += torch.stack([torch.where(mask, ratio, 0.0).sum(), low.sum(), high.sum(), kl])
             run.update()
+    run.ranks.sum(loss_sum)
+    run.ranks.sum(sums)
+    run.ranks.max(ratio_error)
     ratio_mean, clip_low, clip_high, kl = sums / (config.num_iterations * counts.sum()).clamp(min=1)
     return {
         "loss": loss_sum / (config.num_iterations * -(-len(sampled) // rows_per_step)),
@@ -329,6 +331,7 @@ def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOCon
             sampling=sampling_of(config, config.eval_temperature),
             pad_id=run.pad_id,
             device=run.device,
+            ranks=run.ranks,
         )
         sequences += part
         ended.append(part_ended)

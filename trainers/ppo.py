@@ -295,7 +295,12 @@ class Scorer:
         if self.model is not None:
             # Prompt and completion are decoded together: decoded alone, a completion can lose its leading space, and a
             # character whose bytes span both cannot be decoded.
-            return self.model(decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True)), {}
+            texts = decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True)
+            rows = run.ranks.share(0, len(texts))
+            whole = torch.zeros(len(texts), dtype=torch.float32, device=run.device)
+            if rows:
+                whole[rows.start : rows.stop] = self.model(texts[rows.start : rows.stop])
+            return run.ranks.sum(whole), {}
         assert self.functions is not None
         _, scores = score_completions(run, self.functions, rollout.sequences, examples)
         unscored = scores.total.isnan().nonzero().flatten().tolist()
@@ -318,14 +323,16 @@ def rollout_with_values(
         sampling=sampling_of(config),
         pad_id=run.pad_id,
         device=run.device,
+        ranks=run.ranks,
     )
     rollout = Rollout.without_logprobs(batch, ended, sequences)
     values = torch.zeros_like(rollout.logprobs)
-    for rows, part in rollout.minibatches(config.batch_size):
+    for rows, part in rollout.minibatches(config.batch_size, run.ranks):
         found = logprobs_and_values(run.model, head, part.batch, config.temperature)
         for whole, piece in zip((rollout.logprobs, values), found, strict=True):
             rollout.cut(whole, rows).copy_(piece)
-    return rollout, values
+    run.ranks.sum(rollout.logprobs)
+    return rollout, run.ranks.sum(values)
 
 
 def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, config: PPOConfig) -> dict[str, Tensor]:
@@ -337,7 +344,8 @@ def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, co
     rollout = episodes.rollout
     statistics: list[Tensor] = []
     for _ in range(config.num_iterations):
-        order = torch.randperm(len(rollout), device="cpu").tolist()
+        # The ranks have different random states.
+        order = run.ranks.gather(torch.randperm(len(rollout), device="cpu").tolist())[0]
         for minibatch in chunks(order, len(rollout) // config.n_minibatches):
             statistics.append(_optimizer_step(run, critic, episodes, minibatch, config))
         moved = torch.stack(statistics[-config.n_minibatches :])[:, _STATISTICS.index("policy_kl")].mean()
@@ -361,7 +369,8 @@ def _optimizer_step(
     n_tokens = sum(rollout.sequences[row].n_trained for row in minibatch)
     statistics = torch.zeros(len(_STATISTICS), dtype=torch.float32, device=run.device)
     with run.time("forward_backward"):
-        for rows in chunks(minibatch, config.batch_size):
+        for places, is_last in run.training_passes(len(minibatch)):
+            rows = minibatch[places]
             part = rollout.select(rows)
             old_values, advantages, returns = (
                 rollout.cut(tensor, rows) for tensor in (episodes.values, episodes.advantages, episodes.returns)
@@ -374,15 +383,16 @@ def _optimizer_step(
                 values, old_values, returns, part.mask, clip=config.value_clip_range, n_tokens=n_tokens
             )
             loss = for_policy + config.value_coefficient * for_values
-            loss.backward()
+            run.backward(loss, is_last)
             moved = (logprobs - part.logprobs).detach()  # both are 0 outside the mask
             sums = torch.stack([moved.square().sum() / 2, -moved.sum(), policy_clipped.sum(), value_clipped.sum()])
             losses = torch.stack([loss, for_policy, for_values]).detach()
             statistics += torch.cat([losses, sums / n_tokens])
     run.update()
     with run.time("optimizer"):
+        run.ranks.average_gradients(critic.head.parameters())
         critic.update()
-    return statistics
+    return run.ranks.sum(statistics)
 
 
 @torch.no_grad()
@@ -442,7 +452,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     run.keep("value_head", critic)
     run.keep("kl_controller", controller)
     statistics = statistics_file = None
-    if config.statistics_steps is not None:
+    if config.statistics_steps is not None and run.ranks.is_main:
         statistics = UpdateStatistics(run.model, include=config.statistics_include, method=config.statistics_method)
     engine = configured_engine(config, run.model, run.tokenizer)
     with closing(engine), run:

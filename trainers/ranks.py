@@ -139,6 +139,9 @@ class Ranks:
             dist.barrier()
 
 
+ONE_RANK = Ranks()
+
+
 def world_size() -> int:
     """Number of processes: of the process group, or before it is initialized, of the launcher's WORLD_SIZE."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

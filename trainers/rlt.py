@@ -293,6 +293,7 @@ def judge(
             temperature=config.student_temperature or config.temperature,
             rows_per_pass=config.batch_size,
             device=run.device,
+            ranks=run.ranks,
         )
     starts = [sequence.prompt_length for sequence in sampled.sequences]
     teacher, _ = spans(sampled.logprobs, sampled.batch.first_trained, starts, lengths)

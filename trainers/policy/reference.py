@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparse_opt.optim import SparseAdamW
 
 from ..options import ReferenceOptions, TrainingOptions
+from ..ranks import ONE_RANK, Ranks
 from ..rollouts import Rollout
 from .logprobs import token_logprobs
 from .models import DTYPES, compile_layers, disable_dropout, frozen_copy, make_masks_skippable
@@ -81,10 +82,15 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
         model.to("cpu")
 
 
-def rollout_logprobs(reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int) -> Tensor:
-    """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere."""
+def rollout_logprobs(
+    reference: Reference, sampled: Rollout, temperature: float, rows_per_pass: int, ranks: Ranks = ONE_RANK
+) -> Tensor:
+    """Log-probabilities of a rollout's sampled tokens under the reference: [R, P] fp32, 0 elsewhere.
+
+    The ranks share the rows, and all get all log-probabilities.
+    """
     logprobs = torch.zeros_like(sampled.logprobs)
     with torch.no_grad(), reference.weights():
-        for rows, part in sampled.minibatches(rows_per_pass):
+        for rows, part in sampled.minibatches(rows_per_pass, ranks):
             sampled.cut(logprobs, rows).copy_(token_logprobs(reference.model, part.batch, temperature))
-    return logprobs
+    return ranks.sum(logprobs)

@@ -114,6 +114,12 @@ class Scores:
     total: Tensor  # [R]: the weighted sum over the functions that apply; NaN if none does
     by_function: dict[str, Tensor]  # [R] each, before weighting; NaN if the function does not apply
 
+    @classmethod
+    def concatenated(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of consecutive completions, from those of parts of them."""
+        by_function = {name: torch.cat([part.by_function[name] for part in parts]) for name in parts[0].by_function}
+        return cls(torch.cat([part.total for part in parts]), by_function)
+
     def means(self) -> dict[str, float]:
         """Each function's mean over the rows that it applies to; functions that apply to no row are omitted."""
         means = {name: values.nanmean().item() for name, values in self.by_function.items()}

@@ -15,6 +15,7 @@ from ..data.encoding import TokenSequence, collate
 from ..data.teacher_data import StudentSequence, TeacherExample
 from ..policy.logprobs import token_logprobs
 from ..policy.pretrained import load_config_from, load_tokenizer_from, max_positions
+from ..ranks import ONE_RANK, Ranks
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,20 @@ def student_logprobs(
     temperature: float,
     rows_per_pass: int,
     device: torch.device,
+    ranks: Ranks = ONE_RANK,
 ) -> StudentLogprobs:
-    """Log-probabilities of the student's sequences at a temperature, `rows_per_pass` sequences per forward pass."""
+    """Log-probabilities of the student's sequences at a temperature, `rows_per_pass` sequences per forward pass.
+
+    The ranks share the sequences, and all get all log-probabilities.
+    """
     width = max(len(sequence.ids) for sequence in sequences)
     logprobs = torch.zeros(len(sequences), width, dtype=torch.float32, device=device)  # a column a position
-    for start in range(0, len(sequences), rows_per_pass):
-        part = sequences[start : start + rows_per_pass]
-        batch = collate([TokenSequence(row.ids, row.explanation.start) for row in part], pad_id).to(device)
+    for rows in ranks.passes(0, len(sequences), rows_per_pass):
+        part = [TokenSequence(sequence.ids, sequence.explanation.start) for sequence in sequences[rows]]
+        batch = collate(part, pad_id).to(device)
         columns = slice(batch.first_trained, batch.input_ids.shape[1])
-        logprobs[start : start + len(part), columns] = token_logprobs(model, batch, temperature)
+        logprobs[rows, columns] = token_logprobs(model, batch, temperature)
+    ranks.sum(logprobs)
 
     def cut(positions: list[slice]) -> tuple[Tensor, Tensor]:
         return spans(logprobs, 0, [span.start for span in positions], [span.stop - span.start for span in positions])

@@ -14,6 +14,7 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from ..data.encoding import TokenBatch, TokenSequence, collate
 from ..policy.logprobs import token_logprobs
 from ..policy.pretrained import max_positions
+from ..ranks import ONE_RANK, Ranks
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,17 @@ class Rollout:
         first, length = _extent(self.sequences, index)
         return values[rows][:, first - self.batch.first_trained : length - self.batch.first_trained]
 
-    def minibatches(self, size: int) -> Iterator[tuple[slice, Rollout]]:
-        """Yield (rows, `select(rows)`) for consecutive parts of `size` rows; the last may be smaller."""
-        for start in range(0, len(self), size):
-            rows = slice(start, min(start + size, len(self)))
-            yield rows, self.select(rows)
+    def minibatches(
+        self, size: int, ranks: Ranks = ONE_RANK, rows_per_step: int | None = None
+    ) -> Iterator[tuple[slice, Rollout]]:
+        """Yield (rows, `select(rows)`) for consecutive parts of `size` rows; the last may be smaller.
+
+        The ranks share all rows, or every `rows_per_step` rows.
+        """
+        steps = range(0, len(self), rows_per_step or len(self))
+        for start in steps:
+            for rows in ranks.passes(start, min(start + steps.step, len(self)), size):
+                yield rows, self.select(rows)
 
 
 def _extent(sequences: Sequence[TokenSequence], index: Sequence[int]) -> tuple[int, int]:
@@ -148,6 +155,8 @@ def rollout(
     sampling: Sampling,
     pad_id: int,
     rows_per_pass: int | None = None,
+    rows_per_step: int | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> Rollout:
     """Sample `n_generations` completions of each prompt, and compute their log-probabilities under the model.
 
@@ -161,6 +170,8 @@ def rollout(
         prompts, n_generations, sampling, pad_id: see `sample`.
         rows_per_pass: consecutive completions per forward pass, trimmed to their longest; None takes all. If training
             uses the same rows in one pass, its first log-probabilities are bit-identical to these.
+        rows_per_step: consecutive completions that the ranks share, as in an optimizer step; None shares all.
+        ranks: processes that share the work; all get the whole rollout.
 
     Raises:
         ConfigError: there are no prompts, a prompt is empty or too long for the model, or rows_per_pass is below 1.
@@ -170,11 +181,12 @@ def rollout(
         raise ConfigError(f"rows_per_pass is {rows_per_pass}, expected at least 1")
     device = next(model.parameters()).device
     batch, ended, sequences = sample(
-        engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device
+        engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device, ranks=ranks
     )
     sampled = Rollout.without_logprobs(batch, ended, sequences)
-    for rows, part in sampled.minibatches(rows_per_pass or len(sampled)):
+    for rows, part in sampled.minibatches(rows_per_pass or len(sampled), ranks, rows_per_step):
         sampled.cut(sampled.logprobs, rows).copy_(token_logprobs(model, part.batch, sampling.logprob_temperature))
+    ranks.sum(sampled.logprobs)
     return sampled
 
 
@@ -186,6 +198,7 @@ def sample(
     sampling: Sampling,
     pad_id: int,
     device: torch.device,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[TokenBatch, Tensor, list[TokenSequence]]:
     """`rollout` without log-probabilities: the fields batch, ended and sequences of a `Rollout`.
 
@@ -194,6 +207,7 @@ def sample(
         n_generations: completions per prompt.
         pad_id: token id of the padding; may be that of EOS.
         device: device of the tensors.
+        ranks: processes that share the completions, and all get all of them.
 
     Raises:
         ConfigError: there are no prompts, or a prompt is empty or too long for the model.
@@ -203,9 +217,14 @@ def sample(
         raise ConfigError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: expected none empty")
     if n_generations < 1:
         raise ConfigError(f"n_generations is {n_generations}, expected at least 1")
-    completions = engine.generate(prompts, n_generations, sampling)
-    _check(completions, len(prompts) * n_generations, sampling.max_new_tokens)
     repeated = [prompt for prompt in prompts for _ in range(n_generations)]
+    if ranks.size == 1:
+        completions = engine.generate(prompts, n_generations, sampling)
+    else:
+        share = ranks.share(0, len(repeated))
+        own = engine.generate([repeated[row] for row in share], 1, sampling) if share else []
+        completions = ranks.concatenated(own)
+    _check(completions, len(repeated), sampling.max_new_tokens)
     sequences = [
         TokenSequence([*prompt, *completion], len(prompt))
         for prompt, completion in zip(repeated, completions, strict=True)

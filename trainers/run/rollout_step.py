@@ -45,13 +45,15 @@ def sample_rollout(run: TrainingRun, engine: Engine, prompts: Sequence[Prompt], 
             sampling=sampling_of(config),
             pad_id=run.pad_id,
             rows_per_pass=config.batch_size,
+            rows_per_step=config.batch_size * config.gradient_accumulation_steps,
+            ranks=run.ranks,
         )
 
 
 def score_completions(
     run: TrainingRun, rewards: Rewards, sequences: Sequence[TokenSequence], examples: Sequence[PromptExample]
 ) -> tuple[list[str], Scores]:
-    """The texts of the completions, without EOS, and their rewards.
+    """The texts of the completions, without EOS, and their rewards; the ranks share the calls of the functions.
 
     Args:
         sequences: R prompts with completions.
@@ -62,7 +64,10 @@ def score_completions(
     """
     completion_ids = [sequence.ids[sequence.prompt_length :] for sequence in sequences]
     texts = run.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    scores = rewards.score_examples(examples, texts, completion_ids)
+    share = run.ranks.share(0, len(texts))
+    rows = slice(share.start, share.stop)
+    own = [rewards.score_examples(examples[rows], texts[rows], completion_ids[rows])] if share else []
+    scores = Scores.concatenated(run.ranks.concatenated(own))
     if bool(scores.total.isnan().all()):
         raise DataError(
             f"no reward function ({', '.join(rewards.functions)}) applies to any of {len(texts)} completions, the "
@@ -78,7 +83,7 @@ def reference_logprobs(run: TrainingRun, reference: Reference | None, sampled: R
     if reference is None:
         return None
     with run.time("reference"):
-        return rollout_logprobs(reference, sampled, config.temperature, config.batch_size)
+        return rollout_logprobs(reference, sampled, config.temperature, config.batch_size, run.ranks)
 
 
 def completion_metrics(sequences: Sequence[TokenSequence], ended: Tensor) -> dict[str, float | Tensor]:
