@@ -264,7 +264,8 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     """
     first_epoch = -(-len(run.data) // config.examples_per_step)
     batches = [run.examples_of(step) for step in range(1, min(config.n_steps, first_epoch) + 1)]
-    pairs, passes = [], []
+    pairs: list[list[TokenSequence]] = []
+    passes: list[slice] = []
     for batch in [*batches, run.eval_data or []]:
         passes += run.passes(len(pairs) + len(batch), start=len(pairs))
         pairs += batch

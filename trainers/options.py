@@ -27,6 +27,11 @@ class ModelOptions:
     dataset_split: str = option("train", "split of a hub dataset")
     subset_size: int | None = option(None, "use this many examples, drawn with the seed", at_least=1)
     device: str = option("auto", "torch device; auto is cuda if available, else cpu")
+    parallel: Parallel = option(
+        "auto",
+        "processes, which torchrun starts: replicate, each has the model, and they share the examples of a step; none, "
+        "a single process; auto is replicate under torchrun, else none",
+    )
     dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
     seed: int = option(0, "seed of the data order and of all sampling; on a CPU the same seed gives the same results")
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
@@ -57,11 +62,6 @@ class TrainingOptions(ModelOptions):
     )
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
-    parallel: Parallel = option(
-        "auto",
-        "with several processes, which torchrun starts: replicate, every one has the model; they share the examples of "
-        "a step and average gradients; auto is replicate under torchrun, else none",
-    )
     master_weights: bool | None = option(
         None, "keep fp32 master copies of the trained weights; none means yes for 16-bit weights"
     )

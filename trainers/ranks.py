@@ -153,30 +153,28 @@ def local_rank() -> int:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def joined() -> Iterator[None]:
     """A context in which the processes of torchrun or `accelerate launch` have a process group: NCCL and gloo.
 
     Warnings are shown by rank 0 alone. If ranks fail, the first one raises its error, and the others exit silently:
     an error on one rank makes the collectives of the others fail. A SIGTERM, by which torchrun stops the others, ends
     the process as an error does, so that a run that has not begun removes its files.
     """
-    # Not init_process_group("env://"), which has no public way to its store.
-    store, rank, size = next(iter(dist.rendezvous("env://")))
     has_gpu = torch.cuda.is_available() and local_rank() < torch.cuda.device_count()
     if has_gpu:
         torch.cuda.set_device(local_rank())
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    if rank:
+    dist.init_process_group(backend)
+    if dist.get_rank():
         warnings.simplefilter("ignore")
         disable(WARNING)
     signal.signal(signal.SIGTERM, _exit)
     try:
-        yield Ranks(rank, size)
+        yield
     except SystemExit:
         raise
     except BaseException as error:  # every failure, of which one rank's is shown
-        if store.add("sparse_opt_failures", 1) > 1:
+        if dist.group.WORLD.get_group_store().add("sparse_opt/failures", 1) > 1:
             raise SystemExit(1) from None
         if isinstance(error, RuntimeError) and _is_of_collective(error):
             raise SparseOptError(f"another rank ended or does not respond: {one_line(error)}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 def even_tokens(completion_ids, **kwargs):
     """The share of a completion's tokens with an even id."""
@@ -11,3 +13,10 @@ def even_tokens(completion_ids, **kwargs):
 def none_for_the_last(completions, **kwargs):
     """Does not apply to the last row."""
     return [1.0] * (len(completions) - 1) + [None]
+
+
+def fails_on_rank_1(completions, **kwargs):
+    """Raises an error in one of several processes."""
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such answer")
+    return [0.0] * len(completions)

@@ -27,7 +27,7 @@ from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
 from .parts import write_lines, write_report
-from .sampling import SamplingOptions, sample
+from .sampling import Sampled, SamplingOptions, sample
 
 KEPT_FILE = "kept.jsonl"
 REPORT_FILE = "report.json"
@@ -122,21 +122,25 @@ def datagen(config: DatagenConfig) -> dict[str, Any]:
         ConfigError, DataError: as in `sampling.sample`.
     """
     with sample(config, "datagen") as sampled:
-        selection = Selection()
+        return sampled.ranks.on_main(lambda: _write_kept(config, sampled))
 
-        def kept_rows() -> Iterator[dict[str, Any]]:
-            for row in sampled.rows():
-                for i in selection.select(row, config):
-                    completion = row["completions"][i]
-                    if not isinstance(row["prompt"], str):
-                        completion = [{"role": "assistant", "content": completion}]
-                    yield {"prompt": row["prompt"], "completion": completion, "reward": row["rewards"][i]}
 
-        kept_file = sampled.folder / KEPT_FILE
-        write_lines(kept_file, kept_rows())
-        report = sampled.report(config, "datagen", **selection.counts(), kept_file=str(kept_file))
-        write_report(sampled.folder / REPORT_FILE, report)
-        return {**report, "text": _text(report)}
+def _write_kept(config: DatagenConfig, sampled: Sampled) -> dict[str, Any]:
+    selection = Selection()
+
+    def kept_rows() -> Iterator[dict[str, Any]]:
+        for row in sampled.rows():
+            for i in selection.select(row, config):
+                completion = row["completions"][i]
+                if not isinstance(row["prompt"], str):
+                    completion = [{"role": "assistant", "content": completion}]
+                yield {"prompt": row["prompt"], "completion": completion, "reward": row["rewards"][i]}
+
+    kept_file = sampled.folder / KEPT_FILE
+    write_lines(kept_file, kept_rows())
+    report = sampled.report(config, "datagen", **selection.counts(), kept_file=str(kept_file))
+    write_report(sampled.folder / REPORT_FILE, report)
+    return {**report, "text": _text(report)}
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from sparse_opt.config import option
 
 from .parts import write_lines, write_report
-from .sampling import SamplingOptions, sample
+from .sampling import Sampled, SamplingOptions, sample
 
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -42,17 +42,20 @@ def test(config: TestConfig) -> dict[str, Any]:
         ConfigError, DataError: as in `sampling.sample`.
     """
     with sample(config, "test") as sampled:
+        return sampled.ranks.on_main(lambda: _write_results(config, sampled))
 
-        def results() -> Iterator[dict[str, Any]]:
-            for row in sampled.rows():
-                yield {**row, "pass_rate": sum(row["right"]) / len(row["right"])}
 
-        results_file = sampled.folder / RESULTS_FILE
-        write_lines(results_file, results())
-        checkpoint = None if config.checkpoint is None else str(config.checkpoint)
-        summary = sampled.report(config, "test", checkpoint=checkpoint, results_file=str(results_file))
-        write_report(sampled.folder / SUMMARY_FILE, summary)
-        return {**summary, "text": _text(summary, config)}
+def _write_results(config: TestConfig, sampled: Sampled) -> dict[str, Any]:
+    def results() -> Iterator[dict[str, Any]]:
+        for row in sampled.rows():
+            yield {**row, "pass_rate": sum(row["right"]) / len(row["right"])}
+
+    results_file = sampled.folder / RESULTS_FILE
+    write_lines(results_file, results())
+    checkpoint = None if config.checkpoint is None else str(config.checkpoint)
+    summary = sampled.report(config, "test", checkpoint=checkpoint, results_file=str(results_file))
+    write_report(sampled.folder / SUMMARY_FILE, summary)
+    return {**summary, "text": _text(summary, config)}
 
 
 test.__test__ = False  # type: ignore[attr-defined]  # and a function of this name

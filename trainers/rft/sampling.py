@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from ..data.prompts import PromptExample, load_prompts
 from ..options import CompletionOptions, model_slug
 from ..policy.models import load_policy, load_tokenizer, resolve_device
 from ..profiles import profile_settings
+from ..ranks import Ranks
 from ..rewards.functions import Rewards, load_rewards
 from ..rollouts import Engine, Sampling, make_engine
 from ..run.lock import RunLock, require_unlocked
@@ -97,6 +98,9 @@ class CompletionCounts:
     n_tokens: int = 0
     reward_sum: float = 0.0
 
+    def __add__(self, other: CompletionCounts) -> CompletionCounts:
+        return CompletionCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
     def add(self, row: dict[str, Any]) -> None:
         """Add one prompt's row to the counts."""
         self.n_prompts += 1
@@ -150,6 +154,7 @@ class Sampled:
     n_resumed: int  # parts that an earlier run had written
     peak_memory_bytes: int | None
     seconds: dict[str, float]  # of generation and of verification, over all parts
+    ranks: Ranks  # the processes that sampled, each its own parts
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row per prompt, in the order of the dataset.
@@ -161,7 +166,9 @@ class Sampled:
             yield from read_part(self.folder, part)["rows"]
 
     def report(self, options: SamplingOptions, stage: str, **own: Any) -> dict[str, Any]:
-        """The report of a stage: inputs, counts, the stage's own entries, seconds, and this process's peak GPU memory.
+        """The report of a stage: inputs, counts, the stage's own entries, seconds, and the largest peak GPU memory.
+
+        tokens_per_s is the rate of one process.
 
         Raises:
             DataError: no completion could be judged.
@@ -185,18 +192,26 @@ class Sampled:
 def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
     """Sample and verify all blocks that are not written yet; the output folder is locked until the context exits.
 
+    Of N ranks, each samples every N-th block. A block is seeded by its number, so it is the same on any rank.
+
     Raises:
         ConfigError: an option is invalid; the output folder is not empty or, with `resume`, holds a run with other
             options or inputs.
         DataError: the model, the dataset or a part cannot be read.
     """
+    ranks = Ranks.of(options.parallel)
     folder = options.folder(stage)
-    require_unlocked(folder)
-    resuming = options.resume and is_begun(folder)
-    if resuming:
-        require_same_options(folder, options, MAY_DIFFER)
-    else:
-        check_new_folder(folder, "output_dir")
+
+    def check_folder() -> bool:
+        require_unlocked(folder)
+        resuming = options.resume and is_begun(folder)
+        if resuming:
+            require_same_options(folder, options, MAY_DIFFER)
+        else:
+            check_new_folder(folder, "output_dir")
+        return resuming
+
+    resuming = ranks.on_main(check_folder)
     device = resolve_device(options.device)
     torch.set_float32_matmul_precision(options.float32_matmul_precision)
     if device.type == "cuda":
@@ -227,21 +242,39 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
     counts = CompletionCounts()
     with ExitStack() as locked:
         with closing(engine):
-            locked.enter_context(RunLock(folder))
-            locked.enter_context(claimed(folder, options, inputs, resuming=resuming))
-            there = {part for part in range(len(blocks)) if part_file(folder, part).is_file()}
-            with Progress(f"rft {stage}", len(blocks)) as progress, torch.no_grad():
-                for part, block in enumerate(blocks):
+
+            def begin() -> set[int]:
+                locked.enter_context(RunLock(folder))
+                locked.enter_context(claimed(folder, options, inputs, resuming=resuming))
+                return {part for part in range(len(blocks)) if part_file(folder, part).is_file()}
+
+            ranks.barrier()  # a rank that fails before this leaves the folder as it was
+            there = ranks.on_main(begin)
+            own = range(ranks.rank, len(blocks), ranks.size)
+            progress = Progress(f"rft {stage}", len(own), hidden=not ranks.is_main)
+            with progress, torch.no_grad():
+                for n_done, part in enumerate(own, 1):
                     if part not in there:
-                        write_part(folder, part, _sample_block(options, part, block, engine, tokenizer, rewards))
+                        content = _sample_block(options, part, blocks[part], engine, tokenizer, rewards)
+                        write_part(folder, part, content)
                     content = read_part(folder, part)
                     for row in content["rows"]:
                         counts.add(row)
                     for name in seconds:
                         seconds[name] += content[name]
-                    progress.advance(part + 1, _shown(counts, seconds["generate_time_s"]))
+                    progress.advance(n_done, _shown(counts, seconds["generate_time_s"]))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        yield Sampled(folder, len(blocks), asdict(report), counts, len(there), peak, seconds)
+        found = ranks.gather((counts, seconds, peak))
+        yield Sampled(
+            folder,
+            len(blocks),
+            asdict(report),
+            sum((counts for counts, _, _ in found), CompletionCounts()),
+            len(there),
+            None if peak is None else max(peak for _, _, peak in found),
+            {name: sum(seconds[name] for _, seconds, _ in found) for name in seconds},
+            ranks,
+        )
 
 
 def _sample_block(

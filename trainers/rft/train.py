@@ -28,6 +28,7 @@ from .. import sft
 from ..options import model_slug
 from ..policy.pretrained import parameter_shapes
 from ..profiles import profile_settings
+from ..ranks import Ranks
 from .datagen import DatagenConfig, datagen
 from .evaluate import TestConfig, test
 from .sampling import MatmulPrecision
@@ -99,7 +100,7 @@ def train(config: RFTConfig) -> dict[str, Any]:
     config = replace(config, learning_rate=scaled, learning_rate_scale=1.0)
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.makes_mask:
-        _make_mask(config)
+        Ranks.of(config.parallel).on_main(lambda: _make_mask(config))
     summary = {**sft.train(config, "rft"), "stage": "train"}
     return {**summary, "text": _text(summary)}
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sparse_opt.errors import ConfigError, SparseOptError
 
+from ..ranks import world_size
 from .generate import causal_lm
 from .sampling import Sampling, require_room
 
@@ -48,7 +49,8 @@ class VLLMEngine:
         sleep: free memory between calls; None does so on a GPU.
 
     Raises:
-        ConfigError: vLLM is not installed, or the policy is not on the first visible GPU or is a mixture of experts.
+        ConfigError: vLLM is not installed, or the policy is not on the first visible GPU or is a mixture of experts; or
+            there are several processes.
     """
 
     def __init__(
@@ -75,6 +77,11 @@ class VLLMEngine:
             raise ConfigError(
                 f"rollout_engine vllm runs on the first visible GPU, and the policy is on {device}: set "
                 f"CUDA_VISIBLE_DEVICES={device.index} and train on cuda:0"
+            )
+        if world_size() > 1:
+            raise ConfigError(
+                f"rollout_engine vllm runs in a single process, and there are {world_size()}: use generate or "
+                "continuous_batching"
             )
         self._vllm = _import_vllm()
         self._sleeps = device.type == "cuda" if sleep is None else sleep

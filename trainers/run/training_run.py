@@ -346,7 +346,7 @@ class TrainingRun:
             loss.backward()
             return
         loss = loss * self.ranks.size  # gradients are averaged
-        reducer = self.optimizer if self._ddp is None else self._ddp
+        reducer: Any = self.optimizer if self._ddp is None else self._ddp
         with nullcontext() if is_last else reducer.no_sync():
             (loss if self._ddp is None else self._ddp(loss)).backward()
 
