@@ -160,11 +160,11 @@ def joined() -> Iterator[None]:
     an error on one rank makes the collectives of the others fail. A SIGTERM, by which torchrun stops the others, ends
     the process as an error does, so that a run that has not begun removes its files.
     """
-    has_gpu = torch.cuda.is_available() and local_rank() < torch.cuda.device_count()
-    if has_gpu:
+    if local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(local_rank())
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    dist.init_process_group(backend)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
     if dist.get_rank():
         warnings.simplefilter("ignore")
         disable(WARNING)
@@ -174,7 +174,7 @@ def joined() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:  # every failure, of which one rank's is shown
-        if dist.group.WORLD.get_group_store().add("sparse_opt/failures", 1) > 1:
+        if store.add("sparse_opt/failures", 1) > 1:
             raise SystemExit(1) from None
         if isinstance(error, RuntimeError) and _is_of_collective(error):
             raise SparseOptError(f"another rank ended or does not respond: {one_line(error)}") from error

@@ -264,14 +264,14 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
                         seconds[name] += content[name]
                     progress.advance(n_done, _shown(counts, seconds["generate_time_s"]))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        found = ranks.gather((counts, seconds, peak))
+        found = ranks.gather((counts, seconds, peak or 0))
         yield Sampled(
             folder,
             len(blocks),
             asdict(report),
             sum((counts for counts, _, _ in found), CompletionCounts()),
             len(there),
-            None if peak is None else max(peak for _, _, peak in found),
+            None if peak is None else max(peaks for _, _, peaks in found),
             {name: sum(seconds[name] for _, seconds, _ in found) for name in seconds},
             ranks,
         )

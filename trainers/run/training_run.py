@@ -30,7 +30,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
@@ -54,6 +53,7 @@ from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve
 from ..policy.optimizers import adapt, make_optimizer, make_scheduler
 from ..policy.reference import Reference, make_reference
 from ..ranks import Ranks
+from .averaging import GradientAveraging
 from .checkpoints import Checkpoints, Stateful
 from .delta_log import RunDeltaLog
 from .lock import RunLock, require_unlocked
@@ -133,10 +133,7 @@ class TrainingRun:
         if config.compile:
             compile_layers(self.model)
         self.optimizer = make_optimizer(config, self.model, self.ranks.group)
-        self._ddp: DistributedDataParallel | None = None
-        if self.ranks.size > 1 and config.mode != "sparse":
-            weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self._ddp = DistributedDataParallel(_Identity(weights), gradient_as_bucket_view=True)
+        self._averaging = GradientAveraging(self.ranks, self.model, self.optimizer)
         self._scheduler = make_scheduler(config, self.optimizer)
         self._order = ShuffledOrder(len(self.data), config.seed)
         self._timer = StepTimer(self.device)
@@ -342,13 +339,7 @@ class TrainingRun:
 
         The backward pass of the last forward pass of an optimizer step averages the gradients over the ranks.
         """
-        if self.ranks.size == 1:
-            loss.backward()
-            return
-        loss = loss * self.ranks.size  # gradients are averaged
-        reducer: Any = self.optimizer if self._ddp is None else self._ddp
-        with nullcontext() if is_last else reducer.no_sync():
-            (loss if self._ddp is None else self._ddp(loss)).backward()
+        self._averaging.backward(loss, is_last)
 
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
         """One batch of examples on the device: the first sequence of each (the chosen one), then the second of each."""
@@ -476,20 +467,6 @@ class TrainingRun:
         file = self.output_dir / SUMMARY_FILE
         write_text(file, json.dumps(summary, indent=2) + "\n", partial(require_held, file, last))
         return summary
-
-
-class _Identity(nn.Module):
-    """Holds weights for DDP, which averages their gradients in the backward pass of what its forward returns.
-
-    DDP does not wrap the model, because log-probabilities are computed from parts of it.
-    """
-
-    def __init__(self, weights: list[nn.Parameter]):
-        super().__init__()
-        self.weights = nn.ParameterList(weights)
-
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss
 
 
 def memory_statistics(device: torch.device) -> dict[str, int]:
