@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from launch import launch
+from safetensors.torch import load_file
 from stopping import StoppedError, rows
 
+from sparse_opt.delta.log import DeltaLog
 from sparse_opt.trainers import grpo, sft
 from sparse_opt.trainers.rft import datagen, evaluate
 from sparse_opt.trainers.run.training_run import TrainingRun
@@ -146,11 +149,15 @@ def test_the_error_of_one_rank_is_shown_once(options, environment, tmp_path):
     assert list(tmp_path.glob("run/*")) == []  # no step was logged
 
 
-def test_torchrun_trains_and_prints_once(options, environment, tmp_path):
+def test_torchrun_trains_and_prints_once(options, environment, mask_file, tmp_path):
+    options |= {"mode": "sparse", "mask": mask_file, "delta_log_dir": tmp_path / "log", "report_to": "tensorboard"}
     ended = run(options, 2, environment, "sft", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert own_lines(ended) == []
+    logged, saved = DeltaLog.open(tmp_path / "log").load(6), load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert logged.keys() == saved.keys() and all(torch.equal(logged[name], saved[name]) for name in saved)
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
     again = run(options, 2, environment, "sft")
     assert again.returncode == 1
     (line,) = own_lines(again)
@@ -188,8 +195,8 @@ def test_a_killed_rank_ends_the_run(options, environment, tmp_path):
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # torchrun then ends its processes
+        process.wait(60)
     assert process.returncode == 1
     assert "SIGKILL" in stderr and "rank      : 1" in stderr, stderr  # torchrun's report
     assert "sparse_opt/trainers" not in stderr
