@@ -20,10 +20,10 @@ def full_state(model: nn.Module) -> nn.Module | Mapping[str, Tensor]:
         On rank 0 the full tensors on the CPU, under the names and in the order of `model.state_dict()`; tied tensors
         are one tensor. On the other ranks an empty state. The model itself if it is not sharded.
     """
-    state = model.state_dict()
-    if not any(isinstance(tensor, DTensor) for tensor in state.values()):
-        return model
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return model
+    state = model.state_dict()
     first_names: dict[nn.Parameter, str] = {}
     firsts = {name: first_names.setdefault(parameter, name) for name, parameter in parameters.items()}
     gathered = FullState(state.keys() - parameters.keys())
