@@ -344,8 +344,8 @@ def update_on(run: TrainingRun, critic: ValueHeadTrainer, episodes: Episodes, co
     rollout = episodes.rollout
     statistics: list[Tensor] = []
     for _ in range(config.num_iterations):
-        # The ranks have different random states.
-        order = run.ranks.gather(torch.randperm(len(rollout), device="cpu").tolist())[0]
+        # Rank 0's, because the ranks have different random states.
+        order = run.ranks.on_main(lambda: torch.randperm(len(rollout), device="cpu").tolist())
         for minibatch in chunks(order, len(rollout) // config.n_minibatches):
             statistics.append(_optimizer_step(run, critic, episodes, minibatch, config))
         moved = torch.stack(statistics[-config.n_minibatches :])[:, _STATISTICS.index("policy_kl")].mean()

@@ -77,12 +77,12 @@ class RowFile:
 
     Args:
         lock: the lock of the run's folder; no row is written once it is lost.
-        in_memory: do not write the rows to disk, because another process does.
+        discards: drop all rows, because another process writes them.
     """
 
-    def __init__(self, path: Path, lock: RunLock | None = None, *, in_memory: bool = False):
+    def __init__(self, path: Path, lock: RunLock | None = None, *, discards: bool = False):
         self.path = path
-        self._in_memory = in_memory
+        self._discards = discards
         self._lock = lock
         self.rows: list[dict[str, Any]] = []
         self._file: FileIO | None = None
@@ -118,8 +118,7 @@ class RowFile:
                 f"{self.path}: step {row['step']}: {wrong[0] if wrong else 'a value'} is not finite; lower "
                 "--learning_rate, or train in fp32"
             ) from error
-        if self._in_memory:
-            self.rows.append(row)
+        if self._discards:
             return
         if self._lock is not None:
             self._lock.require_held(self.path, row["step"])

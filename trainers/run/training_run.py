@@ -250,7 +250,7 @@ class TrainingRun:
         if self._resuming and self.ranks.is_main:
             file = RowFile.resumed(path, last or -1, self._lock)
         else:
-            file = RowFile(path, self._lock, in_memory=not self.ranks.is_main)
+            file = RowFile(path, self._lock, discards=not self.ranks.is_main)
         self._row_files.append(file)
         return file
 
