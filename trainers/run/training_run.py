@@ -28,6 +28,7 @@ import logging
 import math
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -471,7 +472,8 @@ class TrainingRun:
 
 def memory_statistics(device: torch.device) -> dict[str, int]:
     """The process's peak memory: on a GPU, allocated and reserved by torch; and of the host (resident)."""
-    host = {"peak_host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    host = {"peak_host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type != "cuda":
         return host
     return {
