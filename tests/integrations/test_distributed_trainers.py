@@ -221,7 +221,7 @@ def on_the_cpu(lab: Lab) -> None:
 def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
     mask = lab.random_mask(0.1)
     mask_file = mask.save(tmp_path / "mask.safetensors")
-    ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=600)
+    ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=600, collective_timeout=300)
     for case, (kind, sparse, _) in CASES.items():
         assert_same(ranks[0][case], alone(lab, case, mask_file), case)
         assert_same_bits(ranks[1][case], ranks[0][case])
@@ -240,7 +240,7 @@ def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Pat
 @pytest.mark.usefixtures("on_the_cpu")
 def test_two_processes_with_fsdp2_train_as_one(lab: Lab, tmp_path: Path) -> None:
     mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
-    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", timeout=600)
+    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", timeout=600, collective_timeout=300)
     for case in SHARDED:
         assert_same(ranks[0][case], alone(lab, case, mask_file), case)
     assert_same_bits(ranks[0]["resumed"], ranks[0][case])
