@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,8 @@ def launch(
         collective_timeout: the timeout of the process group, in seconds.
 
     Raises:
-        AssertionError: a process failed, or all did not end in time; has the output of all.
+        AssertionError: a process failed, or all did not end in time; has the output of all, and the stacks of
+            processes that had not ended.
     """
     with tempfile.TemporaryDirectory(prefix="launch") as folder:
         torch.save(args, Path(folder) / "args")
@@ -80,6 +83,11 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int
             return None
         time.sleep(0.02)
     running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    for rank in running:  # they print the stacks of their threads
+        processes[rank].send_signal(signal.SIGABRT)
+    for rank in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            processes[rank].wait(10)
     return None, f"ranks {running} had not ended after {timeout} seconds"
 
 
