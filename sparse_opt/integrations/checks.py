@@ -59,8 +59,8 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 
     Raises:
         ConfigError: the run uses DeepSpeed, FSDP 1, Megatron-LM, XLA, DataParallel, or another parallelism than that of
-            data; FSDP2 with dense gradients or full checkpoints; or a GradScaler with compact gradients and without
-            `amp_scaling`.
+            data; FSDP2 with dense gradients, full checkpoints or `load_best_model_at_end`; or a GradScaler with compact
+            gradients and without `amp_scaling`.
     """
     kind = str(accelerator.distributed_type.value)
     if kind == "FSDP" and accelerator.is_fsdp2:
@@ -89,6 +89,12 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
     if options.grads != "compact":
         raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
+    # transformers looks for the best checkpoint's folder on each process, before all of its sharded files are written.
+    if args.load_best_model_at_end:
+        raise ConfigError(
+            "load_best_model_at_end is True, expected False with FSDP2: transformers' processes may disagree on which "
+            "sharded checkpoint is the best, and then wait for each other"
+        )
     if _value(args.save_strategy) != "no" and not args.save_only_model:
         kind = plugin.state_dict_type.name
         if kind != "SHARDED_STATE_DICT":

@@ -199,12 +199,17 @@ COMPACT, DENSE, SCALED = SparseArguments(), SparseArguments(grads="dense"), Spar
 def test_ways_of_running(distributed, precision, n_gpu, sparse, message):
     """With fake accelerators, because most real ones need GPUs."""
     accelerator = fake_accelerator(distributed, precision)
-    args = SimpleNamespace(n_gpu=n_gpu, save_strategy="steps", save_only_model=False)
+    args = fake_arguments(n_gpu=n_gpu)
     if message is None:
         checks.of_accelerator(accelerator, args, sparse)
     else:
         with pytest.raises(ConfigError, match=message):
             checks.of_accelerator(accelerator, args, sparse)
+
+
+def fake_arguments(**changes):
+    fields = {"n_gpu": 1, "save_strategy": "steps", "save_only_model": False, "load_best_model_at_end": False}
+    return SimpleNamespace(**{**fields, **changes})
 
 
 def fake_accelerator(distributed, precision="no", **changes):
@@ -221,10 +226,14 @@ def fake_accelerator(distributed, precision="no", **changes):
 def test_checkpoints_of_fsdp2_that_torch_cannot_gather():
     accelerator = fake_accelerator("FSDP2")
     accelerator.state.fsdp_plugin.state_dict_type = StateDictType.FULL_STATE_DICT
-    args = SimpleNamespace(n_gpu=1, save_strategy="steps", save_only_model=False)
     with pytest.raises(ConfigError, match="fsdp_state_dict_type is FULL_STATE_DICT, expected SHARDED_STATE_DICT"):
-        checks.of_accelerator(accelerator, args, COMPACT)
-    checks.of_accelerator(accelerator, SimpleNamespace(n_gpu=1, save_strategy="no", save_only_model=False), COMPACT)
+        checks.of_accelerator(accelerator, fake_arguments(), COMPACT)
+    checks.of_accelerator(accelerator, fake_arguments(save_strategy="no"), COMPACT)
+
+
+def test_the_best_of_fsdp2s_checkpoints():
+    with pytest.raises(ConfigError, match="load_best_model_at_end is True, expected False with FSDP2"):
+        checks.of_accelerator(fake_accelerator("FSDP2"), fake_arguments(load_best_model_at_end=True), COMPACT)
 
 
 def test_tensor_parallelism():
