@@ -154,7 +154,10 @@ class GradientReducer:
         self._number += self._launched == 0
         piece = self._pieces[self._launched]
         buffer = piece.buffer
-        with torch.cuda.stream(self._streams.get(buffer.device)):
+        stream = self._streams.get(buffer.device)
+        if stream is not None:  # the Python buffer adds gradients on the stream of the backward pass
+            stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(stream):
             received = buffer.received
             for i in piece.params:
                 if not received[i]:
