@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -25,8 +26,9 @@ def plot(report: Report, path: Path) -> None:
     n = max(row["world_size"] for row in report["rows"])
     rows = [row for row in timed(report) if row["world_size"] == n]
     names, networks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "network"))
-    figure = new_figure(13, 2 + 0.3 * len(names) * len(networks))
-    bars, lines = figure.subplots(1, 2, width_ratios=(3, 2))
+    scaled = sorted(efficiencies(report), key=itemgetter("variant"))
+    figure = new_figure(13 if scaled else 10, 2 + 0.3 * len(names) * len(networks))
+    bars, *others = figure.subplots(1, 2 if scaled else 1, width_ratios=(3, 2)[: 2 if scaled else 1], squeeze=False)[0]
     height = 0.8 / len(networks)
     for k, network in enumerate(networks):
         found = [(i + height * k, find(report, n, network, name)) for i, name in enumerate(names)]
@@ -37,18 +39,18 @@ def plot(report: Report, path: Path) -> None:
     bars.set_yticks([i + height * (len(networks) - 1) / 2 for i in range(len(names))], names)
     bars.invert_yaxis()
     bars.set(xscale="log", xlabel=f"ms per step on {n} GPUs (logarithmic)")
-    bars.set_xlim(right=1.3 * max(row["ms"] for row in rows))
+    times = [row["ms"] for row in rows]
+    bars.set_xlim(10 ** math.floor(math.log10(min(times))), 1.3 * max(times))
     bars.legend(title="network", frameon=False)
-    scaled = sorted(efficiencies(report), key=itemgetter("variant"))
-    for colour, (name, found_rows) in zip(COLOURS, groupby(scaled, itemgetter("variant")), strict=False):
-        points = [(1, 1.0), *((row["world_size"], row["efficiency"]) for row in found_rows)]
-        lines.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
-    lines.set(xlabel="GPUs, one pair each", ylabel="time on one GPU / time")
-    lines.set_ylim(bottom=0)
-    lines.set_xticks(sorted({row["world_size"] for row in report["rows"]}))
-    if scaled:
+    for lines in others:
+        for colour, (name, found_rows) in zip(COLOURS, groupby(scaled, itemgetter("variant")), strict=False):
+            points = [(1, 1.0), *((row["world_size"], row["efficiency"]) for row in found_rows)]
+            lines.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
+        lines.set(xlabel="GPUs, one pair each", ylabel="time on one GPU / time")
+        lines.set_ylim(bottom=0)
+        lines.set_xticks(sorted({row["world_size"] for row in report["rows"]}))
         lines.legend(fontsize=8, frameon=False, loc="lower left")
-    for axes in (bars, lines):
+    for axes in (bars, *others):
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8)
     save_png(figure, path)
