@@ -15,6 +15,7 @@ from sparse_opt.trainers.data.encoding import TokenSequence, collate
 from sparse_opt.trainers.grpo import GRPOConfig, group_advantages, grpo_loss, update_on_rollout
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.policy.models import disable_dropout
+from sparse_opt.trainers.ranks import ONE_RANK
 from sparse_opt.trainers.rollouts import Rollout
 
 FP32_EPS = 2**-23
@@ -226,6 +227,15 @@ STEP_ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, -1.2, 0.7, 1.5, -1.0])
 
 class Recorder(SimpleNamespace):
     """The parts of a run that `update_on_rollout` uses; an update keeps gradients and does not change weights."""
+
+    ranks = ONE_RANK
+
+    def training_passes(self, stop, start=0):
+        passes = self.ranks.passes(start, stop, self.config.batch_size)
+        return [(rows, rows is passes[-1]) for rows in passes]
+
+    def backward(self, loss, is_last):
+        loss.backward()
 
     def update(self):
         self.grads.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
