@@ -333,6 +333,10 @@ class TrainingRun:
     def training_passes(self, stop: int, start: int = 0) -> Iterator[tuple[slice, bool]]:
         """`passes` of an optimizer step: the rows of each, and whether it is the last."""
         passes = self.passes(stop, start)
+        if not passes:
+            raise ConfigError(
+                f"a step has {stop - start} rows for {self.ranks.size} processes: expected one for each at least"
+            )
         return zip(passes, [*[False] * (len(passes) - 1), True], strict=True)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
