@@ -31,7 +31,7 @@ quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on 
 	$(BIN)/sparse-opt quickstart
 
 # The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, and one for all others.
-# tests/ops uses every available backend. The Triton kernels run under the interpreter, in processes of their own.
+# tests/ops and the tests of several processes choose the backends themselves. The Triton kernels run under the interpreter, in processes of their own.
 FOLDERS := integrations trainers packaging
 BACKENDS := reference triton triton-ops without-avx512 defaults
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
@@ -45,10 +45,10 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 	$(PYTEST) tests/$*
 
 test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py -k "not distributed"
 
 test-triton: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "not test_runs or many_steps"
+	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "(not test_runs or many_steps) and not distributed"
 
 test-triton-ops: $(VENV)/.test build
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
