@@ -31,7 +31,8 @@ quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on 
 	$(BIN)/sparse-opt quickstart
 
 # The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, and one for all others.
-# tests/ops and the tests of several processes choose the backends themselves. The Triton kernels run under the interpreter, in processes of their own.
+# tests/ops uses every available backend, and tests of several processes name theirs. The Triton kernels run under the
+# interpreter, in processes of their own.
 FOLDERS := integrations trainers packaging
 BACKENDS := reference triton triton-ops without-avx512 defaults
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
