@@ -118,3 +118,8 @@ def _run(folder: str, path: str, name: str, backend: str, timeout: str) -> None:
 
 if __name__ == "__main__":
     _run(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread of gloo that releases the tensors of the last collective takes the interpreter's lock, and
+    # the process aborts if the interpreter is ending at that time.
+    os._exit(0)
