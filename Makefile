@@ -34,7 +34,7 @@ quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on 
 # tests/ops uses every available backend, and tests of several processes name theirs. The Triton kernels run under the
 # interpreter, in processes of their own.
 FOLDERS := integrations trainers packaging
-BACKENDS := reference triton triton-ops without-avx512 defaults
+BACKENDS := triton reference triton-ops without-avx512 defaults
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
 
 test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default and under other torch defaults, and Triton's ops
