@@ -108,7 +108,7 @@ def on_rank_0(function: Callable[[], T]) -> T | None:
         if dist.get_rank() == 0:
             result = function()
         failed = [""]
-    except Exception as error:
+    except Exception as error:  # of any type: the other ranks must not wait for this one, which raises it
         failed = [str(error)]
         raise
     finally:

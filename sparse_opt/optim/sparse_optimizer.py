@@ -161,6 +161,9 @@ class SparseOptimizer(BoundOptimizer):
         backward pass in between does nothing: no decay, no change of moments or step counts. With grads='dense', as in
         torch, the same `param.grad` is applied again until `zero_grad`.
 
+        With a process group this is a collective. Every step then updates all active parameters, with a zero gradient
+        where no rank has one, because a rank cannot know which gradients the others have.
+
         All parameter groups are checked before anything is written. After one of the errors below nothing has changed,
         the gradients are still available, and the step can be repeated once the cause is removed. An op can still fail
         while it runs (out of memory, a failed kernel launch); some parameters may then have been updated.
