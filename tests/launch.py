@@ -15,7 +15,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+# The parameter `backend` of tests that run on two ranks, or on more with gloo.
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
+        ),
+    ],
+)
+
+
+def device() -> torch.device:
+    """The device of this rank; the CPU without a process group."""
+    on_gpu = torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.distributed.get_rank()) if on_gpu else torch.device("cpu")
 
 
 def launch(

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from launch import BACKENDS, device, launch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -21,21 +21,6 @@ from sparse_opt.errors import DeltaLogError
 from sparse_opt.mask_finding.find import find_from_log
 
 STEPS = 3
-BACKENDS = pytest.mark.parametrize(
-    "backend",
-    [
-        "gloo",
-        pytest.param(
-            "nccl",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
-        ),
-    ],
-)
-
-
-def device() -> torch.device:
-    """The device of this rank."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Tied(nn.Module):

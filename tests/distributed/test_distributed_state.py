@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launch import launch
+from launch import BACKENDS, device, launch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,21 +26,6 @@ from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.distributed import full_optimizer_state_dict, load_full_optimizer_state_dict, load_optimizer
 
 OPTIONS: dict[str, Any] = {"master_weights": True, "state_dtype": torch.bfloat16}
-BACKENDS = pytest.mark.parametrize(
-    "backend",
-    [
-        "gloo",
-        pytest.param(
-            "nccl",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
-        ),
-    ],
-)
-
-
-def device() -> torch.device:
-    """The device of this rank."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Small(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from launch import device, launch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
@@ -31,11 +31,6 @@ def launch_on(group_backend: str, function: Any, n: int, *args: Any, **limits: f
     if group_backend == "nccl" and torch.cuda.device_count() < n:
         pytest.skip(f"needs {n} GPUs, there are {torch.cuda.device_count()}")
     launch(function, n, *args, backend=group_backend, **limits)
-
-
-def device() -> torch.device:
-    """The device of this rank."""
-    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
 def make_model() -> nn.Module:
