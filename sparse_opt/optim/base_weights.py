@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 from .. import backends
 from .buckets import Bucket, compact
-from .collector import GradientCollector, arrived_inside
+from .gradients.collector import GradientCollector, arrived_inside
+from .ranks.sharding import Shard
 from .segments import LocalSegments, fits_uint16, index_dtype, longest_run, pack_indices
-from .sharding import Shard
 from .signals import UninterruptedContext
 
 # Inside `base_weights()` the parameters have version counters of their own, so that autograd refuses to run a graph

@@ -14,13 +14,13 @@ from .. import backends
 from ..masks.checks import require_own_memory
 from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES
-from .backward_notifier import BackwardNotifier, PythonBackwardNotifier
 from .buckets import Bucket
-from .gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
+from .gradients.backward_notifier import BackwardNotifier, PythonBackwardNotifier
+from .gradients.gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
+from .gradients.tiles import Tiles
+from .ranks.sharding import Shard
 from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
-from .sharding import Shard
 from .stepping import NativeStepper, Stepper
-from .tiles import Tiles
 
 
 def active_parameters(

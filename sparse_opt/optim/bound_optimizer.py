@@ -14,13 +14,17 @@ from torch.nn import Parameter
 from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, binding, options, rank_checks, ranks, sharding, state_io, tile_linears
+from . import base_weights, binding, options, state_io
 from .buckets import Bucket, compact
-from .collector import GradientCollector
-from .gradient_buffer import GradientBuffer
-from .reduction import GradientReducer
+from .gradients import tile_linears
+from .gradients.collector import GradientCollector
+from .gradients.gradient_buffer import GradientBuffer
+from .gradients.reduction import GradientReducer
+from .gradients.tile_backward import Route
+from .ranks import checks as rank_checks
+from .ranks import group as ranks
+from .ranks import sharding
 from .stepping import Stepper
-from .tile_backward import Route
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none

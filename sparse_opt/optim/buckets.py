@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import FLOAT_DTYPES
-from .gradient_buffer import GradientBuffer
+from .gradients.gradient_buffer import GradientBuffer
 from .segments import LocalSegments, Segments
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .gradient_buffer import GradientBuffer
+from .gradients.gradient_buffer import GradientBuffer
 
 
 def global_norm(buffers: Sequence[GradientBuffer], received: Sequence[list[bool]]) -> Tensor:

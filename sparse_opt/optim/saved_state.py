@@ -15,8 +15,8 @@ from ..files import one_line
 from ..tensors import is_wrapper
 from .buckets import Bucket
 from .options import shown
+from .ranks.sharding import Shard
 from .segments import index_dtype
-from .sharding import Shard
 
 _BASE = ("base_indices", "base")
 _NOT_OPTIONS = ("params", "param_names")
@@ -169,7 +169,7 @@ def _states(
         if not isinstance(values, Mapping):
             raise ValueError(f"the saved state of {name!r} is a {type(values).__name__}, expected a dict")
         if not shards[param].is_whole:
-            from . import sharded_state
+            from .ranks import sharded_state
 
             values = sharded_state.local_part(values, shards[param])
         for entry, value in values.items():

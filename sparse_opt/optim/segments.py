@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks.patterns import PATTERNS, matrix_shape
 from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
-from .sharding import Shard
+from .ranks.sharding import Shard
 
 # The longest first. Longer runs would save little: with 64 the indices take a 16th of a byte per active element.
 RUN_LENGTHS = (64, 32, 16)

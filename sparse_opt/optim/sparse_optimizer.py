@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, options, rank_checks, ranks, sharding, state_io
+from . import base_weights, options, state_io
 from .bound_optimizer import BoundOptimizer, Params
 from .clipping import global_norm
+from .ranks import checks as rank_checks
+from .ranks import group as ranks
+from .ranks import sharding
 from .saved_state import SavedState
 from .stepping import BucketStep, Stepper
 
@@ -301,7 +304,7 @@ class SparseOptimizer(BoundOptimizer):
             self.state = state_io.with_indices(state, self._buckets, self._bases)
             sharded = [shard for shard in self._shards.values() if not shard.is_whole]
             if sharded:
-                from . import sharded_state
+                from .ranks import sharded_state
 
                 self.state = sharded_state.as_dtensors(self.state, sharded)
             return super().state_dict()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.step_ops import StepOp
 from .buckets import Bucket
-from .gradient_buffer import to_device
+from .gradients.gradient_buffer import to_device
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.optim import OPTIMIZERS, binding, reduction
-from sparse_opt.optim.backward_notifier import PythonBackwardNotifier
+from sparse_opt.optim.gradients.backward_notifier import PythonBackwardNotifier
 
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64
 

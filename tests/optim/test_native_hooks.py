@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW, backends
-from sparse_opt.optim.collector import Receiver
+from sparse_opt.optim.gradients.collector import Receiver
 
 
 @pytest.fixture(autouse=True)

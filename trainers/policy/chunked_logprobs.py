@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparse_opt.optim.tile_backward import Route
+from sparse_opt.optim.gradients.tile_backward import Route
 
 # Maximum number of logits held at once: 2^24 elements are 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_opt.optim.tile_backward import route_of
+from sparse_opt.optim.gradients.tile_backward import route_of
 
 from ..data.encoding import TokenBatch
 from .chunked_logprobs import WeightGrad, linear_logprobs, selected_logprobs

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_opt.optim.tile_backward import has_plain_forward, install, route_of
+from sparse_opt.optim.gradients.tile_backward import has_plain_forward, install, route_of
 
 from .models import skip_padding_masks
 

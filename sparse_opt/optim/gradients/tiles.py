@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..ops import tile_table
-from .segments import Segments
+from ...ops import tile_table
+from ..segments import Segments
 
 
 @dataclass(eq=False)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..ops.checks import FLOAT_DTYPES
-from .segments import Segments
+from ...ops.checks import FLOAT_DTYPES
+from ..segments import Segments
 from .tile_backward import NativeRoute, OpRoute, Route, TileSink
 from .tiles import Tiles
 

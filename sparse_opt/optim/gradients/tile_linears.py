@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn import Parameter
 
-from ..masks.patterns import PATTERNS
-from ..ops.tiles import TILE_SIZES
+from ...masks.patterns import PATTERNS
+from ...ops.tiles import TILE_SIZES
+from ..buckets import Bucket
 from . import tile_backward
-from .buckets import Bucket
 from .tile_backward import Route, TileSink
 from .tiles import Tiles
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import ranks
+from ..ranks import group as ranks
+from ..ranks.lost_ranks import LostRankReporter
 from .backward_notifier import BackwardNotifier
 from .gradient_buffer import GradientBuffer
-from .lost_ranks import LostRankReporter
 
 # As DistributedDataParallel's buckets. Smaller ones start earlier, and larger ones use the network better.
 MAX_PIECE_BYTES = 25 * 2**20

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..delta.digest import StateDigest
-from ..masks.mask_set import MaskSet
-from . import ranks
-from .buckets import Bucket
+from ...delta.digest import StateDigest
+from ...masks.mask_set import MaskSet
+from ..buckets import Bucket
+from . import group as ranks
 from .sharding import Shard
 
 # The arguments of an optimizer that must be the same on all ranks.
