@@ -25,6 +25,22 @@ class DataError(SparseOptError, ValueError):
     """A dataset, checkpoint or mask source misses required data; names the file and the key."""
 
 
+class WeightSyncError(SparseOptError, ValueError):
+    """A message of `sparse_opt.weight_sync` was refused; the receiver's weights and version have not changed."""
+
+
+class DamagedMessage(WeightSyncError):
+    """The bytes, digests or sizes of a message do not agree; the same message may be sent again."""
+
+
+class OutOfOrderMessage(WeightSyncError):
+    """An update does not follow the receiver's version, which needs a state message; names both versions."""
+
+
+class ForeignMessage(WeightSyncError):
+    """A message is for another mask, or names a weight, shape or dtype that the receiver does not have."""
+
+
 class ConfigError(SparseOptError, ValueError):
     """A configuration key or value is invalid. The command line exits with 2 on this error, with 1 on the others."""
 

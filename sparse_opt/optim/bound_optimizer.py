@@ -292,6 +292,11 @@ class BoundOptimizer(torch.optim.Optimizer):
         return tuple(bucket.gradient for bucket in self._buckets)
 
     @property
+    def holds_base_weights(self) -> bool:
+        """Whether the model holds its base weights, inside of `base_weights()`."""
+        return self._collector.inside_base
+
+    @property
     def tiled_parameters(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients their layers compute tile by tile."""
         return tuple(

@@ -42,7 +42,7 @@ LAYERS = (
     ("ops", "backends", "l2_fetch"),
     ("masks",),
     ("optim", "delta"),
-    ("distributed",),
+    ("distributed", "weight_sync"),
     ("mask_finding", "analysis"),
     ("integrations",),
     ("trainers",),

@@ -1,0 +1,56 @@
+"""The implementation of reads, comparisons and writes on a device: plain torch or Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendUnavailable
+from . import reference
+from .destinations import PlacedTensor
+from .layout import Group
+
+
+class Index(Protocol):
+    """The active elements of one dtype; `reference.ReferenceIndex` documents the methods."""
+
+    def nbytes(self) -> dict[str, int]: ...
+    def take(self) -> Tensor: ...
+    def put(self, values: Tensor) -> None: ...
+    def check(self, bitmap: Tensor, changed: Tensor, *, read_old: bool) -> Tensor: ...
+    def write(self, bitmap: Tensor, changed: Tensor) -> None: ...
+
+
+IndexFactory = Callable[
+    [Group, Sequence[str], str, Mapping[str, Tensor], Mapping[str, PlacedTensor], torch.device], Index
+]
+
+
+class Backend(NamedTuple):
+    """The functions of a backend; `reference` documents them."""
+
+    name: str
+    digest_sum: Callable[[Tensor, int], Tensor]
+    compare: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    select: Callable[[Tensor, Tensor, int], Tensor]
+    build_index: IndexFactory
+
+
+REFERENCE = Backend("reference", reference.digest_sum, reference.compare, reference.select, reference.ReferenceIndex)
+
+
+def choose(device: torch.device, name: str | None) -> Backend:
+    """Return the backend of this name, or for None the fastest one on the device.
+
+    Raises:
+        ValueError: there is no backend of this name.
+        BackendUnavailable: it cannot run on the device.
+    """
+    if name not in (None, "reference", "triton"):
+        raise ValueError(f"backend is {name!r}, expected 'reference', 'triton' or None")
+    if name == "triton":
+        raise BackendUnavailable(f"backend 'triton' cannot run on {device}")
+    return REFERENCE

@@ -1,0 +1,138 @@
+"""Where the named weights of a message are in a receiver's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import ForeignMessage
+from ..masks.patterns import matrix_shape
+from ..tensors import dtype_name, is_wrapper
+from .layout import Layout, LayoutTensor
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """A part of a named weight, as it lies in a tensor of the receiver.
+
+    The weight is seen as a matrix (`masks.patterns.matrix_shape`: the last dimension is its columns, all others its
+    rows; a vector is one row). Fused projections, tensor-parallel slices, padded vocabularies and FSDP shards all have
+    this form. A weight may have several destinations; active elements without one are skipped.
+
+    Args:
+        tensor: [r1 - r0, c1 - c0], of the weight's dtype, with any strides.
+        rows: (r0, r1), None for all rows.
+        columns: (c0, c1), None for all columns.
+    """
+
+    tensor: Tensor
+    rows: Range | None = None
+    columns: Range | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A destination that has been checked: rows [r0, r1) and columns [c0, c1) are at `tensor` [r1 - r0, c1 - c0]."""
+
+    tensor: Tensor
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+    def overlaps(self, other: Placed) -> bool:
+        return self.r0 < other.r1 and other.r0 < self.r1 and self.c0 < other.c1 and other.c0 < self.c1
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of the layout with its destinations.
+
+    The primary destinations are disjoint, so that each element is read from one of them at most.
+    """
+
+    entry: LayoutTensor
+    primary: tuple[Placed, ...]
+    others: tuple[Placed, ...]
+
+    @property
+    def destinations(self) -> tuple[Placed, ...]:
+        return self.primary + self.others
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every element has a destination. False if only overlapping destinations together cover them."""
+        rows, columns = self.entry.matrix
+        return sum((p.r1 - p.r0) * (p.c1 - p.c0) for p in self.primary) == rows * columns
+
+
+def place(layout: Layout, destinations: Mapping[str, Sequence[Destination]]) -> dict[str, PlacedTensor]:
+    """Return the tensors with active elements by name, with their destinations.
+
+    Raises:
+        ForeignMessage: a name has no entry in `destinations`, a destination does not fit the weight, or destinations
+            are on several devices; names the weight.
+    """
+    placed = {}
+    device: torch.device | None = None
+    for entry in layout.tensors:
+        if not entry.nnz:
+            continue
+        if entry.name not in destinations:
+            raise ForeignMessage(f"the mask has {entry.name!r}, which the receiver does not have")
+        parts = [_placed(entry, destination) for destination in destinations[entry.name]]
+        primary: list[Placed] = []
+        for part in parts:
+            device = part.tensor.device if device is None else device
+            if part.tensor.device != device:
+                raise ForeignMessage(f"{entry.name!r} is on {part.tensor.device}, expected {device} as the others")
+            if not any(part.overlaps(p) for p in primary):
+                primary.append(part)
+        placed[entry.name] = PlacedTensor(entry, tuple(primary), tuple(p for p in parts if p not in primary))
+    return placed
+
+
+def whole_weight(name: str, weight: Tensor) -> Destination:
+    """Return the destination of a whole weight.
+
+    Raises:
+        ForeignMessage: the weight cannot be viewed as a matrix; names it.
+    """
+    if is_wrapper(weight):
+        raise ForeignMessage(
+            f"{name!r} is a {type(weight).__name__}: pass destinations of the plain tensors that it is made of"
+        )
+    try:
+        return Destination(weight.detach().view(matrix_shape(weight.shape)))
+    except RuntimeError as error:
+        raise ForeignMessage(
+            f"{name!r} of shape {list(weight.shape)} has strides {list(weight.stride())} and is no view of a matrix: "
+            "pass destinations"
+        ) from error
+
+
+def _placed(entry: LayoutTensor, destination: Destination) -> Placed:
+    rows, columns = entry.matrix
+    r0, r1 = destination.rows or (0, rows)
+    c0, c1 = destination.columns or (0, columns)
+    tensor = destination.tensor.detach()
+    where = f"a destination of {entry.name!r}"
+    if not (0 <= r0 <= r1 <= rows and 0 <= c0 <= c1 <= columns):
+        raise ForeignMessage(
+            f"{where} has rows {r0}:{r1} and columns {c0}:{c1}, expected ranges within {rows} x {columns}"
+        )
+    if is_wrapper(tensor) or tensor.layout != torch.strided:
+        raise ForeignMessage(f"{where} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain tensor")
+    if tuple(tensor.shape) != (r1 - r0, c1 - c0):
+        raise ForeignMessage(f"{where} is {list(tensor.shape)}, expected {[r1 - r0, c1 - c0]}")
+    if dtype_name(tensor) != entry.dtype:
+        raise ForeignMessage(f"{where} is {dtype_name(tensor)}, expected {entry.dtype}")
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ForeignMessage(f"{where} has strides {list(tensor.stride())}, expected an address for each element")
+    return Placed(tensor, r0, r1, c0, c1)

@@ -1,0 +1,276 @@
+"""WeightReceiver: applies the messages of a sender to the weights of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
+from ..tensors import named_parameters_of
+from .backend import Backend, Index, choose
+from .destinations import Destination, place, whole_weight
+from .digest import digest_sum, to_hex
+from .layout import Group, Layout
+from .message import Message
+from .positions import checked_units
+from .reference import bitmap_bytes
+
+
+class _Mask(NamedTuple):
+    """The mask that a receiver follows, and where its active elements are."""
+
+    digest: str
+    layout: Layout
+    device: torch.device
+    backend: Backend
+    indices: tuple[Index, ...]  # one for each group of the layout
+    is_whole: bool
+    addresses: dict[str, int]  # of the weights that are not given as destinations
+
+
+class _Change(NamedTuple):
+    """What a message carries for the tensors of one dtype: all values, or the changed ones; None is nothing."""
+
+    values: Tensor | None = None
+    bitmap: Tensor | None = None
+    changed: Tensor | None = None
+
+
+class WeightReceiver:
+    """Keeps the weights of an inference engine equal to a trainer's, bit for bit, by the messages of a `WeightSender`.
+
+    A message is verified before any weight is written. If it is refused, weights and version stay as they were, and the
+    next correct message works. Not thread-safe; the weights must not be used while `receive` runs.
+
+    Args:
+        weights: a module or its parameters by name, whole tensors with the sender's names, shapes and dtypes. Several
+            names of one tensor are fine.
+        destinations: for names that are not whole tensors of `weights`: where their parts are. They take precedence
+            over `weights`; an empty list means that this receiver has no part of the weight.
+        backend: "reference" (plain torch), "triton", or None for the fastest on the device of the weights.
+    """
+
+    def __init__(
+        self,
+        weights: nn.Module | Mapping[str, Tensor] | None,
+        *,
+        destinations: Mapping[str, Sequence[Destination]] | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self._weights = {} if weights is None else named_parameters_of(weights)
+        self._destinations = {name: tuple(parts) for name, parts in (destinations or {}).items()}
+        self._backend = backend
+        self._mask: _Mask | None = None
+        self._version: int | None = None
+        self._digest: str | None = None
+        self._sums: list[int] = []  # the digest of each group, if the receiver is whole
+
+    @property
+    def version(self) -> int | None:
+        """The sender's version of the weights. None: a state message is needed."""
+        return self._version
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of all active weights at this version, as the sender stated it; None without a version."""
+        return self._digest
+
+    @property
+    def mask_digest(self) -> str | None:
+        """`MaskSet.digest` of the mask; None before the first mask message."""
+        return None if self._mask is None else self._mask.digest
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the receiver has every active weight, so that digests of the results can be verified.
+
+        A receiver of a part, as under tensor parallelism, verifies what it receives and the order of the updates.
+        """
+        return self._mask is not None and self._mask.is_whole
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of memory held between updates, by purpose."""
+        total: dict[str, int] = {}
+        for index in () if self._mask is None else self._mask.indices:
+            for purpose, size in index.nbytes().items():
+                total[purpose] = total.get(purpose, 0) + size
+        return total
+
+    @torch.no_grad()
+    def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
+        """Verify a message and apply it; waits for the device once for a state or an update.
+
+        Args:
+            message: its tensors may be on any device; those of values are copied to the device of the weights.
+
+        Returns:
+            The version of the weights now. None after a mask message if the weights are not those that the sender had
+            at the message's version; send a state message then.
+
+        Raises:
+            DamagedMessage: bytes, digests or sizes do not agree.
+            OutOfOrderMessage: an update does not follow the version of this receiver.
+            ForeignMessage: the message is for another mask, or this receiver lacks a weight of the mask.
+        """
+        if not isinstance(message, Message):
+            message = Message.from_bytes(message)
+        if message.kind == "mask":
+            self._receive_mask(message)
+        else:
+            self._receive_values(message)
+        return self._version
+
+    def _receive_mask(self, message: Message) -> None:
+        layout = Layout.from_json(message.layout or "")
+        units = checked_units(layout, message.tensors)
+        total, count = 0, 0
+        for given in units.values():
+            total += int(digest_sum(given, count))
+            count += given.numel()
+        if to_hex(total) != message.payload_digest:
+            raise DamagedMessage(f"the positions have digest {to_hex(total)}, expected {message.payload_digest}")
+        held = self._mask
+        known = held is not None and held.digest == message.mask_digest and self._digest == message.result_digest
+        mask = self._build(message.mask_digest, layout, units)
+        sums: list[int] = []
+        if mask.is_whole:
+            groups = zip(layout.groups, mask.indices, strict=True)
+            sums = _to_host([mask.backend.digest_sum(index.take(), group.first) for group, index in groups])
+            known = to_hex(sum(sums)) == message.result_digest
+        self._mask, self._sums = mask, sums
+        self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
+
+    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
+        destinations: dict[str, Sequence[Destination]] = dict(self._destinations)
+        addresses = {}
+        for entry in layout.tensors:
+            weight = self._weights.get(entry.name)
+            if entry.nnz and entry.name not in destinations and weight is not None:
+                if tuple(weight.shape) != entry.shape:
+                    raise ForeignMessage(
+                        f"{entry.name!r} is {list(weight.shape)} here, {list(entry.shape)} in the message"
+                    )
+                destinations[entry.name] = [whole_weight(entry.name, weight)]
+                addresses[entry.name] = weight.data_ptr()
+        placed = place(layout, destinations)
+        tensors = [part.tensor for tensor in placed.values() for part in tensor.destinations]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        backend = choose(device, self._backend)
+        names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]
+        indices = tuple(
+            backend.build_index(group, of, layout.pattern, units, placed, device)
+            for group, of in zip(layout.groups, names, strict=True)
+        )
+        is_whole = all(tensor.is_whole for tensor in placed.values())
+        return _Mask(digest, layout, device, backend, indices, is_whole, addresses)
+
+    def _receive_values(self, message: Message) -> None:
+        mask = self._mask
+        if mask is None:
+            raise OutOfOrderMessage(f"version {message.version} came before the first mask message")
+        if message.mask_digest != mask.digest:
+            raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
+        self._check_order(message)
+        for name, address in mask.addresses.items():
+            if self._weights[name].data_ptr() != address:
+                raise WeightSyncError(f"{name!r} has moved since the mask message: build a new WeightReceiver")
+        changes = [_change(message, group, mask.device) for group in mask.layout.groups]
+        _refuse_others(message, mask.layout)
+        sums = self._verify(mask, message, changes)
+        for index, change in zip(mask.indices, changes, strict=True):
+            if change.values is not None:
+                index.put(change.values)
+            elif change.bitmap is not None and change.changed is not None:
+                index.write(change.bitmap, change.changed)
+        self._version, self._digest, self._sums = message.version, message.result_digest, sums
+
+    def _check_order(self, message: Message) -> None:
+        if message.kind == "state":
+            return
+        if self._version is None or message.base_version != self._version:
+            held = "no version" if self._version is None else f"version {self._version}"
+            raise OutOfOrderMessage(
+                f"version {message.version} follows version {message.base_version}, the receiver has {held}: a state "
+                "message is needed"
+            )
+        if message.base_digest != self._digest:
+            raise OutOfOrderMessage(
+                f"version {message.version} follows version {message.base_version} with digest {message.base_digest}, "
+                f"the receiver has version {self._version} with digest {self._digest}: a state message is needed"
+            )
+
+    def _verify(self, mask: _Mask, message: Message, changes: list[_Change]) -> list[int]:
+        """Return the new digest of each group, as far as it is known. Raises DamagedMessage."""
+        results = []
+        for group, index, change in zip(mask.layout.groups, mask.indices, changes, strict=True):
+            if change.values is not None:
+                results.append(mask.backend.digest_sum(change.values, group.first))
+            elif change.bitmap is not None and change.changed is not None:
+                results.append(index.check(change.bitmap, change.changed, read_old=mask.is_whole))
+        found = iter(_to_host(results))
+        sent, sums = 0, list(self._sums)
+        for i, (group, change) in enumerate(zip(mask.layout.groups, changes, strict=True)):
+            if change.values is not None:
+                total = next(found)
+                sent += total
+                if mask.is_whole:
+                    sums[i] = total
+            elif change.changed is not None:
+                payload, old, bits = next(found), next(found), next(found)
+                if bits != change.changed.numel():
+                    raise DamagedMessage(
+                        f"{group.dtype}.bitmap marks {bits} elements, expected {change.changed.numel()} as in "
+                        f"{group.dtype}.changed"
+                    )
+                sent += payload
+                if mask.is_whole:
+                    sums[i] += payload - old
+        if to_hex(sent) != message.payload_digest:
+            raise DamagedMessage(f"the values sent have digest {to_hex(sent)}, expected {message.payload_digest}")
+        complete = all(change.values is not None for change in changes)
+        result = sum(sums) if mask.is_whole else sent
+        if (mask.is_whole or complete) and to_hex(result) != message.result_digest:
+            raise DamagedMessage(
+                f"the weights of version {message.version} would have digest {to_hex(result)}, expected "
+                f"{message.result_digest}"
+            )
+        return sums
+
+
+def _to_host(sums: Sequence[Tensor]) -> list[int]:
+    """Copy int64 tensors of one device to the host at once, flattened."""
+    found: list[int] = torch.cat([s.view(-1) for s in sums]).tolist() if sums else []
+    return found
+
+
+def _change(message: Message, group: Group, device: torch.device) -> _Change:
+    values, bitmap, changed = (message.tensors.get(f"{group.dtype}.{kind}") for kind in ("values", "bitmap", "changed"))
+    if values is not None:
+        _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
+        if bitmap is not None or changed is not None:
+            raise DamagedMessage(f"the message has both {group.dtype}.values and changed values")
+        return _Change(values.to(device, non_blocking=True))
+    if message.kind == "state":
+        raise DamagedMessage(f"the state message has no {group.dtype}.values")
+    if bitmap is None and changed is None:
+        return _Change()
+    if bitmap is None or changed is None:
+        raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
+    _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
+    _check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
+    return _Change(None, bitmap.to(device, non_blocking=True), changed.to(device, non_blocking=True))
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
+        raise DamagedMessage(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[numel]}")
+
+
+def _refuse_others(message: Message, layout: Layout) -> None:
+    kinds = ("values",) if message.kind == "state" else ("values", "bitmap", "changed")
+    known = {f"{group.dtype}.{kind}" for group in layout.groups for kind in kinds}
+    if others := sorted(set(message.tensors) - known):
+        raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")

@@ -1,0 +1,304 @@
+"""WeightSender: makes the messages that bring the active weights of a trainer to receivers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import WeightSyncError
+from ..masks import MaskSet
+from ..optim import SparseOptimizer
+from ..tensors import is_wrapper, named_parameters_of
+from .backend import Backend, Index, choose
+from .destinations import place, whole_weight
+from .digest import digest_sum, to_hex
+from .layout import Layout
+from .message import Message
+from .positions import units_of
+from .reference import bitmap_bytes
+
+Encoding = Literal["auto", "values", "bitmap"]
+Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
+
+
+class WeightSender:
+    """Makes messages for `WeightReceiver`s: the mask, the active values, and updates of them.
+
+    Its version is 0 when it is built, with the weights of that moment; every `update` raises it by one. Besides the
+    mask it keeps the active values that it sent last, nnz elements.
+
+    Args:
+        source: an optimizer, with its mask and parameters, or a module or its parameters by name, with `mask`.
+        mask: the active elements; None for an optimizer, whose mask is used.
+        encoding: "values" sends all active values in every update, "bitmap" a bitmap and the changed values, "auto"
+            whichever is smaller, for each dtype.
+        backend: "reference" (plain torch), "triton", or None for the fastest on the device of the weights.
+
+    Raises:
+        ValueError: an argument does not fit the others, or a weight cannot be sent; names it.
+        MaskError: the mask does not fit the weights.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        mask: MaskSet | None = None,
+        *,
+        encoding: Encoding = "auto",
+        backend: str | None = None,
+    ) -> None:
+        if encoding not in get_args(Encoding):
+            raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
+        named = _named(source)
+        if isinstance(source, SparseOptimizer):
+            if mask is not None:
+                raise ValueError("mask is not valid with an optimizer, whose own mask is used")
+            mask = source.mask
+        elif mask is None:
+            raise ValueError("mask is None, expected a MaskSet unless the source is an optimizer")
+        else:
+            mask = mask.resolve(named)
+        self._source, self._mask, self._encoding = source, mask, encoding
+        self._layout = Layout.of(mask, named)
+        self._version = 0
+        devices = {weight.device for weight in self._weights().values()}
+        if len(devices) > 1:
+            raise ValueError(f"the weights are on {' and '.join(sorted(map(str, devices)))}, expected one device")
+        self._device = devices.pop() if devices else torch.device("cpu")
+        self._backend = choose(self._device, backend)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._addresses: dict[str, int] = {}
+        self._indices: tuple[Index, ...] = ()
+        self._sent = self._gather()
+        self._totals = _Totals([self._whole(dtype, values) for dtype, values in self._sent.items()], self._device)
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the last update has sent."""
+        return self._version
+
+    @property
+    def mask(self) -> MaskSet:
+        return self._mask
+
+    def mask_message(self) -> Message:
+        """Return the message that every receiver needs first: the positions, and the digest of the current version."""
+        tensors = {
+            f"positions.{i}": units_of(self._mask, entry) for i, entry in enumerate(self._layout.tensors) if entry.nnz
+        }
+        total, count = 0, 0
+        for units in tensors.values():
+            total += int(digest_sum(units, count))
+            count += units.numel()
+        return Message(
+            kind="mask",
+            version=self._version,
+            mask_digest=self._mask.digest,
+            result_digest=self._totals.digest(),
+            payload_digest=to_hex(total),
+            tensors=tensors,
+            layout=self._layout.to_json(),
+        )
+
+    def state_message(self) -> Message:
+        """Return all active values of the current version, for receivers that join late or have lost an update."""
+        digest = self._totals.digest()
+        tensors = {f"{dtype}.values": values for dtype, values in self._sent.items()}
+        return Message("state", self._version, self._mask.digest, digest, digest, tensors)
+
+    @torch.no_grad()
+    def update(self) -> PendingMessage:
+        """Gather the active weights as they are now, and return the message that brings receivers to them.
+
+        The gather runs on the current stream. The comparison with the values sent last and the digests follow on a
+        side stream, and the host does not wait: call `wait` on the result before you use it.
+
+        Raises:
+            WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
+        """
+        new = self._gather()
+        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            for values in (*new.values(), *self._sent.values()):
+                values.record_stream(self._stream)
+        bitmaps: dict[str, Tensor] = {}
+        totals = []
+        with side:
+            for dtype, values in new.items():
+                if self._encoding == "values":
+                    totals.append(self._whole(dtype, values))
+                else:
+                    bitmaps[dtype], found = self._backend.compare(self._sent[dtype], values, self._first(dtype))
+                    totals.append(found)
+            pending = PendingMessage(
+                self._version + 1,
+                self._mask.digest,
+                self._encoding,
+                self._backend,
+                new,
+                bitmaps,
+                self._totals,
+                _Totals(totals, self._device),
+                self._stream,
+            )
+        self._version, self._sent, self._totals = self._version + 1, new, pending.totals
+        return pending
+
+    def _first(self, dtype: str) -> int:
+        return next(group.first for group in self._layout.groups if group.dtype == dtype)
+
+    def _whole(self, dtype: str, values: Tensor) -> Tensor:
+        """Return the totals of values that are all sent."""
+        total = self._backend.digest_sum(values, self._first(dtype))
+        return torch.stack([total, total, torch.full_like(total, values.numel())])
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights with active elements as they are now.
+
+        Raises:
+            WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
+            ValueError: a weight is not a plain tensor.
+        """
+        if isinstance(self._source, SparseOptimizer):
+            if self._source.mask is not self._mask:
+                raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
+            if self._source.holds_base_weights:
+                raise WeightSyncError("the model holds its base weights: leave base_weights() first")
+        named = _named(self._source)
+        weights = {entry.name: named[entry.name] for entry in self._layout.tensors if entry.nnz}
+        for name, weight in weights.items():
+            if is_wrapper(weight):
+                raise ValueError(f"{name!r} is a {type(weight).__name__}, expected a plain tensor")
+        return weights
+
+    @torch.no_grad()
+    def _gather(self) -> dict[str, Tensor]:
+        """Return the active values [nnz] of each dtype, in new memory, on the current stream."""
+        weights = self._weights()
+        addresses = {name: weight.data_ptr() for name, weight in weights.items()}
+        if addresses != self._addresses:
+            self._indices = self._build(weights)
+            self._addresses = addresses
+        return {group.dtype: index.take() for group, index in zip(self._layout.groups, self._indices, strict=True)}
+
+    def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:
+        placed = place(self._layout, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
+        units = {entry.name: units_of(self._mask, entry) for entry in self._layout.tensors if entry.nnz}
+        return tuple(
+            self._backend.build_index(
+                group,
+                [self._layout.tensors[i].name for i in group.members],
+                self._layout.pattern,
+                units,
+                placed,
+                self._device,
+            )
+            for group in self._layout.groups
+        )
+
+
+def _named(source: Source) -> dict[str, Tensor]:
+    if isinstance(source, SparseOptimizer):
+        groups = source.param_groups
+        return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+    return named_parameters_of(source)
+
+
+class _Totals:
+    """Digests and counts of one version, on their way to the host: for each dtype [3] int64, as `reference.compare`."""
+
+    def __init__(self, totals: list[Tensor], device: torch.device) -> None:
+        self._host = torch.stack(totals) if totals else torch.zeros(0, 3, dtype=torch.int64, device="cpu")
+        self._arrived: torch.cuda.Event | None = None
+        if self._host.is_cuda:
+            with torch.cuda.device(device):
+                pinned = torch.empty(self._host.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+                pinned.copy_(self._host, non_blocking=True)
+                self._host = pinned
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def rows(self) -> list[list[int]]:
+        """Return (digest, digest of the changed elements, their number) of each dtype; waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+    def digest(self) -> str:
+        return to_hex(sum(row[0] for row in self.rows()))
+
+
+class PendingMessage:
+    """An update that may still be computed on the device: `wait` returns the `Message`."""
+
+    def __init__(
+        self,
+        version: int,
+        mask_digest: str,
+        encoding: Encoding,
+        backend: Backend,
+        values: Mapping[str, Tensor],
+        bitmaps: Mapping[str, Tensor],
+        base: _Totals,
+        totals: _Totals,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.version = version
+        self.totals = totals
+        self._mask_digest, self._encoding, self._backend = mask_digest, encoding, backend
+        self._values, self._bitmaps, self._base, self._stream = values, bitmaps, base, stream
+        self._message: Message | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> Message:
+        """Wait for the device, and return the message; the same one every time. May be called from any thread.
+
+        The host waits until the digests are known. The message's tensors can then be used on the stream that is current
+        in the calling thread, which waits for their last copies.
+        """
+        with self._lock:
+            if self._message is None:
+                side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+                with side, torch.no_grad():
+                    self._message = self._build()
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self._stream.device)
+                current.wait_stream(self._stream)
+                for tensor in self._message.tensors.values():
+                    tensor.record_stream(current)
+            return self._message
+
+    def to_bytes(self) -> bytes:
+        """`wait`, and return `Message.to_bytes`."""
+        return self.wait().to_bytes()
+
+    def _build(self) -> Message:
+        tensors: dict[str, Tensor] = {}
+        sent = 0
+        for (dtype, values), (whole, changed, count) in zip(self._values.items(), self.totals.rows(), strict=True):
+            size, n = values.element_size(), values.numel()
+            smaller = self._encoding == "bitmap" or count * size + bitmap_bytes(n) < n * size
+            if self._encoding == "values" or (count and not smaller):
+                tensors[f"{dtype}.values"] = values
+                sent += whole
+            elif count:
+                tensors[f"{dtype}.bitmap"] = self._bitmaps[dtype]
+                tensors[f"{dtype}.changed"] = self._backend.select(values, self._bitmaps[dtype], count)
+                sent += changed
+        return Message(
+            kind="update",
+            version=self.version,
+            mask_digest=self._mask_digest,
+            result_digest=self.totals.digest(),
+            payload_digest=to_hex(sent),
+            tensors=tensors,
+            base_version=self.version - 1,
+            base_digest=self._base.digest(),
+        )
