@@ -8,22 +8,17 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import WeightSyncError
 from ..masks import MaskSet
-from ..optim import SparseOptimizer
-from ..tensors import is_wrapper, named_parameters_of
-from .backend import Backend, Index, choose
-from .destinations import place, whole_weight
+from .active_values import ActiveValues, Source, WeightsOf
+from .backend import Backend
 from .digest import digest_sum, to_hex
-from .layout import Layout
 from .message import Message
 from .positions import units_of
 from .reference import bitmap_bytes
 
 Encoding = Literal["auto", "values", "bitmap"]
-Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
 
 
 class WeightSender:
@@ -52,30 +47,29 @@ class WeightSender:
         encoding: Encoding = "auto",
         backend: str | None = None,
     ) -> None:
+        self._start(WeightsOf(source, mask, backend), encoding)
+
+    @classmethod
+    def of_values(cls, values: ActiveValues, *, encoding: Encoding = "auto") -> WeightSender:
+        """Build a sender whose active values are read by `values`, from weights that are elsewhere or in parts."""
+        sender = cls.__new__(cls)
+        sender._start(values, encoding)
+        return sender
+
+    def _start(self, values: ActiveValues, encoding: Encoding) -> None:
         if encoding not in get_args(Encoding):
             raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
-        named = _named(source)
-        if isinstance(source, SparseOptimizer):
-            if mask is not None:
-                raise ValueError("mask is not valid with an optimizer, whose own mask is used")
-            mask = source.mask
-        elif mask is None:
-            raise ValueError("mask is None, expected a MaskSet unless the source is an optimizer")
-        else:
-            mask = mask.resolve(named)
-        self._source, self._mask, self._encoding = source, mask, encoding
-        self._layout = Layout.of(mask, named)
+        self._values, self._encoding = values, encoding
+        self._mask, self._layout, self._device, self._backend = (
+            values.mask,
+            values.layout,
+            values.device,
+            values.backend,
+        )
         self._version = 0
-        devices = {weight.device for weight in self._weights().values()}
-        if len(devices) > 1:
-            raise ValueError(f"the weights are on {' and '.join(sorted(map(str, devices)))}, expected one device")
-        self._device = devices.pop() if devices else torch.device("cpu")
-        self._backend = choose(self._device, backend)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._addresses: dict[str, int] = {}
-        self._indices: tuple[Index, ...] = ()
-        self._sent = self._gather()
-        self._totals = _Totals([self._whole(dtype, values) for dtype, values in self._sent.items()], self._device)
+        self._sent = values.take()
+        self._totals = _Totals([self._whole(dtype, sent) for dtype, sent in self._sent.items()], self._device)
 
     @property
     def version(self) -> int:
@@ -121,7 +115,7 @@ class WeightSender:
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
         """
-        new = self._gather()
+        new = self._values.take()
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -157,57 +151,6 @@ class WeightSender:
         """Return the totals of values that are all sent."""
         total = self._backend.digest_sum(values, self._first(dtype))
         return torch.stack([total, total, torch.full_like(total, values.numel())])
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Return the weights with active elements as they are now.
-
-        Raises:
-            WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
-            ValueError: a weight is not a plain tensor.
-        """
-        if isinstance(self._source, SparseOptimizer):
-            if self._source.mask is not self._mask:
-                raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
-            if self._source.holds_base_weights:
-                raise WeightSyncError("the model holds its base weights: leave base_weights() first")
-        named = _named(self._source)
-        weights = {entry.name: named[entry.name] for entry in self._layout.tensors if entry.nnz}
-        for name, weight in weights.items():
-            if is_wrapper(weight):
-                raise ValueError(f"{name!r} is a {type(weight).__name__}, expected a plain tensor")
-        return weights
-
-    @torch.no_grad()
-    def _gather(self) -> dict[str, Tensor]:
-        """Return the active values [nnz] of each dtype, in new memory, on the current stream."""
-        weights = self._weights()
-        addresses = {name: weight.data_ptr() for name, weight in weights.items()}
-        if addresses != self._addresses:
-            self._indices = self._build(weights)
-            self._addresses = addresses
-        return {group.dtype: index.take() for group, index in zip(self._layout.groups, self._indices, strict=True)}
-
-    def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:
-        placed = place(self._layout, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
-        units = {entry.name: units_of(self._mask, entry) for entry in self._layout.tensors if entry.nnz}
-        return tuple(
-            self._backend.build_index(
-                group,
-                [self._layout.tensors[i].name for i in group.members],
-                self._layout.pattern,
-                units,
-                placed,
-                self._device,
-            )
-            for group in self._layout.groups
-        )
-
-
-def _named(source: Source) -> dict[str, Tensor]:
-    if isinstance(source, SparseOptimizer):
-        groups = source.param_groups
-        return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
-    return named_parameters_of(source)
 
 
 class _Totals:

@@ -1,0 +1,129 @@
+"""Reads the active values that a sender sends: from an optimizer, a module or tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import WeightSyncError
+from ..masks import MaskSet
+from ..optim import SparseOptimizer
+from ..tensors import is_wrapper, named_parameters_of
+from .backend import Backend, Index, choose
+from .destinations import place, whole_weight
+from .layout import Layout
+from .positions import units_of
+
+Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
+
+
+class ActiveValues(Protocol):
+    """The active values of some weights, as they are now."""
+
+    mask: MaskSet
+    layout: Layout
+    device: torch.device
+    backend: Backend
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the values [nnz] of each dtype of the layout, in new memory on `device`, on the current stream."""
+
+
+class WeightsOf:
+    """The active values of whole weights on one device.
+
+    Args:
+        source, mask, backend: see `WeightSender`.
+
+    Raises:
+        ValueError, MaskError: as `WeightSender`.
+    """
+
+    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None) -> None:
+        self._source = source
+        named = named_weights(source)
+        self.mask = mask_of(source, mask)
+        self.layout = Layout.of(self.mask, named)
+        devices = {weight.device for weight in self._weights().values()}
+        if len(devices) > 1:
+            raise ValueError(f"the weights are on {' and '.join(sorted(map(str, devices)))}, expected one device")
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self.backend = choose(self.device, backend)
+        self._addresses: dict[str, int] = {}
+        self._indices: tuple[Index, ...] = ()
+
+    @torch.no_grad()
+    def take(self) -> dict[str, Tensor]:
+        """Return the values [nnz] of each dtype of the layout, in new memory, on the current stream.
+
+        Raises:
+            WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
+            ValueError: a weight is not a plain tensor.
+        """
+        weights = self._weights()
+        addresses = {name: weight.data_ptr() for name, weight in weights.items()}
+        if addresses != self._addresses:
+            self._indices = self._build(weights)
+            self._addresses = addresses
+        return {group.dtype: index.take() for group, index in zip(self.layout.groups, self._indices, strict=True)}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights with active elements as they are now."""
+        require_current(self._source, self.mask)
+        named = named_weights(self._source)
+        weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
+        for name, weight in weights.items():
+            if is_wrapper(weight):
+                raise ValueError(f"{name!r} is a {type(weight).__name__}, expected a plain tensor")
+        return weights
+
+    def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:
+        placed = place(self.layout, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
+        units = {entry.name: units_of(self.mask, entry) for entry in self.layout.tensors if entry.nnz}
+        return tuple(
+            self.backend.build_index(
+                group,
+                [self.layout.tensors[i].name for i in group.members],
+                self.layout.pattern,
+                units,
+                placed,
+                self.device,
+            )
+            for group in self.layout.groups
+        )
+
+
+def named_weights(source: Source) -> dict[str, Tensor]:
+    """Return the parameters of a source by name."""
+    if isinstance(source, SparseOptimizer):
+        groups = source.param_groups
+        return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+    return named_parameters_of(source)
+
+
+def mask_of(source: Source, mask: MaskSet | None) -> MaskSet:
+    """Return the mask of a source, with its names.
+
+    Raises:
+        ValueError: both an optimizer and a mask are given, or neither.
+        MaskError: the mask does not fit the weights.
+    """
+    if isinstance(source, SparseOptimizer):
+        if mask is not None:
+            raise ValueError("mask is not valid with an optimizer, whose own mask is used")
+        return source.mask
+    if mask is None:
+        raise ValueError("mask is None, expected a MaskSet unless the source is an optimizer")
+    return mask.resolve(named_weights(source))
+
+
+def require_current(source: Source, mask: MaskSet) -> None:
+    """Raise WeightSyncError if an optimizer has another mask by now, or its model holds the base weights."""
+    if isinstance(source, SparseOptimizer):
+        if source.mask is not mask:
+            raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
+        if source.holds_base_weights:
+            raise WeightSyncError("the model holds its base weights: leave base_weights() first")
