@@ -36,7 +36,7 @@ class Destination:
     columns: Range | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
     """A destination that has been checked: rows [r0, r1) and columns [c0, c1) are at `tensor` [r1 - r0, c1 - c0]."""
 
