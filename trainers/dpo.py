@@ -188,11 +188,10 @@ def train(config: DPOConfig) -> dict[str, Any]:
 
 def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`dpo_loss` of a batch of pairs, from log-probability sums [2B] of the policy and of the reference."""
-    policy_chosen, policy_rejected = policy.chunk(2)
-    ref_chosen, ref_rejected = ref.chunk(2)
+    (policy_chosen, policy_rejected), (ref_chosen, ref_rejected) = _halves(policy), _halves(ref)
     lengths = None
     if config.ipo_average:
-        chosen_lengths, rejected_lengths = batch.completion_mask.sum(dim=1).chunk(2)
+        chosen_lengths, rejected_lengths = _halves(batch.completion_mask.sum(dim=1))
         lengths = chosen_lengths, rejected_lengths
     return dpo_loss(
         policy_chosen,
@@ -204,6 +203,11 @@ def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -
         config.label_smoothing,
         lengths,
     )
+
+
+def _halves(values: Tensor) -> Tensor:
+    """[2, B] for [2B]; B may be 0."""
+    return values.view(2, len(values) // 2)
 
 
 def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
@@ -277,6 +281,6 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     with torch.no_grad(), reference.weights(), progress:
         for n, rows in enumerate(passes, 1):
             sums = completion_logprobs(reference.model, run.collate(pairs[rows]))
-            logprobs[:, rows] = sums.view(2, -1)
+            logprobs[:, rows] = _halves(sums)
             progress.advance(n, {})
     return _KnownLogprobs(pairs, run.ranks.sum(logprobs))

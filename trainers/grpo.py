@@ -290,7 +290,7 @@ def update_on_rollout(
                     )
                     run.backward(loss, is_last)
                 loss_sum += loss.detach()
-                ratio_error = torch.maximum(ratio_error, (ratio - 1).abs().max())
+                ratio_error = torch.cat([ratio_error, (ratio - 1).abs().flatten()]).amax(dim=0, keepdim=True)
                 advantage = advantages[rows, None]
                 low, high = (ratio < 1 - epsilon) & (advantage < 0), (ratio > 1 + epsilon_high) & (advantage > 0)
                 kl = ratio.new_zeros(()) if k3 is None else k3.sum()

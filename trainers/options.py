@@ -29,15 +29,20 @@ class ModelOptions:
     device: str = option("auto", "torch device; auto is cuda if available, else cpu")
     parallel: Parallel = option(
         "auto",
-        "processes, which torchrun starts: replicate, each has the model, and they share the examples of a step; none, "
-        "a single process; auto is replicate under torchrun, else none",
+        "processes, which torchrun starts and which share the examples of a step: replicate, each has the model; fsdp, "
+        "each has a part of every weight (FSDP2); none, a single process; auto is replicate under torchrun, else none",
     )
+    fsdp: bool | None = option(None, "true is parallel fsdp; false is any other")
     dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
     seed: int = option(0, "seed of the data order and of all sampling; on a CPU the same seed gives the same results")
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
 
     def __post_init__(self) -> None:
         require_number_ranges(self)
+        if self.fsdp and self.parallel == "auto":
+            self.parallel = "fsdp"
+        if self.fsdp is not None and self.fsdp != (self.parallel == "fsdp"):
+            raise ConfigError(f"option 'fsdp' is {str(self.fsdp).lower()}, and parallel is {self.parallel}: give one")
 
     def mounted(self, folder: Path) -> Path:
         """The folder, under `mount_dir` unless it is absolute."""
@@ -70,6 +75,13 @@ class TrainingOptions(ModelOptions):
         False,
         "torch.compile the model's layers (regional compilation): less time and activation memory, after a minute of "
         "compilation",
+    )
+
+    gather_for_generation: bool = option(
+        True,
+        "with parallel fsdp: gather all weights on every GPU while completions are sampled; false gathers a layer at a "
+        "time for each token, for models that do not fit one GPU",
+        aliases=("ds3_gather_for_generation",),
     )
 
     n_steps: int = option(100, "steps, each with its own batch", at_least=1)

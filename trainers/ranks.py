@@ -7,6 +7,7 @@ passes, sampling and rewards are shared.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import warnings
@@ -26,7 +27,7 @@ from sparse_opt.files import one_line
 
 ResultT = TypeVar("ResultT")
 
-Parallel = Literal["auto", "none", "replicate"]
+Parallel = Literal["auto", "none", "replicate", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,14 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    sharded: bool = False  # models are sharded (FSDP2): all ranks must make the same number of passes
 
     @classmethod
     def of(cls, parallel: Parallel) -> Ranks:
         """The ranks of the initialized process group, checked against the option.
 
         Raises:
-            ConfigError: the option is replicate in a process that no launcher started, or none with several processes;
+            ConfigError: the option is replicate or fsdp in a process that no launcher started, or none with several;
                 or the process group of several processes is not initialized.
         """
         size = world_size()
@@ -56,13 +58,13 @@ class Ranks:
         if size == 1:
             return cls()
         if parallel == "none":
-            raise ConfigError(f"option 'parallel' is none, with {size} processes: expected auto or replicate")
+            raise ConfigError(f"option 'parallel' is none, with {size} processes: expected auto, replicate or fsdp")
         if not dist.is_initialized():
             raise ConfigError(
                 f"there are {size} processes (WORLD_SIZE), and torch.distributed is not initialized: call "
                 "torch.distributed.init_process_group() first"
             )
-        return cls(dist.get_rank(), size)
+        return cls(dist.get_rank(), size, sharded=parallel == "fsdp")
 
     @property
     def is_main(self) -> bool:
@@ -80,8 +82,17 @@ class Ranks:
         return range(start + n * self.rank // self.size, start + n * (self.rank + 1) // self.size)
 
     def passes(self, start: int, stop: int, size: int) -> list[slice]:
-        """`share(start, stop)` in slices of `size` rows, one for each forward pass; the last may be smaller."""
+        """`share(start, stop)` in slices of `size` rows, one for each forward pass; the last may be smaller.
+
+        With sharded models every rank has as many slices as the one with the most rows: its rows are spread over them,
+        and slices may be empty.
+        """
         share = self.share(start, stop)
+        if self.sharded:
+            most = -(-(stop - start) // self.size)  # rows of a rank
+            n_passes = -(-most // size)
+            ends = [share.start + len(share) * i // n_passes for i in range(n_passes + 1)]
+            return [slice(first, end) for first, end in itertools.pairwise(ends)]
         return [slice(first, min(first + size, share.stop)) for first in share[::size]]
 
     def sum(self, values: Tensor) -> Tensor:

@@ -11,23 +11,28 @@ import pytest
 from launch import launch
 from stopping import rows
 from test_rlt import TEMPLATES
+from transformers import LlamaForCausalLM
 
+from sparse_opt import MaskSet
 from sparse_opt.trainers.ranks import Ranks
 from sparse_opt.trainers.rollouts.generate import GenerateEngine
 
 # Eight examples a step: two forward passes on each of 2 ranks; 2, 3 and 3 examples and unequal numbers of passes on 3.
 # The first of 3 ranks has no example to evaluate.
 SUPERVISED = {"n_steps": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "eval_subset_size": 2, "max_length": 64}
+# An optimizer step has three examples of one forward pass each: one and two on 2 ranks.
+UNEVEN = {"batch_size": 1, "gradient_accumulation_steps": 3, "n_minibatches": 4}
 CASES = {
-    "sft": ("sft", {}),
+    "sft": ("sft", {"batch_size": 1, "gradient_accumulation_steps": 3}),
     "sft-packing": ("sft", {"packing": True}),
     "dpo": ("dpo", {"max_grad_norm": 0.1}),
     "dpo-sparse": ("dpo", {"mode": "sparse", "max_grad_norm": 0.1, "gradient_checkpointing": True}),
+    "dpo-tiles": ("dpo", {"mode": "sparse", "mask": "tile64"}),
     "dpo-lora": ("dpo", {"mode": "lora", "learning_rate": 1e-2}),
     "dpo-precomputed": ("dpo", {"reference": "precomputed", "log_margins": True}),
     "grpo": ("grpo", {"mask_truncated_completions": True}),
-    "grpo-sparse": ("grpo", {"mode": "sparse", "beta": 0.1, "scale_rewards": "batch", "loss_type": "grpo"}),
-    "ppo": ("ppo", {"kl_target": 0.1, "kl_horizon": 50.0, "reward_functions": ["token_rewards:even_tokens"]}),
+    "grpo-sparse": ("grpo", {"mode": "sparse", "beta": 0.1, "scale_rewards": "batch", "loss_type": "grpo", **UNEVEN}),
+    "ppo": ("ppo", {**UNEVEN, "kl_target": 0.1, "kl_horizon": 50.0, "reward_functions": ["token_rewards:even_tokens"]}),
     "ppo-sparse": ("ppo", {"mode": "sparse", "reward_functions": ["token_rewards:even_tokens"]}),
     "rlt": ("rlt", {"activate_debugging_logs": True, **TEMPLATES}),
 }
@@ -66,7 +71,9 @@ def options(model_folder, pairs_file, mask_file, tmp_path_factory):
     }
     lessons = tmp_path_factory.mktemp("lessons") / "lessons.jsonl"
     lessons.write_text("".join(json.dumps({"question": f"{n}+1?", "solution": f"{n + 1}"}) + "\n" for n in range(24)))
-    masks = {"sparse": str(mask_file)}
+    tiles = tmp_path_factory.mktemp("masks") / "tile64.safetensors"
+    MaskSet.random(LlamaForCausalLM.from_pretrained(model_folder), density=0.2, pattern="tile64", seed=3).save(tiles)
+    masks = {"sparse": str(mask_file), "tile64": str(tiles)}
     own = {
         "grpo": {**ROLLOUTS, "reward_functions": ["token_rewards:even_tokens"]},
         "ppo": {**ROLLOUTS, "learning_rate": 1e-4},
@@ -75,7 +82,12 @@ def options(model_folder, pairs_file, mask_file, tmp_path_factory):
     return {
         name: (
             algorithm,
-            {**shared, "mask": masks.get(changes.get("mode")), **own.get(algorithm, {}), **changes},
+            {
+                **shared,
+                **own.get(algorithm, {}),
+                **changes,
+                "mask": masks.get(changes.get("mask", changes.get("mode"))),
+            },
         )
         for name, (algorithm, changes) in CASES.items()
     }
@@ -151,6 +163,11 @@ def of_one(options, fixed_completions, tmp_path_factory):
     return folder
 
 
+def state_bytes(folder):
+    """The size of rank 0's moments, after a run."""
+    return json.loads((folder / "summary.json").read_text())["optimizer_bytes"]["state"]
+
+
 def assert_same_rows(one, several, name):
     """The rows of all files are equal up to rounding; those of several processes also have columns of each rank."""
     for file in FILES:
@@ -173,9 +190,10 @@ def assert_same_rows(one, several, name):
                     assert after[key] == value, where
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_losses_of_several_processes_are_those_of_one(options, of_one, tmp_path, n):
-    summaries = launch(train_each, n, options, str(tmp_path), timeout=400)
+@pytest.mark.parametrize(("n", "parallel"), [(2, "replicate"), (3, "replicate"), (2, "fsdp")])
+def test_the_losses_of_several_processes_are_those_of_one(options, of_one, tmp_path, n, parallel):
+    given = {name: (algorithm, {**each, "parallel": parallel}) for name, (algorithm, each) in options.items()}
+    summaries = launch(train_each, n, given, str(tmp_path), timeout=400)
     assert all(summary == summaries[0] for summary in summaries)
     for name in options:
         assert_same_rows(of_one / name, tmp_path / name, name)
@@ -183,6 +201,8 @@ def test_the_losses_of_several_processes_are_those_of_one(options, of_one, tmp_p
         assert all(last[f"rank{rank}/peak_host_memory_bytes"] > 0 for rank in range(n))
         one, several = (folder / name / "final" / "model.safetensors" for folder in (of_one, tmp_path))
         assert one.stat().st_size == several.stat().st_size
+        one, several = (state_bytes(folder / name) for folder in (of_one, tmp_path))
+        assert several < 0.6 * one if parallel == "fsdp" else several == one, name
         assert sorted(path.name for path in (of_one / name).iterdir()) == sorted(
             path.name for path in (tmp_path / name).iterdir()
         )

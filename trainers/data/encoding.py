@@ -200,6 +200,12 @@ class TokenBatch:
     n_trained: int  # tokens in completion_mask
     position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
 
+    @classmethod
+    def placeholder(cls, device: torch.device) -> TokenBatch:
+        """One sequence of two tokens of id 0, the second of them trained."""
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        return cls(ids, ids + 1, torch.arange(2, device=device).bool()[None], first_trained=1, n_tokens=2, n_trained=1)
+
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on another device; the copy to a GPU is asynchronous."""
         if device.type == "cpu":
@@ -213,8 +219,8 @@ class TokenBatch:
 
 
 def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
-    """Sequences as one batch on the CPU, padded to the longest of them."""
-    length = max(len(sequence.ids) for sequence in sequences)
+    """Sequences as one batch on the CPU, padded to the longest of them; without sequences, [0, 1]."""
+    length = max((len(sequence.ids) for sequence in sequences), default=1)
     input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64, device="cpu")
     completion_mask = torch.zeros(len(sequences), length, dtype=torch.bool, device="cpu")
@@ -227,7 +233,7 @@ def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
         input_ids,
         attention_mask,
         completion_mask,
-        first_trained=min(max(sequence.prompt_length, 1) for sequence in sequences),
+        first_trained=min((max(sequence.prompt_length, 1) for sequence in sequences), default=1),
         n_tokens=sum(len(sequence.ids) for sequence in sequences),
         n_trained=sum(sequence.n_trained for sequence in sequences),
     )

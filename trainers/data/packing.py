@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError
 
+from ..policy.models import causal_lm
 from .encoding import ExampleReport, TokenBatch, TokenSequence
 from .loaders import LoadData
 from .rows import counter
@@ -87,7 +88,7 @@ def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> Toke
     The first token of a sequence is not trained, because the token before it belongs to another sequence. Padding forms
     one more sequence.
     """
-    length = max(sum(len(sequence.ids) for sequence in row) for row in rows)
+    length = max((sum(len(sequence.ids) for sequence in row) for row in rows), default=1)
     input_ids = torch.full((len(rows), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
     completion_mask = torch.zeros(len(rows), length, dtype=torch.bool, device="cpu")
@@ -130,7 +131,7 @@ def check_packing(model: Any) -> None:
     Raises:
         ConfigError: the model fails the test; the message names the model and the difference.
     """
-    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    name = type(causal_lm(model)).__name__
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -158,5 +159,7 @@ def check_packing(model: Any) -> None:
 
 
 def _logits(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=input_ids, attention_mask=None, position_ids=position_ids, use_cache=False).logits
+    logits: Tensor = causal_lm(model)(
+        input_ids=input_ids, attention_mask=None, position_ids=position_ids, use_cache=False
+    ).logits
     return logits.float()

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .sharding import shard_of
 
 
 class DenseAdamW(torch.optim.AdamW):
@@ -22,6 +25,8 @@ class DenseAdamW(torch.optim.AdamW):
         params: the weights to train.
         max_grad_norm: clip the global gradient norm to this before each step; None disables clipping.
         master_weights: keep fp32 copies of the weights and round them into the weights after each step.
+
+    The weights may be sharded by FSDP2 (DTensors).
 
     `grad_norm` is the norm of the last step before clipping, a device scalar, or None without clipping.
     """
@@ -52,7 +57,9 @@ class DenseAdamW(torch.optim.AdamW):
         if closure is not None:
             raise ValueError("DenseAdamW.step takes no closure")
         if self.max_grad_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(self.weights, self.max_grad_norm)
+            norm = nn.utils.get_total_norm(weight.grad for weight in self.weights if weight.grad is not None)
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            nn.utils.clip_grads_with_norm_(self.weights, self.max_grad_norm, self.grad_norm)
         if self.masters is None:
             super().step()
             return
@@ -72,16 +79,16 @@ class DenseAdamW(torch.optim.AdamW):
             weight.grad = None
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes by purpose, with the names of `SparseOptimizer.nbytes`.
+        """Bytes of this process by purpose, with the names of `SparseOptimizer.nbytes`.
 
         grad is the memory of the gradients during a step: fp32 with master weights, else of the weights' dtype.
         """
         states = [tensor for state in self.state.values() for tensor in state.values()]
         return {
-            "state": sum(tensor.nbytes for tensor in states),
-            "master": sum(master.nbytes for master in self.masters or ()),
+            "state": _nbytes(states),
+            "master": _nbytes(self.masters or ()),
             "indices": 0,
-            "grad": sum(weight.nbytes for weight in self.masters or self.weights),
+            "grad": _nbytes(self.masters or self.weights),
             "base": 0,
         }
 
@@ -90,13 +97,31 @@ class DenseAdamW(torch.optim.AdamW):
         return {**super().state_dict(), "masters": self.masters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict()`; master weights are copied in place, bit for bit."""
+        """Restore the result of `state_dict()`; master weights are copied in place, bit for bit.
+
+        If the weights are sharded, the state may also be that of whole weights: each rank takes its part.
+        """
         masters = state_dict["masters"]
         if (masters is None) != (self.masters is None):
             saved, expected = (value is not None for value in (masters, self.masters))
             raise ValueError(f"the state was saved with master_weights={saved}, this optimizer has {expected}")
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
+        states = {
+            key: {name: _part(value, self.weights[key]) for name, value in state.items()}
+            for key, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**{k: v for k, v in state_dict.items() if k != "masters"}, "state": states})
         if self.masters is not None:
             with torch.no_grad():
                 for master, saved in zip(self.masters, masters, strict=True):
-                    master.copy_(saved)
+                    master.copy_(_part(saved, master))
+
+
+def _part(saved: Tensor, weight: Tensor) -> Tensor:
+    """A saved tensor of the weight's shape as the weight is sharded; any other as it is."""
+    if isinstance(weight, DTensor) and not isinstance(saved, DTensor) and saved.shape == weight.shape:
+        return shard_of(saved, weight)
+    return saved
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

@@ -7,6 +7,9 @@ hidden states one slice of the vocabulary at a time, and are never held as a who
 which case applies.
 
 If the model's layers are compiled, so is the work on a slice's logits.
+
+The ranks of a sharded model make the same number of forward passes. One that has no sequences left passes a batch
+without any, for which the model computes a placeholder; results and gradients are those of no sequences.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from sparse_opt.optim.gradients.tile_backward import route_of
 
 from ..data.encoding import TokenBatch
 from .chunked_logprobs import WeightGrad, linear_logprobs, selected_logprobs
-from .models import has_compiled_layers, skip_padding_masks
+from .models import causal_lm, has_compiled_layers, skip_padding_masks
 from .output_layer import hidden_states, plain_head
+from .sharding import in_forward, is_sharded
 
 
 def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -55,6 +59,26 @@ def token_logprobs_and_states(model: nn.Module, batch: TokenBatch, temperature: 
 
 
 def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states: bool) -> tuple[Tensor, Tensor | None]:
+    if not is_sharded(model):
+        return _pass(model, model, batch, temperature, states=states)
+    inner = causal_lm(model)
+    given, batch = batch, batch if len(batch.input_ids) else TokenBatch.placeholder(batch.input_ids.device)
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        logprobs, rows = _pass(inner, inner.forward, batch, temperature, states=states)
+        return logprobs, None if rows is None else rows.clone()  # no views, see `in_forward`
+
+    logprobs, rows = in_forward(model, run)
+    if batch is not given:
+        n_columns = given.input_ids.shape[1] - given.first_trained
+        logprobs, rows = logprobs[:0, :n_columns], None if rows is None else rows[:0, :n_columns]
+    return logprobs, rows
+
+
+def _pass(
+    model: nn.Module, call: Callable[..., Any], batch: TokenBatch, temperature: float, *, states: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One forward pass; `call` computes the model's output."""
     labels = batch.input_ids[:, batch.first_trained :]
     n_positions = labels.shape[1] + 1  # position t predicts token t + 1; the last one predicts nothing
     takes_positions = _takes(getattr(model.forward, "__func__", model.forward), "logits_to_keep")
@@ -70,11 +94,11 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
     head = plain_head(model)
     fused = has_compiled_layers(model)
     weight_grad = None if head is None else WeightGrad.of(head.weight, route_of(head), fused=fused)
-    hidden = None if head is None else hidden_states(model, head, inputs)
+    hidden = None if head is None else hidden_states(model, head, inputs, call)
     rows: Tensor | None = None
     if head is None or hidden is None:
         with skip_padding_masks():
-            output = model(**inputs, **({"output_hidden_states": True} if states else {}))
+            output = call(**inputs, **({"output_hidden_states": True} if states else {}))
         logits = output.logits[:, -n_positions:]  # [B, P, V]
         # Labels are padded instead of cutting the logits, which would copy them.
         logprobs = selected_logprobs(logits, F.pad(labels, (0, 1)), temperature)[:, :-1]

@@ -57,11 +57,12 @@ def load_tokenizer(config: ModelOptions) -> Any:
     return load_tokenizer_from(source)
 
 
-def load_policy(config: ModelOptions, device: torch.device) -> nn.Module:
+def load_policy(config: ModelOptions, device: torch.device | None) -> nn.Module:
     """The model to train or sample from: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
 
-    Dropout is disabled, because policy and reference must give the same log-probabilities for the same weights. The
-    model is nevertheless in train mode, because transformers checkpoints activations only in this mode.
+    Without a device it is on the CPU, to be sharded. Dropout is disabled, because policy and reference must give the
+    same log-probabilities for the same weights. The model is nevertheless in train mode, because transformers
+    checkpoints activations only in this mode.
 
     Raises:
         DataError: see `load_pretrained`; or the checkpoint belongs to another model than policy_name.
@@ -74,7 +75,7 @@ def load_policy(config: ModelOptions, device: torch.device) -> nn.Module:
         _require_same_sizes(config.policy_name, source)
     model = load_causal_lm(source, DTYPES[config.dtype])
     disable_dropout(model)
-    model.to(device).train()
+    model.to(device or "cpu").train()
     make_masks_skippable(model)
     if isinstance(config, TrainingOptions) and config.gradient_checkpointing:
         # transformers 5.23 renamed the method and warns under the old name.
@@ -162,6 +163,15 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).requires_grad_(False)
 
 
+def causal_lm(model: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, whose layers include the adapters; any other model itself.
+
+    The `generate` of the PEFT wrapper would leave an attribute on the wrapped model.
+    """
+    unwrap = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
+
+
 def compile_layers(model: nn.Module) -> None:
     """`torch.compile` each layer of a model in place (regional compilation): layers of one class share code.
 
@@ -182,6 +192,17 @@ def has_compiled_layers(model: nn.Module) -> bool:
     """Whether the model's layers are compiled, as by `compile_layers`."""
     layers = next(_layer_lists(model), None)
     return layers is not None and layers[0]._compiled_call_impl is not None
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: the modules of its outermost lists of one class."""
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for found in _layer_lists(model):
+        if found not in inside:
+            layers += found
+            inside.update(found.modules())
+    return layers
 
 
 def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:

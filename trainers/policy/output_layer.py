@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,12 +47,17 @@ def plain_head(model: nn.Module) -> nn.Linear | None:
     return head
 
 
-def hidden_states(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> Tensor | None:
+def hidden_states(
+    model: nn.Module, head: nn.Linear, inputs: dict[str, Any], call: Callable[..., Any] | None = None
+) -> Tensor | None:
     """The input of the model's output layer, [B, P, H]; None if the logits are not exactly the product of that layer.
 
     The layer returns a placeholder for the logits. If the model returns this very tensor and computes nothing with it,
     the model does not modify the logits: no soft-capping, no scale, no cast. For a model that does, the forward pass
     runs twice this once, and the result is cached until its hooks change.
+
+    Args:
+        call: computes the model's output from the inputs; None calls the model.
     """
     logits, why = None, "its logits are not its output layer's product"
     with _taken_out(head) as seen:
@@ -60,7 +65,7 @@ def hidden_states(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> 
             return None
         try:
             with skip_padding_masks():
-                logits = model(**inputs).logits
+                logits = (model if call is None else call)(**inputs).logits
         except _LogitsAreUsedError as error:
             why = str(error)
     if len(seen) == 1:

@@ -15,8 +15,9 @@ from ..options import ReferenceOptions, TrainingOptions
 from ..ranks import ONE_RANK, Ranks
 from ..rollouts import Rollout
 from .logprobs import token_logprobs
-from .models import DTYPES, compile_layers, disable_dropout, frozen_copy, make_masks_skippable
+from .models import DTYPES, compile_layers, disable_dropout, frozen_copy, load_policy, make_masks_skippable
 from .pretrained import load_causal_lm
+from .sharding import shard
 
 
 class Reference(NamedTuple):
@@ -31,12 +32,19 @@ class Reference(NamedTuple):
 
 
 def make_reference(
-    config: TrainingOptions, policy: Any, optimizer: Any, device: torch.device, *, offload: bool = False
+    config: TrainingOptions,
+    policy: Any,
+    optimizer: Any,
+    device: torch.device,
+    *,
+    offload: bool = False,
+    sharded: bool = False,
 ) -> Reference:
     """The initial weights: swapped into the policy (mode sparse), the policy without its adapters (lora), or a frozen
     second model (dense); or the model `ref_name`, in the policy's dtype.
 
-    Call this before the policy's weights change. With `offload`, a second model is on the CPU while it is not in use.
+    Call this before the policy's weights change. With `offload`, a second model is on the CPU while it is not in use;
+    with `sharded`, all ranks call this, and it is sharded.
 
     Raises:
         DataError: ref_name cannot be loaded.
@@ -46,10 +54,15 @@ def make_reference(
         return Reference(policy, optimizer.base_weights)
     if other_name is None and config.mode == "lora":
         return Reference(policy, policy.disable_adapter)
-    separate = frozen_copy(policy) if other_name is None else load_frozen(other_name, config.dtype)
+    if other_name is not None:
+        separate = load_frozen(other_name, config.dtype)
+    elif sharded:  # and cannot be copied
+        separate = load_policy(config, None).requires_grad_(False)
+    else:
+        separate = frozen_copy(policy)
     if config.compile:
         compile_layers(separate)
-    return placed(separate, device, offload=offload)
+    return placed(separate, device, offload=offload, sharded=sharded)
 
 
 def load_frozen(name: str, dtype: str) -> Any:
@@ -64,8 +77,11 @@ def load_frozen(name: str, dtype: str) -> Any:
     return model
 
 
-def placed(model: nn.Module, device: torch.device, *, offload: bool) -> Reference:
-    """A separate model on the device; with `offload` it is on the CPU while it is not in use."""
+def placed(model: nn.Module, device: torch.device, *, offload: bool, sharded: bool = False) -> Reference:
+    """A separate model on the device, sharded or whole; with `offload` it is on the CPU while it is not in use."""
+    if sharded:
+        shard(model, device)
+        return Reference(model, nullcontext)
     if offload:
         model.to("cpu")
         return Reference(model, lambda: on_device(model, device))

@@ -16,9 +16,11 @@ from typing import Any
 from sparse_opt.errors import ConfigError
 
 from ..options import RolloutOptions
+from ..policy.sharding import is_sharded
 from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
 from .sampling import Engine, Rollout, Sampling, rollout, sample, stop_ids
+from .sharded import GatheredEngine, LayerwiseEngine
 from .vllm import VLLMEngine
 
 __all__ = [
@@ -44,6 +46,7 @@ def make_engine(
     max_rows: int | None = None,
     max_length: int | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
+    gather: bool = True,
 ) -> Engine:
     """Make the engine of this name for a policy and its tokenizer.
 
@@ -53,16 +56,24 @@ def make_engine(
         max_rows: completions sampled at once, which limits the memory of keys and values; None samples all of a call.
         max_length: for engine vllm: tokens of the longest prompt with its completion; None for the model's limit.
         vllm_gpu_memory_utilization: for engine vllm: the share of the GPU's memory that it may use.
+        gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time.
 
     Raises:
         ConfigError: the name is unknown, neither model nor tokenizer has an EOS token, or the engine cannot run here.
     """
     eos_ids = stop_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    if name == "generate":
-        return GenerateEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
-    if name == "continuous_batching":
-        return ContinuousBatchingEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+    if is_sharded(model) and not gather:
+        if name != "generate":
+            raise ConfigError(
+                f"option 'gather_for_generation' is false with rollout_engine {name}: it makes another number of "
+                "forward passes on each rank, and gathers of layers need the same; expected rollout_engine generate"
+            )
+        return LayerwiseEngine(GenerateEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows, synced=True))
+    if name in ("generate", "continuous_batching"):
+        kind = GenerateEngine if name == "generate" else ContinuousBatchingEngine
+        engine = kind(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+        return GatheredEngine(engine, model) if is_sharded(model) else engine
     if name == "vllm":
         return VLLMEngine(
             model,
@@ -82,4 +93,5 @@ def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any) -> Eng
         tokenizer,
         max_length=config.max_prompt_length + config.max_completion_length,
         vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        gather=config.gather_for_generation,
     )

@@ -17,7 +17,8 @@ import torch
 
 from sparse_opt.errors import ConfigError, SparseOptError
 
-from .generate import causal_lm, generating, generation_config
+from ..policy.models import causal_lm
+from .generate import generating, generation_config
 from .sampling import Sampling, require_room
 
 # Tokens of keys and values per page. torch's attention has a mask over all pages, so small pages waste less.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data.order import chunks
-from ..policy.models import running_eagerly
+from ..policy.models import causal_lm, running_eagerly
 from .sampling import Sampling, cut_at_eos, require_room
 
 
@@ -26,13 +26,23 @@ class GenerateEngine:
         eos_ids: any of them ends a completion.
         max_rows: completions sampled at once, which limits the memory of the cache; None for all of a call. Samples
             depend on it.
+        synced: make as many forward passes on every rank as on the one with the longest completion.
     """
 
-    def __init__(self, model: Any, *, pad_id: int, eos_ids: Sequence[int], max_rows: int | None = None):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        pad_id: int,
+        eos_ids: Sequence[int],
+        max_rows: int | None = None,
+        synced: bool = False,
+    ):
         self.model = causal_lm(model)
         self.pad_id = pad_id
         self.eos_ids = tuple(eos_ids)
         self.max_rows = max_rows
+        self.synced = synced
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
@@ -59,20 +69,12 @@ class GenerateEngine:
             input_ids=input_ids.to(device),
             attention_mask=attention_mask.to(device),
             generation_config=self.model.generation_config,
+            synced_gpus=self.synced,
         )
         return [cut_at_eos(row, self.eos_ids) for row in generated[:, width:].tolist()]
 
     def close(self) -> None:
         """Do nothing: no resources are held."""
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, whose layers include the adapters; any other model itself.
-
-    The `generate` of the PEFT wrapper would leave an attribute on the wrapped model.
-    """
-    unwrap = getattr(model, "get_base_model", None)
-    return model if unwrap is None else unwrap()
 
 
 def generation_config(sampling: Sampling, pad_id: int, eos_ids: Sequence[int]) -> Any:

@@ -109,7 +109,7 @@ class Rollout:
         """These rows, trimmed to the longest of them, with columns from their first sampled token on."""
         index = range(len(self))[rows] if isinstance(rows, slice) else rows
         sequences = [self.sequences[row] for row in index]
-        first, length = _extent(self.sequences, index)
+        first, length = self._extent(index)
         batch = replace(
             self.batch,
             input_ids=self.batch.input_ids[rows][:, :length],
@@ -124,8 +124,16 @@ class Rollout:
     def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
         """The part of a [R, P] tensor (advantages, values, reference log-probabilities) for `select(rows)`."""
         index = range(len(self))[rows] if isinstance(rows, slice) else rows
-        first, length = _extent(self.sequences, index)
+        first, length = self._extent(index)
         return values[rows][:, first - self.batch.first_trained : length - self.batch.first_trained]
+
+    def _extent(self, index: Sequence[int]) -> tuple[int, int]:
+        """The first sampled position and the length of these rows' batch; without rows it has no columns."""
+        sequences, none = [self.sequences[row] for row in index], self.batch.first_trained
+        return (
+            min((sequence.prompt_length for sequence in sequences), default=none),
+            max((len(sequence.ids) for sequence in sequences), default=none),
+        )
 
     def minibatches(
         self, size: int, ranks: Ranks = ONE_RANK, rows_per_step: int | None = None
@@ -138,11 +146,6 @@ class Rollout:
         for start in steps:
             for rows in ranks.passes(start, min(start + steps.step, len(self)), size):
                 yield rows, self.select(rows)
-
-
-def _extent(sequences: Sequence[TokenSequence], index: Sequence[int]) -> tuple[int, int]:
-    """The first sampled position and the length of these rows' batch."""
-    return min(sequences[row].prompt_length for row in index), max(len(sequences[row].ids) for row in index)
 
 
 @torch.no_grad()
@@ -222,7 +225,7 @@ def sample(
         completions = engine.generate(prompts, n_generations, sampling)
     else:
         share = ranks.share(0, len(repeated))
-        own = engine.generate([repeated[row] for row in share], 1, sampling) if share else []
+        own = engine.generate([repeated[row] for row in share], 1, sampling) if share or ranks.sharded else []
         completions = ranks.concatenated(own)
     _check(completions, len(repeated), sampling.max_new_tokens)
     sequences = [

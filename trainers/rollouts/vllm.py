@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from sparse_opt.errors import ConfigError, SparseOptError
 
+from ..policy.models import causal_lm
 from ..ranks import world_size
-from .generate import causal_lm
 from .sampling import Sampling, require_room
 
 # Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.

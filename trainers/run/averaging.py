@@ -14,15 +14,19 @@ from ..ranks import Ranks
 
 
 class GradientAveraging:
-    """SparseAdamW averages compact gradients itself; those of other optimizers' weights are averaged by DDP."""
+    """SparseAdamW averages compact gradients itself; those of other optimizers' weights are averaged by DDP or, of a
+    sharded model, by FSDP2.
+    """
 
     def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Any):
         self._ranks = ranks
         self._ddp: DistributedDataParallel | None = None
-        if ranks.size > 1 and not isinstance(optimizer, SparseAdamW):
+        if ranks.size > 1 and not ranks.sharded and not isinstance(optimizer, SparseAdamW):
             weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self._ddp = DistributedDataParallel(_Identity(weights), gradient_as_bucket_view=True)
         self._reducer = optimizer if self._ddp is None else self._ddp
+        # Of a sharded model FSDP2 averages the gradients in every backward pass, so that none is ever held whole.
+        self._averages_each = ranks.sharded and not isinstance(optimizer, SparseAdamW)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Backpropagate this rank's part of a loss that is a sum over the ranks; see `TrainingRun.backward`."""
@@ -30,7 +34,7 @@ class GradientAveraging:
             loss.backward()
             return
         loss = loss * self._ranks.size  # the mean over the ranks is the sum of their parts
-        with nullcontext() if is_last else self._reducer.no_sync():
+        with nullcontext() if is_last or self._averages_each else self._reducer.no_sync():
             (loss if self._ddp is None else self._ddp(loss)).backward()
 
 

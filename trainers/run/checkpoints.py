@@ -20,8 +20,11 @@ from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import fsync, new_folder, one_line
+from sparse_opt.optim.sharding import reshard
 
 from ..policy.pretrained import load_pretrained, reading
+from ..policy.sharding import is_sharded, unsharded_class
+from ..policy.whole_model import scatter
 from .manifest import NoManifestError, require_intact, write_manifest
 from .outputs import save_into, writing
 
@@ -69,22 +72,22 @@ class Checkpoints:
         step: int,
         model: nn.Module,
         tokenizer: Any,
-        kept: Mapping[str, Stateful],
+        states: Mapping[str, dict[str, Any]],
         before_publishing: Callable[[], object],
     ) -> None:
         """Write a checkpoint, then remove the oldest above the limit. Raises SparseOptError if the write fails.
 
         Args:
+            states: of each object that is kept, its `state_dict()`.
             before_publishing: called when the files are on disk, before the checkpoint gets its final name; its errors
                 propagate.
         """
-        states = {name: thing.state_dict() for name, thing in kept.items()}
         folder = self.path(step)
         with writing(folder), new_folder(folder, before_publishing=before_publishing) as aside:
             save_into(model, tokenizer, aside)
             # With a file name, torch.save reports a full disk as a RuntimeError like any other.
             with (aside / STATE_FILE).open("wb") as file:
-                torch.save({"step": step, "states": states}, file)
+                torch.save({"step": step, "states": dict(states)}, file)
             write_manifest(aside)
         for old in self.steps()[: -self._limit]:
             shutil.rmtree(self._hide(old))
@@ -156,11 +159,13 @@ class Checkpoints:
     def restore(self, step: int, model: nn.Module, kept: Mapping[str, Stateful]) -> None:
         """Load a checkpoint's weights into the model, in place, and its states into `kept`.
 
+        Every rank calls this; of a sharded model, each takes its part of the weights and states.
+
         Raises:
             DataError: the checkpoint is damaged, or does not hold exactly the states of `kept`.
         """
         folder = self.path(step)
-        states = _read_states(folder, step)
+        states = _read_states(folder, step, in_parts=is_sharded(model))
         if states.keys() != kept.keys():
             raise DataError(
                 f"checkpoint {folder}: holds {', '.join(sorted(map(str, states)))}; expected {', '.join(sorted(kept))}"
@@ -176,10 +181,10 @@ class Checkpoints:
                 ) from error
 
 
-def _read_states(folder: Path, step: int) -> dict[str, Any]:
-    """The states in a step's checkpoint, by name."""
+def _read_states(folder: Path, step: int, *, in_parts: bool) -> dict[str, Any]:
+    """The states in a step's checkpoint, by name; with `in_parts` a tensor is read from disk where it is used."""
     try:
-        saved = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        saved = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=in_parts)
     except (OSError, ValueError, RuntimeError, TypeError, LookupError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"checkpoint {folder}: cannot read {STATE_FILE}: {one_line(error)}") from error
     if not isinstance(saved, dict) or saved.keys() != {"step", "states"} or not isinstance(saved["states"], dict):
@@ -192,13 +197,14 @@ def _read_states(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _restore_weights(model: Any, folder: Path) -> None:
+    reshard(model)
     if hasattr(model, "peft_config"):
         _restore_adapters(model, folder)
         return
-    dtype = next(model.parameters()).dtype
-    loaded = load_pretrained(type(model), folder, f"a {type(model).__name__}", dtype=dtype)
+    dtype, own_class = next(model.parameters()).dtype, unsharded_class(model)
+    loaded = load_pretrained(own_class, folder, f"a {own_class.__name__}", dtype=dtype)
     try:
-        model.load_state_dict(loaded.state_dict())
+        model.load_state_dict(scatter(loaded.state_dict(), model.state_dict()))
     except RuntimeError as error:
         raise DataError(f"checkpoint {folder}: is of another model: {one_line(error)}") from error
 
@@ -215,4 +221,4 @@ def _restore_adapters(model: Any, folder: Path) -> None:
             f"checkpoint {folder}: {'has no' if name in expected else 'has unknown'} adapter weights {name}"
         )
     with reading(f"adapters from {folder}"):
-        set_peft_model_state_dict(model, found)
+        set_peft_model_state_dict(model, scatter(found, expected))

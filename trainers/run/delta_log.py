@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from sparse_opt.delta.files import MASK_NAME, list_steps
 from sparse_opt.delta.lock import WriterLock
 from sparse_opt.delta.log import DeltaLog, claim
-from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.optim import SparseAdamW
 
 from ..options import TrainingOptions
 
+LoggedState = nn.Module | Mapping[str, Tensor]
+
 
 class RunDeltaLog:
-    """Locks the folder when it is constructed, and logs after `begin`.
-
-    For a model with adapters, only the adapters are logged, because nothing else changes.
+    """Locks the folder when it is constructed, and logs after `begin`. States are those of `WholeState.logged`.
 
     Raises:
         DeltaLogError: the folder holds a log and the run is not resumed, it cannot be written, or another writer holds
@@ -33,7 +32,6 @@ class RunDeltaLog:
     def __init__(self, directory: Path, config: TrainingOptions, *, resuming: bool):
         self.directory = directory
         self._config = config
-        self._steps = Schedule.parse(config.delta_log_steps)
         self._log: DeltaLog | None = DeltaLog.open(directory) if resuming and _holds_log(directory) else None
         self._made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
         self._undo = ExitStack()
@@ -67,31 +65,28 @@ class RunDeltaLog:
         finally:
             lock.release()
 
-    def begin(self, model: Any, optimizer: Any, algorithm: str) -> None:
+    def begin(self, state: LoggedState, optimizer: Any, algorithm: str) -> None:
         """Log the initial weights as step 0; step 0 of a resumed log must equal them."""
-        self._state: nn.Module | Mapping[str, Tensor] = model
-        if hasattr(model, "peft_config"):
-            self._state = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         if self._log is None:
             self._log = DeltaLog.create(
                 self.directory,
-                self._state,
+                state,
                 level=self._config.delta_log_level,
                 mask=optimizer.mask if isinstance(optimizer, SparseAdamW) else None,
                 metadata={"model": self._config.policy_name, "method": algorithm},
                 lock=self._lock,
             )
             return
-        found = self._log.step_of(self._state)
+        found = self._log.step_of(state)
         if found is None or self._log.digest(found) != self._log.digest(self._log.steps[0]):
             raise DeltaLogError(f"{self.directory}: does not begin with the weights that this run starts from")
 
-    def require_step(self, step: int) -> None:
-        """Raise DeltaLogError if the log has other weights for this step, which is the model's current one."""
+    def require_step(self, step: int, state: LoggedState) -> None:
+        """Raise DeltaLogError if the log has other weights for this step."""
         log = self._log
         assert log is not None
         if step in log.steps:
-            found = log.step_of(self._state)
+            found = log.step_of(state)
             if found is None or log.digest(found) != log.digest(step):
                 raise DeltaLogError(f"{self.directory}: step {step} is not what the checkpoint of that step holds")
 
@@ -101,11 +96,10 @@ class RunDeltaLog:
         if self._log.last_step > step:
             self._log.truncate(step)
 
-    def log(self, step: int) -> None:
-        """Log the weights if the step is due."""
+    def log(self, step: int, state: LoggedState) -> None:
+        """Log the weights of a step."""
         assert self._log is not None
-        if self._steps.due(step, self._config.n_steps):
-            self._log.append(step, self._state)
+        self._log.append(step, state)
 
 
 def _holds_log(directory: Path) -> bool:

@@ -18,12 +18,13 @@ LONGEST = 128  # tokens; less if the data's completions are less than half as lo
 def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> list[dict[str, Any]]:
     """Greedy completions of the first few prompts: rows with the prompt, the completion and that of the data.
 
-    Sequences without a prompt, and prompts that use up the model's positions, are skipped. Only rank 0 samples.
+    Sequences without a prompt, and prompts that use up the model's positions, are skipped. Only rank 0 samples;
+    of a sharded model all ranks sample the same.
 
     Raises:
         ConfigError: neither the tokenizer nor the model has an EOS token.
     """
-    if not run.ranks.is_main:
+    if not (run.ranks.is_main or run.ranks.sharded):
         return []
     limit = max_positions(run.model.config)
     fitting = [
@@ -37,7 +38,7 @@ def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> 
     longest = min(LONGEST, 2 * max(len(sequence.ids) - sequence.prompt_length for sequence in fitting))
     if limit is not None:
         longest = min(longest, limit - max(map(len, prompts)))
-    engine = make_engine("generate", run.model, run.tokenizer)
+    engine = make_engine("generate", run.model, run.tokenizer, gather=run.config.gather_for_generation)
     completions = engine.generate(prompts, 1, Sampling(max_new_tokens=longest, temperature=0.0))
     decode = run.tokenizer.decode
     return [

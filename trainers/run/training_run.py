@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import backends
+from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError, SparseOptError
 
 from ..data.encoding import TokenBatch, TokenSequence, collate, require_known_tokens
@@ -53,10 +54,12 @@ from ..options import TrainingOptions, model_slug
 from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
 from ..policy.optimizers import adapt, make_optimizer, make_scheduler
 from ..policy.reference import Reference, make_reference
+from ..policy.sharding import shard
+from ..policy.whole_model import Outline
 from ..ranks import Ranks
 from .averaging import GradientAveraging
 from .checkpoints import Checkpoints, Stateful
-from .delta_log import RunDeltaLog
+from .delta_log import LoggedState, RunDeltaLog
 from .lock import RunLock, require_unlocked
 from .outputs import (
     ADAPTER_FOLDER,
@@ -76,6 +79,7 @@ from .progress import Progress
 from .resume import check_resumable, is_begun, require_metrics
 from .timing import StepTimer
 from .trackers import Tracker, make_trackers, require_trackers
+from .whole_state import WholeState
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +130,17 @@ class TrainingRun:
         self.tokenizer = load_tokenizer(config)
         self.pad_id: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         self._load_data(data_loader(data, config) if isinstance(data, str) else data)
-        policy = load_policy(config, self.device)
+        policy = load_policy(config, None if self.ranks.sharded else self.device)
         examples = [*self.data, *(self.eval_data or [])]
         sequences = (part for example in examples for part in (example if isinstance(example, list) else [example]))
         require_known_tokens(policy, self.tokenizer, ([*part.ids, self.pad_id] for part in sequences))
         self.model: Any = adapt(config, policy)
+        outline = Outline(self.model) if self.ranks.sharded else None
         if config.compile:
             compile_layers(self.model)
+        if self.ranks.sharded:
+            shard(self.model, self.device)
+        self._whole = WholeState(self.ranks, self.model, outline)
         self.optimizer = make_optimizer(config, self.model, self.ranks.group)
         self._averaging = GradientAveraging(self.ranks, self.model, self.optimizer)
         self._scheduler = make_scheduler(config, self.optimizer)
@@ -142,7 +150,8 @@ class TrainingRun:
         self._trackers: list[Tracker] = []
         self._metrics = RowFile(self.output_dir / METRICS_FILE)
         self._row_files: list[RowFile] = []
-        self._delta_log: RunDeltaLog | None = None
+        self._delta_log: RunDeltaLog | None = None  # on rank 0
+        self._delta_log_steps = Schedule.parse(config.delta_log_steps)
 
     def _check_folders(self) -> tuple[bool, list[int], int]:
         """Whether the run is resumed, the steps that have a checkpoint, and the first step to make.
@@ -181,14 +190,18 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         self.ranks.barrier()  # a rank that fails before this leaves the folders as they were
         with ExitStack() as stack:
-            self.ranks.on_main(lambda: self._begin(stack))
+            self.ranks.on_main(partial(self._begin, stack, self._logged_state()))
             self._metrics, self._evaluations, self._samples = map(
                 self.row_file, (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
             )
             self._exit = stack.pop_all()
         return self
 
-    def _begin(self, stack: ExitStack) -> None:
+    def _logged_state(self) -> LoggedState:
+        """The state to log, on rank 0; without a delta log an empty one. All ranks must call it."""
+        return {} if self._delta_log_dir is None else self._whole.logged()
+
+    def _begin(self, stack: ExitStack, logged: LoggedState) -> None:
         # Lock both folders before anything is written to either.
         stack.enter_context(self._lock)
         self._require_unchanged()
@@ -201,7 +214,7 @@ class TrainingRun:
         if not self._resuming:
             begin_outputs(self.output_dir, self.config)
         if self._delta_log is not None:
-            self._delta_log.begin(self.model, self.optimizer, self.algorithm)
+            self._delta_log.begin(logged, self.optimizer, self.algorithm)
 
     def _require_unchanged(self) -> None:
         """Raise ConfigError if another run has written to the folder since it was checked."""
@@ -239,7 +252,9 @@ class TrainingRun:
 
         With `offload`, a second model, if the mode needs one, is kept on the CPU while it is not in use.
         """
-        return make_reference(self.config, self.model, self.optimizer, self.device, offload=offload)
+        return make_reference(
+            self.config, self.model, self.optimizer, self.device, offload=offload, sharded=self.ranks.sharded
+        )
 
     def row_file(self, name: str) -> RowFile:
         """A file of JSON rows with a `step` each, in the output folder, which rank 0 writes. Call this before `steps`.
@@ -283,13 +298,15 @@ class TrainingRun:
                 if evaluate is not None and (last or step % config.eval_steps == 0):
                     self._evaluate(step, evaluate)
                 if config.save_steps is not None and step % config.save_steps == 0 and not last:
-                    self.ranks.on_main(partial(self._save, step))
+                    model, states = self._whole.model(), self._whole.states(self._kept)
+                    self.ranks.on_main(partial(self._save, step, model, states))
+                    del model, states
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, model: Any, states: Mapping[str, dict[str, Any]]) -> None:
         for file in self._row_files:
             file.sync()
         require_held = partial(self._lock.require_held, self._checkpoints.path(step), step)
-        self._checkpoints.save(step, self.model, self.tokenizer, self._kept, require_held)
+        self._checkpoints.save(step, model, self.tokenizer, states, require_held)
 
     def _go_on(self) -> None:
         """Restore the checkpoint, and only then remove what earlier processes wrote after its step.
@@ -299,11 +316,11 @@ class TrainingRun:
         last = self._first_step - 1
         if last:
             self._checkpoints.restore(last, self.model, self._kept)
-        self.ranks.on_main(partial(self._go_on_writing, last))
+        self.ranks.on_main(partial(self._go_on_writing, last, self._logged_state()))
 
-    def _go_on_writing(self, last: int) -> None:
+    def _go_on_writing(self, last: int, logged: LoggedState) -> None:
         if self._delta_log is not None:
-            self._delta_log.require_step(last)
+            self._delta_log.require_step(last, logged)
         self._lock.require_held(self.output_dir, last)
         # TensorBoard hides the events of repeated steps from here on.
         self._trackers = make_trackers(self.config, self.algorithm, self.output_dir, self._first_step)
@@ -333,7 +350,7 @@ class TrainingRun:
     def training_passes(self, stop: int, start: int = 0) -> Iterator[tuple[slice, bool]]:
         """`passes` of an optimizer step: the rows of each, and whether it is the last."""
         passes = self.passes(stop, start)
-        if not passes:
+        if stop - start < self.ranks.size:
             raise ConfigError(
                 f"a step has {stop - start} rows for {self.ranks.size} processes: expected one for each at least"
             )
@@ -406,8 +423,10 @@ class TrainingRun:
         self._metrics.write(row)
         for tracker in self._trackers:
             tracker.log(step, {name: value for name, value in row.items() if name != "step"})
-        if self._delta_log is not None:
-            self._delta_log.log(step)
+        if self._delta_log_dir is not None and self._delta_log_steps.due(step, self.config.n_steps):
+            logged = self._logged_state()
+            if self._delta_log is not None:
+                self._delta_log.log(step, logged)
         names = ("loss", "reward", "accuracy", "tokens_per_s")
         self._progress.advance(step, {name: f"{row[name]:.4g}" for name in names if row.get(name) is not None})
 
@@ -435,12 +454,11 @@ class TrainingRun:
             write_extra: writes further files of the final model into the folder passed to it, before that folder gets
                 its final name.
         """
-        return self.ranks.on_main(partial(self._finish, write_extra))
+        return self.ranks.on_main(partial(self._finish, self._whole.model(), write_extra))
 
-    def _finish(self, write_extra: Callable[[Path], object] | None) -> dict[str, Any]:
+    def _finish(self, model: Any, write_extra: Callable[[Path], object] | None) -> dict[str, Any]:
         checkpoint = self.output_dir / CHECKPOINT_FOLDER
         require_held, last = self._lock.require_held, self.config.n_steps
-        model = self.model
         if self.config.mode == "lora":
             adapter = self.output_dir / ADAPTER_FOLDER
             save_checkpoint(model, self.tokenizer, adapter, before_publishing=partial(require_held, adapter, last))

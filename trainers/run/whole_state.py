@@ -1,0 +1,48 @@
+"""The whole state of a run, as one process saves it: gathered from all ranks if they shard the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparse_opt.distributed import full_optimizer_state_dict, full_state
+from sparse_opt.optim import SparseAdamW
+
+from ..policy.whole_model import Outline, gather
+from ..ranks import Ranks
+from .checkpoints import Stateful
+
+
+class WholeState:
+    """Gathers the model and the states of a run on rank 0. Sharded or not, all ranks must call its methods.
+
+    Args:
+        model: the model that is trained.
+        outline: made before the model was sharded; None if it is not.
+    """
+
+    def __init__(self, ranks: Ranks, model: Any, outline: Outline | None):
+        self._ranks, self._model, self._outline = ranks, model, outline
+
+    def model(self) -> Any:
+        """An ordinary model with the current weights on rank 0: the model itself if it is not sharded."""
+        return self._model if self._outline is None else self._outline.gather(self._model)
+
+    def states(self, kept: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
+        """The state of each object on rank 0, in the format of one process; without content on the other ranks."""
+        if self._outline is None:
+            return {name: thing.state_dict() for name, thing in kept.items()} if self._ranks.is_main else {}
+        return {
+            name: full_optimizer_state_dict(thing) if isinstance(thing, SparseAdamW) else gather(thing.state_dict())
+            for name, thing in kept.items()
+        }
+
+    def logged(self) -> nn.Module | Mapping[str, Tensor]:
+        """The content of a delta log, on rank 0: the model; of a model with adapters, which alone change, these."""
+        if not hasattr(self._model, "peft_config"):
+            return full_state(self._model)
+        adapters = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        gathered: dict[str, Tensor] = gather(adapters)
+        return gathered
