@@ -442,6 +442,11 @@ def train(config: PPOConfig) -> dict[str, Any]:
     """
     scorer = Scorer(config)  # before the run writes files, so that a failed load leaves none
     run = TrainingRun(config, "ppo", load_prompt_data(config))
+    if config.statistics_steps is not None and run.ranks.sharded:
+        raise ConfigError(
+            f"option 'statistics_steps' is {config.statistics_steps}: update statistics need whole weights, which "
+            "parallel fsdp shards; compare checkpoints with: sparse-opt analyze"
+        )
     reference = run.reference()
     critic = ValueHeadTrainer(
         ValueHead.of(run.model, config.seed),

@@ -37,8 +37,9 @@ from .data.teacher_data import LessonReport, TeacherExample, load_teacher_exampl
 from .grpo import GroupOptions, LossType, group_advantages, update_on_rollout
 from .policy.models import resolve_device
 from .policy.reference import Reference, load_frozen, placed
+from .ranks import Ranks
 from .rewards.student import load_student_tokenizer, require_student_room, spans, student_logprobs
-from .rollouts import Engine, Rollout, Sampling, configured_engine
+from .rollouts import Rollout, configured_engine
 from .run.rollout_step import completion_metrics, reference_logprobs, sample_rollout, sample_rows
 from .run.training_run import TrainingRun
 
@@ -110,6 +111,11 @@ class RLTConfig(Templates, GroupOptions):
             raise ConfigError(
                 f"a reference ({self.ref_name}) is used with beta, or as the student: set --beta above 0, or no "
                 "student_model"
+            )
+        if self.offload_untrained_models and self.parallel == "fsdp":
+            raise ConfigError(
+                "option 'offload_untrained_models' moves whole models, and parallel fsdp shards them: expected one of "
+                "the two"
             )
         if self.generation_aggregation_steps is not None:
             at_once = self.batch_size * self.generation_aggregation_steps
@@ -212,23 +218,6 @@ def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -
 # The loop
 
 
-class InParts:
-    """An engine wrapper that samples about `completions` completions per call of the engine."""
-
-    def __init__(self, engine: Engine, completions: int):
-        self.eos_ids = engine.eos_ids
-        self._engine, self._completions = engine, completions
-
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
-        """See `Engine.generate`."""
-        parts = chunks(prompts, max(1, self._completions // n))
-        return [completion for part in parts for completion in self._engine.generate(part, n, sampling)]
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        self._engine.close()
-
-
 @dataclass(frozen=True)
 class Judged:
     """The rewards of a rollout, and for each completion its explanation's length and whether the end tag is present."""
@@ -319,16 +308,20 @@ def train(config: RLTConfig) -> dict[str, Any]:
     student = None
     if config.student_model is not None:
         student = load_frozen(config.student_model, config.dtype)
-        student = placed(student, resolve_device(config.device), offload=config.offload_untrained_models)
+        student = placed(
+            student,
+            resolve_device(config.device),
+            offload=config.offload_untrained_models,
+            sharded=Ranks.of(config.parallel).sharded,
+        )
     run = TrainingRun(config, "rlt", _loader(config))
     reference = None
     if config.beta > 0 or student is None:
         reference = run.reference(offload=config.offload_untrained_models)
     student = student or reference
     assert student is not None
-    engine = configured_engine(config, run.model, run.tokenizer)
-    if config.generation_aggregation_steps is not None:
-        engine = InParts(engine, config.batch_size * config.generation_aggregation_steps)
+    at_once = config.generation_aggregation_steps and config.batch_size * config.generation_aggregation_steps
+    engine = configured_engine(config, run.model, run.tokenizer, at_once=at_once)
     with closing(engine), run:
         parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
 

@@ -22,8 +22,8 @@ from sparse_opt.trainers.data.teacher_data import read_templates
 from sparse_opt.trainers.policy import reference
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.rewards.student import load_student_tokenizer
-from sparse_opt.trainers.rlt import InParts, RLTConfig
-from sparse_opt.trainers.rollouts import Sampling
+from sparse_opt.trainers.rlt import RLTConfig
+from sparse_opt.trainers.rollouts import InParts, Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 TEMPLATES = {

@@ -50,7 +50,7 @@ def gather(state: Any) -> Any:
     On other ranks the DTensors become None. All ranks must call it with states of the same structure.
     """
     if isinstance(state, DTensor):
-        whole = state.detach().full_tensor()
+        whole = state.full_tensor().detach()
         return whole.cpu() if dist.get_rank() == 0 else None
     if isinstance(state, dict):
         return {key: gather(value) for key, value in state.items()}

@@ -200,6 +200,11 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
         DataError: the model, the dataset or a part cannot be read.
     """
     ranks = Ranks.of(options.parallel)
+    if ranks.sharded:
+        raise ConfigError(
+            f"option 'parallel' is fsdp: rft {stage} samples other prompts on each process, with the whole model; "
+            "expected auto, none or replicate"
+        )
     folder = options.folder(stage)
 
     def check_folder() -> bool:

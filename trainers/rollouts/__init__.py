@@ -19,7 +19,7 @@ from ..options import RolloutOptions
 from ..policy.sharding import is_sharded
 from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
-from .sampling import Engine, Rollout, Sampling, rollout, sample, stop_ids
+from .sampling import Engine, InParts, Rollout, Sampling, rollout, sample, stop_ids
 from .sharded import GatheredEngine, LayerwiseEngine
 from .vllm import VLLMEngine
 
@@ -27,6 +27,7 @@ __all__ = [
     "ContinuousBatchingEngine",
     "Engine",
     "GenerateEngine",
+    "InParts",
     "Rollout",
     "Sampling",
     "VLLMEngine",
@@ -46,6 +47,7 @@ def make_engine(
     max_rows: int | None = None,
     max_length: int | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
+    at_once: int | None = None,
     gather: bool = True,
 ) -> Engine:
     """Make the engine of this name for a policy and its tokenizer.
@@ -56,6 +58,7 @@ def make_engine(
         max_rows: completions sampled at once, which limits the memory of keys and values; None samples all of a call.
         max_length: for engine vllm: tokens of the longest prompt with its completion; None for the model's limit.
         vllm_gpu_memory_utilization: for engine vllm: the share of the GPU's memory that it may use.
+        at_once: completions sampled per call of the engine; None samples all of a call.
         gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time.
 
     Raises:
@@ -69,23 +72,31 @@ def make_engine(
                 f"option 'gather_for_generation' is false with rollout_engine {name}: it makes another number of "
                 "forward passes on each rank, and gathers of layers need the same; expected rollout_engine generate"
             )
+        if at_once is not None:
+            raise ConfigError(
+                "option 'gather_for_generation' is false with generation_aggregation_steps, which divides the "
+                "completions of each rank into other numbers of parts: expected one of the two"
+            )
         return LayerwiseEngine(GenerateEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows, synced=True))
     if name in ("generate", "continuous_batching"):
         kind = GenerateEngine if name == "generate" else ContinuousBatchingEngine
-        engine = kind(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+        engine: Engine = kind(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+        if at_once is not None:
+            engine = InParts(engine, at_once)
         return GatheredEngine(engine, model) if is_sharded(model) else engine
     if name == "vllm":
-        return VLLMEngine(
+        vllm = VLLMEngine(
             model,
             eos_ids=eos_ids,
             gpu_memory_utilization=vllm_gpu_memory_utilization,
             max_length=max_length,
             max_rows=max_rows,
         )
+        return vllm if at_once is None else InParts(vllm, at_once)
     raise ConfigError(f"rollout_engine is {name!r}, expected generate, continuous_batching or vllm")
 
 
-def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any) -> Engine:
+def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any, *, at_once: int | None = None) -> Engine:
     """The engine of a loop's options, with capacity for its longest prompt and completion; see `make_engine`."""
     return make_engine(
         config.rollout_engine,
@@ -93,5 +104,6 @@ def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any) -> Eng
         tokenizer,
         max_length=config.max_prompt_length + config.max_completion_length,
         vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        at_once=at_once,
         gather=config.gather_for_generation,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 
 from ..data.encoding import TokenBatch, TokenSequence, collate
+from ..data.order import chunks
 from ..policy.logprobs import token_logprobs
 from ..policy.pretrained import max_positions
 from ..ranks import ONE_RANK, Ranks
@@ -72,6 +73,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the engine's resources; it cannot be used afterwards."""
+
+
+class InParts:
+    """An engine wrapper that samples about `completions` completions per call of the engine."""
+
+    def __init__(self, engine: Engine, completions: int):
+        self.eos_ids = engine.eos_ids
+        self._engine, self._completions = engine, completions
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+        """See `Engine.generate`."""
+        parts = chunks(prompts, max(1, self._completions // n))
+        return [completion for part in parts for completion in self._engine.generate(part, n, sampling)]
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._engine.close()
 
 
 @dataclass(frozen=True)
