@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from .. import backends
 from ..errors import BackendUnavailable
 from . import reference
 from .destinations import PlacedTensor
@@ -51,6 +53,10 @@ def choose(device: torch.device, name: str | None) -> Backend:
     """
     if name not in (None, "reference", "triton"):
         raise ValueError(f"backend is {name!r}, expected 'reference', 'triton' or None")
-    if name == "triton":
-        raise BackendUnavailable(f"backend 'triton' cannot run on {device}")
-    return REFERENCE
+    if name == "reference" or (name is None and device.type != "cuda"):
+        return REFERENCE
+    if cause := backends.why_unavailable("triton", device):
+        raise BackendUnavailable(f"backend 'triton' of weight_sync cannot run: {cause}")
+    kernels = importlib.import_module("sparse_opt.triton_kernels.weight_sync")
+    index = importlib.import_module("sparse_opt.weight_sync.triton_index").TritonIndex
+    return Backend("triton", kernels.digest_sum, kernels.compare, kernels.select, index)

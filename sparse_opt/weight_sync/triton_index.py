@@ -1,0 +1,179 @@
+"""The active elements of one dtype as tables for the Triton kernels of weight_sync.
+
+They take 2 bytes for an element of an element mask, 2 for a run, and 4 for a tile, and for each program of 1024 or 2048
+slots 24 or 8 bytes; bands of tiles have 24 bytes each. A run mask's tensor is stored by elements if its rows, or the
+tensors of its dtype before it, end with a part of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..masks.patterns import PATTERNS, expand_units, unit_grid
+from ..triton_kernels import weight_sync as kernels
+from .destinations import Placed, PlacedTensor
+from .layout import Group
+
+_REACH = 2**16  # units of a program are less than this apart
+_INT32_END = 2**31
+
+
+class TritonIndex:
+    """`reference.ReferenceIndex` with Triton kernels; arguments as there."""
+
+    def __init__(
+        self,
+        group: Group,
+        names: Sequence[str],
+        pattern: str,
+        units: Mapping[str, Tensor],
+        placed: Mapping[str, PlacedTensor],
+        device: torch.device,
+    ) -> None:
+        self._group, self._device = group, device
+        tensors = [placed[name] for name in names]
+        # The tables have addresses; these keep the memory alive.
+        self._memory = [part.tensor for tensor in tensors for part in tensor.destinations]
+        by_run: dict[int, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            by_run.setdefault(_unit_length(tensor, group.starts[i], pattern), []).append(i)
+        given = [units[name] for name in names]
+        self._tables = [
+            _tiled(group, tensors, given, pattern, device)
+            if PATTERNS[pattern][0] > 1
+            else _listed(group, tensors, given, members, run, pattern, device)
+            for run, members in by_run.items()
+        ]
+
+    def nbytes(self) -> dict[str, int]:
+        found = {"positions": 0, "tables": 0}
+        for table in self._tables:
+            found["positions"] += table.units.nbytes
+            others = (table.programs, table.tensors, table.parts, table.bands)
+            found["tables"] += sum(t.nbytes for t in others if t is not None)
+        return found
+
+    def take(self) -> Tensor:
+        out = torch.empty(self._group.nnz, dtype=self._group.torch_dtype, device=self._device)
+        for table in self._tables:
+            kernels.take(table, out)
+        return out
+
+    def put(self, values: Tensor) -> None:
+        for table in self._tables:
+            kernels.put(table, values)
+
+    def check(self, bitmap: Tensor, changed: Tensor, *, read_old: bool) -> Tensor:
+        ranks = self._ranks(bitmap)
+        sums = [kernels.check(t, bitmap, changed, ranks, self._group.first, read_old=read_old) for t in self._tables]
+        return torch.cat([torch.stack(sums).sum(dim=0), ranks[-1:]])
+
+    def write(self, bitmap: Tensor, changed: Tensor) -> None:
+        ranks = self._ranks(bitmap)
+        for table in self._tables:
+            kernels.write(table, bitmap, changed, ranks)
+
+    def _ranks(self, bitmap: Tensor) -> Tensor:
+        return kernels.ranks_of(bitmap, self._tables[0].block)
+
+
+def _unit_length(tensor: PlacedTensor, start: int, pattern: str) -> int:
+    """Return the elements of each unit in the table: 1 for tiles, and where runs are cut off or not aligned."""
+    height, width = PATTERNS[pattern]
+    whole = tensor.entry.matrix[1] % width == 0 and start % width == 0
+    return width if height == 1 and whole else 1
+
+
+def _listed(
+    group: Group,
+    tensors: Sequence[PlacedTensor],
+    units: Sequence[Tensor],
+    members: Sequence[int],
+    run: int,
+    pattern: str,
+    device: torch.device,
+) -> kernels.IndexTable:
+    """Build the table of elements or runs for some of the group's tensors."""
+    programs, offsets, firsts = [], [], {}
+    count = 0
+    for i in members:
+        numbers = units[i].to(device, torch.int64)
+        if run == 1:
+            numbers = expand_units(numbers, tensors[i].entry.shape, pattern)
+        start = group.starts[i]
+        slots = torch.arange(start, start + run * numbers.numel(), run, device=device)
+        block = slots // kernels.BLOCK
+        # The first unit of each unit's block in this tensor; units begin at multiples of `run`, as blocks do.
+        first_of_block = (block * kernels.BLOCK - start).clamp(min=0) // run
+        distance = numbers - numbers[first_of_block]
+        reach = distance // _REACH
+        is_first = torch.ones(numbers.numel(), dtype=torch.bool, device=device)
+        is_first[1:] = (block[1:] != block[:-1]) | (reach[1:] != reach[:-1])
+        begins = is_first.nonzero().view(-1)
+        ends = torch.cat([begins[1:], begins.new_tensor([numbers.numel()])])
+        base = numbers[begins] - distance[begins] % _REACH
+        programs.append(torch.stack([slots[begins], base, (i << 32) | run * (ends - begins)], dim=1))
+        offsets.append((distance % _REACH).to(torch.int32).to(torch.int16))
+        firsts[i] = count
+        count += numbers.numel()
+    rows, parts = _tensor_rows(group, tensors, firsts, device)
+    wide = any(tensors[i].entry.matrix[1] + _REACH * run >= _INT32_END for i in members)
+    return kernels.IndexTable(torch.cat(programs), rows, torch.cat(offsets), None, parts, run, 0, wide)
+
+
+def _tiled(
+    group: Group, tensors: Sequence[PlacedTensor], units: Sequence[Tensor], pattern: str, device: torch.device
+) -> kernels.IndexTable:
+    """Build the table of a tile mask: its bands, which are the rows of tiles that have active ones."""
+    tile = PATTERNS[pattern][0]
+    bands, columns = [], []
+    count, wide = 0, False
+    for i, tensor in enumerate(tensors):
+        rows_of, columns_of = tensor.entry.matrix
+        across = unit_grid(tensor.entry.shape, pattern)[1]
+        numbers = units[i].to(device, torch.int64)
+        row, column = numbers // across, numbers % across
+        band_row, tiles = torch.unique_consecutive(row, return_counts=True)
+        ends = tiles.cumsum(0)
+        cut = (column[ends - 1] == across - 1) * (across * tile - columns_of)
+        width = tiles * tile - cut
+        elements = width * (rows_of - band_row * tile).clamp(max=tile)
+        first = group.starts[i] + elements.cumsum(0) - elements
+        bands.append(torch.stack([first, (band_row * tile << 32) | width, (count + ends - tiles << 32) | i], dim=1))
+        columns.append(column.to(torch.int32))
+        count += numbers.numel()
+        wide = wide or min(rows_of, tile) * columns_of >= _INT32_END
+    last = torch.tensor([[group.nnz, 0, 0]], dtype=torch.int64, device=device)
+    table = torch.cat([*bands, last])
+    first_block, last_block = table[:-1, 0] // kernels.TILE_BLOCK, (table[1:, 0] - 1) // kernels.TILE_BLOCK
+    blocks = last_block - first_block + 1
+    band = torch.repeat_interleave(torch.arange(blocks.numel(), device=device), blocks)
+    block = torch.arange(band.numel(), device=device) - (blocks.cumsum(0) - blocks)[band] + first_block[band]
+    rows, parts = _tensor_rows(group, tensors, dict.fromkeys(range(len(tensors)), 0), device)
+    return kernels.IndexTable((block << 32) | band, rows, torch.cat(columns), table, parts, 1, tile, wide)
+
+
+def _tensor_rows(
+    group: Group, tensors: Sequence[PlacedTensor], firsts: Mapping[int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return `IndexTable.tensors` and `IndexTable.parts`; tensors without an entry in `firsts` are in another table."""
+    rows, parts = [], []
+    for i, tensor in enumerate(tensors):
+        begin, primary = len(parts), len(parts) + len(tensor.primary)
+        parts += [_part_row(tensor, part) for part in tensor.destinations]
+        rows.append([tensor.entry.matrix[1], group.starts[i], firsts.get(i, 0), begin, primary, len(parts)])
+    return (
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.tensor(parts or [[0] * 8], dtype=torch.int64, device=device),
+    )
+
+
+def _part_row(tensor: PlacedTensor, part: Placed) -> list[int]:
+    rows, columns = tensor.entry.matrix
+    row_stride, column_stride = part.tensor.stride()
+    whole = (part.r0, part.r1, part.c0, part.c1) == (0, rows, 0, columns)
+    plain = whole and (column_stride == 1 or columns == 1) and (row_stride == columns or rows == 1)
+    return [part.tensor.data_ptr(), part.r0, part.r1, part.c0, part.c1, row_stride, column_stride, int(plain)]
