@@ -198,6 +198,7 @@ class PendingMessage:
         self._mask_digest, self._encoding, self._backend = mask_digest, encoding, backend
         self._values, self._bitmaps, self._base, self._stream = values, bitmaps, base, stream
         self._message: Message | None = None
+        self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
 
     def wait(self) -> Message:
@@ -211,9 +212,10 @@ class PendingMessage:
                 side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
                 with side, torch.no_grad():
                     self._message = self._build()
-            if self._stream is not None:
+                    self._ready = None if self._stream is None else self._stream.record_event()
+            if self._stream is not None and self._ready is not None:
                 current = torch.cuda.current_stream(self._stream.device)
-                current.wait_stream(self._stream)
+                current.wait_event(self._ready)
                 for tensor in self._message.tensors.values():
                     tensor.record_stream(current)
             return self._message

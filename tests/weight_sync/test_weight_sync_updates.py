@@ -1,61 +1,131 @@
-"""Receivers have the sender's bits after every update: patterns, dtypes, encodings, edges."""
+"""Receivers have the sender's bits after every update: patterns, dtypes, encodings, sources."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from samples import DTYPES, bits, change, clones, make_weights, same_bits
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt.errors import BackendUnavailable, WeightSyncError
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
 
-SHAPES = {"b": (130, 70), "a": (65,), "c": (3, 40, 50), "none": (4, 4), "scalar": (), "z": (200, 256)}
-DTYPES = {
-    "bf16": dict.fromkeys(SHAPES, torch.bfloat16),
-    "fp16": dict.fromkeys(SHAPES, torch.float16),
-    "fp32": dict.fromkeys(SHAPES, torch.float32),
-    "mixed": dict(zip(SHAPES, [torch.bfloat16, torch.float32, torch.float16] * 2, strict=True)),
-}
+SHARES = (0.01, 0.9, 0.0, 0.3, 1.0)
 
 
-def make_weights(dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(dtypes[name]) for name, shape in SHAPES.items()}
-
-
-def change(weights: dict[str, Tensor], mask: MaskSet, share: float, seed: int) -> None:
-    """Flip the lowest bit of a share of the active elements; the values may be any, NaN and infinities included."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, positions in mask.indices.items():
-        flat = weights[name].view(-1).view(torch.int16 if weights[name].element_size() == 2 else torch.int32)
-        chosen = positions[torch.rand(positions.shape, generator=generator) < share].long()
-        flat[chosen] ^= 1
-
-
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(t.view(-1).view(torch.uint8), other[n].view(-1).view(torch.uint8)) for n, t in one.items())
-
-
-@pytest.mark.parametrize("encoding", ["auto", "values", "bitmap"])
-@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_updates_equal_a_full_copy(pattern: str, dtypes: str, encoding: str) -> None:
-    weights = make_weights(DTYPES[dtypes])
+def test_updates_equal_a_full_copy(place, pattern):
+    device, backend = place
+    weights = make_weights("mixed", device)
     mask = MaskSet.random(weights, density=0.3, pattern=pattern)
-    copy = {name: w.clone() for name, w in weights.items()}
-    sender, receiver = WeightSender(weights, mask, encoding=encoding), WeightReceiver(copy)
+    copy = clones(weights)
+    sender = WeightSender(weights, mask, backend=backend)
+    receiver = WeightReceiver(copy, backend=backend)
     assert receiver.receive(sender.mask_message().to_bytes()) == 0
-    for version, share in enumerate([0.01, 0.9, 0.0, 0.3, 1.0], start=1):
+    for version, share in enumerate(SHARES, start=1):
         change(weights, mask, share, seed=version)
         assert receiver.receive(sender.update().to_bytes()) == version
         assert same_bits(weights, copy)
+        assert sender.version == receiver.version == version
 
 
-def test_an_optimizer_is_a_source() -> None:
+def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes by dtype."""
+    found: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        found[name.partition(".")[0]] = found.get(name.partition(".")[0], 0) + tensor.nbytes
+    return found
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_dtypes_and_encodings(dtypes):
+    weights = make_weights(dtypes)
+    mask = MaskSet.random(weights, density=0.1)
+    senders = {encoding: WeightSender(weights, mask, encoding=encoding) for encoding in ("values", "bitmap", "auto")}
+    copies = {encoding: clones(weights) for encoding in senders}
+    receivers = {encoding: WeightReceiver(copy) for encoding, copy in copies.items()}
+    for encoding, sender in senders.items():
+        receivers[encoding].receive(sender.mask_message())
+    for version, share in enumerate(SHARES, start=1):
+        change(weights, mask, share, seed=version)
+        messages = {encoding: sender.update().wait() for encoding, sender in senders.items()}
+        for encoding, message in messages.items():
+            assert receivers[encoding].receive(message) == version
+            assert same_bits(weights, copies[encoding])
+        values, bitmap, auto = (sizes(message.tensors) for message in messages.values())
+        assert {name.rpartition(".")[2] for name in messages["values"].tensors} == {"values"}
+        assert {name.rpartition(".")[2] for name in messages["bitmap"].tensors} <= {"bitmap", "changed"}
+        assert auto == {dtype: min(values[dtype], size) for dtype, size in bitmap.items()}
+
+
+def test_random_updates_for_several_receivers(place):
+    device, backend = place
+    weights = make_weights("bf16", device)
+    mask = MaskSet.random(weights, density=0.05, seed=3)
+    sender = WeightSender(weights, mask, backend=backend)
+    copies = [clones(weights) for _ in range(2)]
+    receivers = [WeightReceiver(copy, backend=backend) for copy in copies]
+    data = sender.mask_message().to_bytes()
+    assert [r.receive(data) for r in receivers] == [0, 0]
+    n = 5 if place == ("cpu", "triton") else 20  # the interpreter takes a second for each
+    shares = torch.rand(n, generator=torch.Generator().manual_seed(1)) ** 3
+    for version, share in enumerate(shares.tolist(), start=1):
+        change(weights, mask, share, seed=version)
+        data = sender.update().to_bytes()
+        assert [r.receive(data) for r in receivers] == [version, version]
+    assert all(same_bits(weights, copy) for copy in copies)
+    assert len({sender.state_message().result_digest, *(r.digest for r in receivers)}) == 1
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_empty_and_full_masks(place, density):
+    device, backend = place
+    weights = make_weights("mixed", device)
+    mask = MaskSet.random(weights, density=density)
+    copy = clones(weights)
+    sender, receiver = WeightSender(weights, mask, backend=backend), WeightReceiver(copy, backend=backend)
+    assert receiver.receive(sender.mask_message().to_bytes()) == 0
+    change(weights, mask, 0.5, seed=1)
+    assert receiver.receive(sender.update().to_bytes()) == 1
+    assert receiver.receive(sender.state_message().to_bytes()) == 1
+    assert same_bits(weights, copy)
+
+
+def test_scattered_elements_of_large_tensors(place):
+    """Consecutive active elements are more than 2**16 apart; rows are longer than that."""
+    device, backend = place
+    shapes = {"long": (3, 300_001), "vector": (500_000,), "narrow": (400_000, 1)}
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    mask = MaskSet.random(weights, density=2e-5, seed=1)
+    copy = clones(weights)
+    sender, receiver = WeightSender(weights, mask, backend=backend), WeightReceiver(copy, backend=backend)
+    receiver.receive(sender.mask_message())
+    for version, share in enumerate((1.0, 0.1), start=1):
+        change(weights, mask, share, seed=version)
+        receiver.receive(sender.update().wait())
+        assert same_bits(weights, copy)
+
+
+def test_no_element_outside_of_the_mask_is_written(place):
+    device, backend = place
+    weights = make_weights("bf16", device)
+    mask = MaskSet.random(weights, density=0.2)
+    sender = WeightSender(weights, mask, backend=backend)
+    other = {name: torch.full_like(w, torch.nan) for name, w in weights.items()}
+    receiver = WeightReceiver(other, backend=backend)
+    assert receiver.receive(sender.mask_message()) is None
+    assert receiver.receive(sender.state_message()) == 0
+    for name, w in weights.items():
+        active = mask.bool(name).to(device)
+        assert torch.equal(bits(other[name])[active.view(-1)], bits(w)[active.view(-1)])
+        assert other[name][~active].isnan().all()
+
+
+def test_an_optimizer_is_a_source():
     model = torch.nn.Linear(20, 30, dtype=torch.float32)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.2), lr=0.1)
-    copy = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copy = clones(dict(model.named_parameters()))
     sender, receiver = WeightSender(optimizer), WeightReceiver(copy)
     receiver.receive(sender.mask_message())
     for _ in range(3):
@@ -63,3 +133,83 @@ def test_an_optimizer_is_a_source() -> None:
         optimizer.step()
         receiver.receive(sender.update().wait())
         assert same_bits(dict(model.named_parameters()), copy)
+    with optimizer.base_weights(), pytest.raises(WeightSyncError, match="base weights"):
+        sender.update()
+    optimizer.set_mask(MaskSet.random(model, density=0.2, seed=1))
+    with pytest.raises(WeightSyncError, match="mask was replaced"):
+        sender.update()
+
+
+def test_a_sender_follows_weights_that_have_moved():
+    model = torch.nn.Linear(20, 30, dtype=torch.bfloat16)
+    mask = MaskSet.random(model, density=0.2)
+    sender = WeightSender(model, mask)
+    copy = clones(dict(model.named_parameters()))
+    receiver = WeightReceiver(copy)
+    receiver.receive(sender.mask_message())
+    with torch.no_grad():
+        model.weight = torch.nn.Parameter(model.weight * 2)
+    model.bias.data = torch.randn(30, dtype=torch.bfloat16)
+    change(dict(model.named_parameters()), mask, 1.0, seed=1)
+    receiver.receive(sender.update().wait())
+    for name, parameter in model.named_parameters():
+        active = mask.bool(name)
+        assert torch.equal(bits(copy[name][active]), bits(parameter[active]))
+
+
+def test_a_module_with_tied_weights_receives():
+    tied = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50, bias=False)).bfloat16()
+    tied[1].weight = tied[0].weight
+    sender = WeightSender(tied, MaskSet.random(tied, density=0.3))
+    state = clones(dict(tied.named_parameters(remove_duplicate=False)))
+    receiver = WeightReceiver(state)
+    receiver.receive(sender.mask_message())
+    assert sender.mask.names == ("0.weight",)
+    change({"0.weight": tied[0].weight}, sender.mask, 0.5, seed=1)
+    receiver.receive(sender.update().wait())
+    assert torch.equal(bits(state["0.weight"]), bits(tied[0].weight))
+
+
+def test_messages_are_not_overwritten_by_later_updates():
+    weights = make_weights("mixed")
+    mask = MaskSet.random(weights, density=0.3)
+    copy = clones(weights)
+    sender, receiver = WeightSender(weights, mask), WeightReceiver(copy)
+    receiver.receive(sender.mask_message())
+    pending = []
+    for seed, share in enumerate((1.0, 0.1, 0.0, 0.9)):
+        change(weights, mask, share, seed)
+        pending.append(sender.update())
+    for update in reversed(pending):
+        assert update.wait() is update.wait()
+    assert [receiver.receive(update.wait()) for update in pending] == [1, 2, 3, 4]
+    assert same_bits(weights, copy)
+
+
+@pytest.mark.parametrize(("pattern", "most"), [("element", 2.1), ("run16", 0.2), ("tile64", 0.01), ("tile128", 0.01)])
+def test_memory_held_per_active_element(place, pattern, most):
+    """For a matrix of a language model; at most 3 bytes, and 0.01 for tiles, are promised."""
+    device, backend = place
+    if backend == "reference":
+        pytest.skip("is about the tables of the Triton kernels: needs TRITON_INTERPRET=1 or a GPU")
+    weights = {"w": torch.zeros(1024, 4096, dtype=torch.bfloat16, device=device)}
+    mask = MaskSet.random(weights, density=0.025, pattern=pattern)
+    sender, receiver = WeightSender(weights, mask, backend="reference"), WeightReceiver(weights, backend=backend)
+    receiver.receive(sender.mask_message())
+    assert 0 < sum(receiver.nbytes().values()) <= most * mask.nnz
+
+
+def test_unknown_arguments():
+    weights = make_weights()
+    mask = MaskSet.random(weights, density=0.1)
+    with pytest.raises(ValueError, match="encoding is 'delta'"):
+        WeightSender(weights, mask, encoding="delta")
+    with pytest.raises(ValueError, match="mask is None"):
+        WeightSender(weights)
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        WeightSender(weights, mask, backend="cuda")
+    with pytest.raises(ValueError, match="'z' is float64|'a' is float64"):
+        WeightSender({name: w.double() for name, w in weights.items()}, mask)
+    if backends.why_unavailable("triton", "cpu"):
+        with pytest.raises(BackendUnavailable, match="backend 'triton'"):
+            WeightSender(weights, mask, backend="triton")

@@ -1,0 +1,26 @@
+"""The places where the tests of weight_sync run, and the weights that they use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_opt import backends
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PLACES = [("cpu", b) for b in ("reference", "triton") if not backends.why_unavailable(b, "cpu")]
+if torch.cuda.is_available():
+    PLACES += [("cuda", b) for b in ("reference", "triton") if not backends.why_unavailable(b, "cuda")]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize `place` with (device, backend); Triton on the CPU needs TRITON_INTERPRET=1."""
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "place",
+            [pytest.param(p, id="-".join(p), marks=[pytest.mark.gpu] * (p[0] == "cuda")) for p in PLACES],
+        )
