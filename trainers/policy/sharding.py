@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sparse_opt.optim.sharding import reshard
+from sparse_opt.optim.ranks.sharding import reshard
 
 from .models import causal_lm, decoder_layers
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparse_opt.optim.sharding import reshard
+from sparse_opt.optim.ranks.sharding import reshard
 
 from .sharding import shard_of
 

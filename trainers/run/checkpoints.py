@@ -20,7 +20,7 @@ from torch import nn
 
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import fsync, new_folder, one_line
-from sparse_opt.optim.sharding import reshard
+from sparse_opt.optim.ranks.sharding import reshard
 
 from ..policy.pretrained import load_pretrained, reading
 from ..policy.sharding import is_sharded, unsharded_class
