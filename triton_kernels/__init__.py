@@ -5,12 +5,15 @@ are safe to call directly, without the argument checks of `sparse_opt.ops`, on a
 a list has other tensors than in an earlier call, their devices, dtypes and strides are checked again. The optimizer
 steps have no defaults for their options here.
 
+`weight_sync` has the kernels of the package `sparse_opt.weight_sync`, which are no ops.
+
 Only `delta_encode` waits for the device. All other launchers can be captured in a CUDA graph, after one call outside of
 it that compiles the kernel.
 """
 
 import functools
 
+from . import weight_sync
 from .delta_codec import delta_apply_, delta_encode
 from .indexed_swap import indexed_swap_
 from .launch import interpreted
@@ -26,6 +29,7 @@ __all__ = [
     "interpreted",
     "masked_grad_gather_",
     "tile_weight_grad_",
+    "weight_sync",
     *RULES,
 ]
 

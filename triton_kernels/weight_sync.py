@@ -39,7 +39,7 @@ PART_COLUMNS = tl.constexpr(8)
 
 
 class IndexTable(NamedTuple):
-    """Where the active elements of tensors of one dtype are. All tensors of int64 if no dtype is given."""
+    """Where the active elements of tensors of one dtype are. Tensors without a comment on their dtype are int64."""
 
     # Elements and runs: [programs, 3] first slot, first unit, tensor << 32 | slots; the units of a program are `units`
     # plus the first one. Tiles: [programs] block << 32 | band.
@@ -60,9 +60,8 @@ class IndexTable(NamedTuple):
     wide: bool  # offsets in a program's rows exceed int32
 
     @property
-    def count(self) -> int:
-        """The number of programs."""
-        return self.programs.shape[0]
+    def grid(self) -> tuple[int]:
+        return (self.programs.shape[0],)
 
     @property
     def block(self) -> int:
@@ -419,7 +418,7 @@ def ranks_of(bitmap: Tensor, block: int) -> Tensor:
 def take(table: IndexTable, out: Tensor) -> None:
     """Write the active values to their slots in `out`; 0 for elements without a destination. One launch."""
     with torch.cuda.device_of(out):
-        _weight_take_kernel[(table.count,)](
+        _weight_take_kernel[table.grid](
             *table[:5], _bits(out), BITS=_UNSIGNED[out.element_size()], **table.constants(), **OPTIONS
         )
 
@@ -427,7 +426,7 @@ def take(table: IndexTable, out: Tensor) -> None:
 def put(table: IndexTable, values: Tensor) -> None:
     """Write the values [slots] to all their destinations. One launch."""
     with torch.cuda.device_of(values):
-        _weight_put_kernel[(table.count,)](
+        _weight_put_kernel[table.grid](
             *table[:5], _bits(values), BITS=_UNSIGNED[values.element_size()], **table.constants(), **OPTIONS
         )
 
@@ -435,8 +434,8 @@ def put(table: IndexTable, values: Tensor) -> None:
 def check(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor, first: int, *, read_old: bool) -> Tensor:
     """Return [2] int64: the digests of the changed values, and of those in their place or 0. One launch and a sum."""
     with torch.cuda.device_of(changed):
-        partials = torch.zeros(2, table.count, dtype=torch.int64, device=changed.device)
-        _weight_check_kernel[(table.count,)](
+        partials = torch.zeros(2, *table.grid, dtype=torch.int64, device=changed.device)
+        _weight_check_kernel[table.grid](
             *table[:5],
             bitmap,
             _bits(changed),
@@ -456,7 +455,7 @@ def check(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor, fir
 def write(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor) -> None:
     """Write the changed values of the elements that a bitmap marks to all their destinations. One launch."""
     with torch.cuda.device_of(changed):
-        _weight_write_kernel[(table.count,)](
+        _weight_write_kernel[table.grid](
             *table[:5],
             bitmap,
             _bits(changed),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..errors import BackendUnavailable
 from . import reference
 from .destinations import PlacedTensor
 from .layout import Group
+from .triton_index import TritonIndex
 
 
 class Index(Protocol):
@@ -57,6 +57,6 @@ def choose(device: torch.device, name: str | None) -> Backend:
         return REFERENCE
     if cause := backends.why_unavailable("triton", device):
         raise BackendUnavailable(f"backend 'triton' of weight_sync cannot run: {cause}")
-    kernels = importlib.import_module("sparse_opt.triton_kernels.weight_sync")
-    index = importlib.import_module("sparse_opt.weight_sync.triton_index").TritonIndex
-    return Backend("triton", kernels.digest_sum, kernels.compare, kernels.select, index)
+    kernels: Any = backends.triton_module()[0]
+    module = kernels.weight_sync
+    return Backend("triton", module.digest_sum, module.compare, module.select, TritonIndex)

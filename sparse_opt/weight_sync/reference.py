@@ -103,7 +103,7 @@ class ReferenceIndex:
             read_old: False returns 0 for the values in their place, and does not read them.
         """
         numbers = _numbers(bitmap)
-        count = torch.tensor(numbers.numel(), device=self._device)
+        count = torch.tensor(numbers.numel(), dtype=torch.int64, device=self._device)
         numbers = numbers[numbers < self._group.nnz][: changed.numel()]
         first = self._group.first
         sent = mix(numbers + first, zero_extended(changed[: numbers.numel()])).sum()
@@ -149,7 +149,7 @@ class _Part:
 
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return where in ascending `numbers` the elements of this part are, and their offsets."""
-        bounds = torch.tensor([self.begin, self.end], device=numbers.device)
+        bounds = torch.tensor([self.begin, self.end], dtype=torch.int64, device=numbers.device)
         low, high = torch.searchsorted(numbers, bounds).tolist()
         which = torch.arange(low, high, device=numbers.device)
         if self.elements is None:

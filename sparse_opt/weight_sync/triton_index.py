@@ -8,15 +8,17 @@ tensors of its dtype before it, end with a part of a run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import backends
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
-from ..triton_kernels import weight_sync as kernels
 from .destinations import Placed, PlacedTensor
 from .layout import Group
 
+Table = Any  # triton_kernels.weight_sync.IndexTable
 _REACH = 2**16  # units of a program are less than this apart
 _INT32_END = 2**31
 
@@ -59,25 +61,31 @@ class TritonIndex:
     def take(self) -> Tensor:
         out = torch.empty(self._group.nnz, dtype=self._group.torch_dtype, device=self._device)
         for table in self._tables:
-            kernels.take(table, out)
+            _kernels().take(table, out)
         return out
 
     def put(self, values: Tensor) -> None:
         for table in self._tables:
-            kernels.put(table, values)
+            _kernels().put(table, values)
 
     def check(self, bitmap: Tensor, changed: Tensor, *, read_old: bool) -> Tensor:
         ranks = self._ranks(bitmap)
-        sums = [kernels.check(t, bitmap, changed, ranks, self._group.first, read_old=read_old) for t in self._tables]
+        sums = [_kernels().check(t, bitmap, changed, ranks, self._group.first, read_old=read_old) for t in self._tables]
         return torch.cat([torch.stack(sums).sum(dim=0), ranks[-1:]])
 
     def write(self, bitmap: Tensor, changed: Tensor) -> None:
         ranks = self._ranks(bitmap)
         for table in self._tables:
-            kernels.write(table, bitmap, changed, ranks)
+            _kernels().write(table, bitmap, changed, ranks)
 
     def _ranks(self, bitmap: Tensor) -> Tensor:
-        return kernels.ranks_of(bitmap, self._tables[0].block)
+        return _kernels().ranks_of(bitmap, self._tables[0].block)
+
+
+def _kernels() -> Any:
+    """Return triton_kernels.weight_sync; `backend.choose` has checked that it can be imported."""
+    module: Any = backends.triton_module()[0]
+    return module.weight_sync
 
 
 def _unit_length(tensor: PlacedTensor, start: int, pattern: str) -> int:
@@ -95,7 +103,7 @@ def _listed(
     run: int,
     pattern: str,
     device: torch.device,
-) -> kernels.IndexTable:
+) -> Table:
     """Build the table of elements or runs for some of the group's tensors."""
     programs, offsets, firsts = [], [], {}
     count = 0
@@ -105,9 +113,9 @@ def _listed(
             numbers = expand_units(numbers, tensors[i].entry.shape, pattern)
         start = group.starts[i]
         slots = torch.arange(start, start + run * numbers.numel(), run, device=device)
-        block = slots // kernels.BLOCK
+        block = slots // _kernels().BLOCK
         # The first unit of each unit's block in this tensor; units begin at multiples of `run`, as blocks do.
-        first_of_block = (block * kernels.BLOCK - start).clamp(min=0) // run
+        first_of_block = (block * _kernels().BLOCK - start).clamp(min=0) // run
         distance = numbers - numbers[first_of_block]
         reach = distance // _REACH
         is_first = torch.ones(numbers.numel(), dtype=torch.bool, device=device)
@@ -121,12 +129,12 @@ def _listed(
         count += numbers.numel()
     rows, parts = _tensor_rows(group, tensors, firsts, device)
     wide = any(tensors[i].entry.matrix[1] + _REACH * run >= _INT32_END for i in members)
-    return kernels.IndexTable(torch.cat(programs), rows, torch.cat(offsets), None, parts, run, 0, wide)
+    return _kernels().IndexTable(torch.cat(programs), rows, torch.cat(offsets), None, parts, run, 0, wide)
 
 
 def _tiled(
     group: Group, tensors: Sequence[PlacedTensor], units: Sequence[Tensor], pattern: str, device: torch.device
-) -> kernels.IndexTable:
+) -> Table:
     """Build the table of a tile mask: its bands, which are the rows of tiles that have active ones."""
     tile = PATTERNS[pattern][0]
     bands, columns = [], []
@@ -148,19 +156,20 @@ def _tiled(
         wide = wide or min(rows_of, tile) * columns_of >= _INT32_END
     last = torch.tensor([[group.nnz, 0, 0]], dtype=torch.int64, device=device)
     table = torch.cat([*bands, last])
-    first_block, last_block = table[:-1, 0] // kernels.TILE_BLOCK, (table[1:, 0] - 1) // kernels.TILE_BLOCK
+    first_block, last_block = table[:-1, 0] // _kernels().TILE_BLOCK, (table[1:, 0] - 1) // _kernels().TILE_BLOCK
     blocks = last_block - first_block + 1
     band = torch.repeat_interleave(torch.arange(blocks.numel(), device=device), blocks)
     block = torch.arange(band.numel(), device=device) - (blocks.cumsum(0) - blocks)[band] + first_block[band]
     rows, parts = _tensor_rows(group, tensors, dict.fromkeys(range(len(tensors)), 0), device)
-    return kernels.IndexTable((block << 32) | band, rows, torch.cat(columns), table, parts, 1, tile, wide)
+    return _kernels().IndexTable((block << 32) | band, rows, torch.cat(columns), table, parts, 1, tile, wide)
 
 
 def _tensor_rows(
     group: Group, tensors: Sequence[PlacedTensor], firsts: Mapping[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return `IndexTable.tensors` and `IndexTable.parts`; tensors without an entry in `firsts` are in another table."""
-    rows, parts = [], []
+    rows: list[list[int]] = []
+    parts: list[list[int]] = []
     for i, tensor in enumerate(tensors):
         begin, primary = len(parts), len(parts) + len(tensor.primary)
         parts += [_part_row(tensor, part) for part in tensor.destinations]
