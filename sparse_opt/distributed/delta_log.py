@@ -97,11 +97,11 @@ class DistributedDeltaLog:
         on_rank_0(lambda: None if log is None else function(log))
 
 
-def on_rank_0(function: Callable[[], T]) -> T | None:
+def on_rank_0(function: Callable[[], T], error_type: type[Exception] = DeltaLogError) -> T | None:
     """Call `function` on rank 0 and return its result there, None on the other ranks. All ranks must call this.
 
     Raises:
-        DeltaLogError: on the other ranks, if `function` raised an error, which rank 0 raises itself.
+        error_type: on the other ranks, if `function` raised an error, which rank 0 raises itself.
     """
     result, failed = None, ["it was interrupted"]
     try:
@@ -114,5 +114,5 @@ def on_rank_0(function: Callable[[], T]) -> T | None:
     finally:
         dist.broadcast_object_list(failed, src=0)
         if dist.get_rank() != 0 and failed[0]:
-            raise DeltaLogError(f"rank 0: {failed[0]}")
+            raise error_type(f"rank 0: {failed[0]}")
     return result

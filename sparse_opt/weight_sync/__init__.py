@@ -19,8 +19,16 @@ updates its active weights have the bits of the trainer's. The remaining weights
 """
 
 from .destinations import Destination
+from .distributed import DistributedWeightSender
 from .message import Message
 from .receiver import WeightReceiver
 from .sender import PendingMessage, WeightSender
 
-__all__ = ["Destination", "Message", "PendingMessage", "WeightReceiver", "WeightSender"]
+__all__ = [
+    "Destination",
+    "DistributedWeightSender",
+    "Message",
+    "PendingMessage",
+    "WeightReceiver",
+    "WeightSender",
+]

@@ -1,0 +1,218 @@
+"""DistributedWeightSender: a sender of the weights of a model that several ranks train, replicated or under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..distributed.delta_log import on_rank_0
+from ..errors import WeightSyncError
+from ..masks import MaskSet
+from ..optim.ranks import sharding
+from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
+from .backend import choose
+from .layout import Group, Layout
+from .sender import Encoding, PendingMessage, WeightSender
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
+
+class DistributedWeightSender:
+    """A `WeightSender` of a model that all ranks of the default process group train; rank 0 has its messages.
+
+    With replicated weights, rank 0 sends its own. Under `fully_shard`, every rank gathers the active elements of its
+    rows, and rank 0 collects them: nnz elements, never whole weights. The messages are those of a `WeightSender` on one
+    device. All ranks must construct it, and call `update`, alike; under `fully_shard` both are collectives.
+
+        sender = DistributedWeightSender(optimizer)
+        channel = ProcessGroupSender(sender, "10.0.0.1:29600")     # on all ranks, as are its methods
+        ...
+        optimizer.step()
+        channel.update()
+
+    Args:
+        source, mask, encoding, backend: see `WeightSender`; the parameters may be DTensors of `fully_shard`.
+
+    Attributes:
+        sender: on rank 0 the sender, whose `mask_message` and `state_message` are not collectives; None on the others.
+
+    Raises:
+        ValueError, MaskError: as `WeightSender`; or a parameter is a DTensor with other placements.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        mask: MaskSet | None = None,
+        *,
+        encoding: Encoding = "auto",
+        backend: str | None = None,
+    ) -> None:
+        if isinstance(source, nn.Module):
+            sharding.reshard(source)
+        self._values: _ShardedValues | None = None
+        self._version = 0
+        self.sender: WeightSender | None = None
+        is_source = dist.get_rank() == 0
+        if any(sharding.is_dtensor(weight) for weight in named_weights(source).values()):
+            self._values = _ShardedValues(source, mask, backend)
+            if is_source:
+                self.sender = WeightSender.of_values(self._values, encoding=encoding)
+            else:
+                self._values.take()
+        elif is_source:
+            self.sender = WeightSender(source, mask, encoding=encoding, backend=backend)
+
+    @property
+    def version(self) -> int:
+        """The version of the weights at the last update, the same on all ranks."""
+        return self._version
+
+    def update(self) -> PendingMessage | None:
+        """Return the message of the next version on rank 0, None on the others. See `WeightSender.update`.
+
+        Raises:
+            WeightSyncError: as `WeightSender.update`.
+        """
+        message = None
+        if self.sender is not None:
+            message = self.sender.update()
+        elif self._values is not None:
+            self._values.take()
+        self._version += 1
+        return message
+
+    def on_rank_0(self, function: Callable[[], object]) -> None:
+        """Call a function on rank 0, and raise its error on all ranks. All ranks must call this.
+
+        Raises:
+            WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself.
+        """
+        on_rank_0(function, WeightSyncError)
+
+
+class _ShardedValues:
+    """The active values of DTensors of `fully_shard`, collected on rank 0; see `active_values.ActiveValues`.
+
+    A rank has consecutive rows of each weight, and therefore a range of its active elements in their order.
+    """
+
+    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None) -> None:
+        self._source = source
+        self.mask = mask_of(source, mask)
+        named = named_weights(source)
+        self.layout = Layout.of(self.mask, named)
+        self._weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
+        mesh, self.device = _mesh_and_device(named)
+        self.backend = choose(self.device, backend)
+        # Under HSDP, ranks of the other groups have the same rows and take no part.
+        self._takes_part = not any(mesh.get_local_rank(i) for i in range(mesh.ndim - 1))
+        self._group = mesh.get_group(mesh.ndim - 1)
+        shards, own = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        cuts = {name: _cuts(name, weight, self.mask[name], shards, own) for name, weight in self._weights.items()}
+        names = {group.dtype: [self.layout.tensors[i].name for i in group.members] for group in self.layout.groups}
+        # For each dtype, by shard and tensor: the number of active elements.
+        self._counts = {
+            dtype: [[cuts[name].active[r + 1] - cuts[name].active[r] for name in of] for r in range(shards)]
+            for dtype, of in names.items()
+        }
+        parts = {name: slice(cut.active[own], cut.active[own + 1]) for name, cut in cuts.items()}
+        indices = {
+            name: self.mask[name][part] - cuts[name].elements[own]
+            for name, part in parts.items()
+            if part.stop > part.start
+        }
+        # Elements, since a shard may begin inside of a tile.
+        local_mask = MaskSet(indices, {name: _local(self._weights[name]).shape for name in indices})
+        self._local = {name: _local(self._weights[name]) for name in indices}
+        self._own = WeightsOf(self._local, local_mask, backend)
+
+    @torch.no_grad()
+    def take(self) -> dict[str, Tensor]:
+        """See `ActiveValues.take`; a collective of the ranks. Returns nothing on ranks other than 0.
+
+        Raises:
+            WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
+        """
+        require_current(self._source, self.mask)
+        if not self._takes_part:
+            return {}
+        for name in self._local:  # a converted or moved model has other memory
+            self._local[name] = _local(self._weights[name])
+        own = self._own.take()
+        whole = {group.dtype: self._collected(own.get(group.dtype), group) for group in self.layout.groups}
+        return {dtype: values for dtype, values in whole.items() if values is not None}
+
+    def _collected(self, own: Tensor | None, group: Group) -> Tensor | None:
+        """Return the values [nnz] of all shards on rank 0, in the layout's order; None on the others."""
+        counts = self._counts[group.dtype]
+        most = max(map(sum, counts))
+        size = group.torch_dtype.itemsize
+        sent = torch.zeros(most * size, dtype=torch.uint8, device=self.device)  # bytes: no backend sends all dtypes
+        if own is not None:
+            sent[: own.nbytes].copy_(own.view(torch.uint8))
+        root = dist.get_rank(self._group) == 0
+        received = [torch.empty_like(sent) for _ in counts] if root else None
+        dist.gather(sent, received, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        if received is None:
+            return None
+        shards = zip(received, counts, strict=True)
+        parts = [iter(data.view(group.torch_dtype)[: sum(of)].split(of)) for data, of in shards]
+        return torch.cat([next(part) for _ in counts[0] for part in parts])
+
+
+class _Cuts(NamedTuple):
+    """Where the shards of a weight begin, and the last one ends: elements of the weight, and active elements."""
+
+    elements: list[int]
+    active: list[int]
+
+
+def _cuts(name: str, weight: Tensor, positions: Tensor, shards: int, own: int) -> _Cuts:
+    """Return the cuts of a weight; one that is not sharded is in shard 0.
+
+    Raises:
+        ValueError: a DTensor is sharded in another way than `fully_shard` does.
+    """
+    numel = weight.numel()
+    if not sharding.is_dtensor(weight):
+        return _Cuts([0] + [numel] * shards, [0] + [positions.numel()] * shards)
+    dtensor: Any = weight
+    *outer, last = dtensor.placements
+    chunk = -(-weight.shape[0] // shards) * (numel // weight.shape[0])  # fully_shard cuts rows as torch.chunk does
+    elements = [min(r * chunk, numel) for r in range(shards + 1)]
+    if not all(p.is_replicate() for p in outer) or not last.is_shard(0):
+        raise ValueError(
+            f"{name!r} is a DTensor with placements {dtensor.placements}, expected Shard(0) as of fully_shard"
+        )
+    if _local(weight).numel() != elements[own + 1] - elements[own]:
+        found = f"{name!r} has {_local(weight).numel()} elements in shard {own}"
+        raise ValueError(f"{found}, expected {elements[own + 1] - elements[own]}")
+    ends = torch.tensor(elements, dtype=positions.dtype, device="cpu")
+    return _Cuts(elements, torch.searchsorted(positions, ends).tolist())
+
+
+def _mesh_and_device(named: Mapping[str, Tensor]) -> tuple[DeviceMesh, torch.device]:
+    """Return the mesh of the sharded weights and the device of their shards.
+
+    Raises:
+        ValueError: they are on several meshes, or rank 0 is not the first of the mesh.
+    """
+    dtensors: list[Any] = [weight for weight in named.values() if sharding.is_dtensor(weight)]
+    meshes = {dtensor.device_mesh for dtensor in dtensors}
+    if len(meshes) > 1:
+        raise ValueError("the weights are sharded over several device meshes, expected one")
+    mesh: DeviceMesh = meshes.pop()
+    if int(mesh.mesh.flatten()[0]) != 0:
+        raise ValueError(f"the weights are sharded over {mesh}, expected a mesh that begins with rank 0")
+    return mesh, _local(dtensors[0]).device
+
+
+def _local(weight: Tensor) -> Tensor:
+    dtensor: Any = weight
+    return dtensor.detach().to_local() if sharding.is_dtensor(weight) else weight.detach()
