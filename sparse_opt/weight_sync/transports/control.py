@@ -1,0 +1,181 @@
+"""The control connection of a transport: which receivers there are, what each one needs, and what it has applied.
+
+The sender hosts a `torch.distributed.TCPStore`; each receiver connects to it. Both may already be in process groups of
+their own, which are neither used nor changed. A receiver joins at any time by taking the next number. The sender writes
+one command after the other into the receiver's inbox, and the receiver answers each with one reply:
+
+    receivers                count of the receivers that have joined
+    receiver/{r}             JSON: the receiver's name
+    inbox/{r}/{n}            JSON: command n
+    reply/{r}/{n}            JSON: the reply to command n
+
+    {"do": "status"}         -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
+    {"do": "message", "header": the message's header, "last": ..., and what the transport adds}
+                             -> as for status; or {"failed": why the tensors did not arrive}; or {"refused": the error}
+    {"do": "close"}          -> {}
+
+Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private
+network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import WeightSyncError
+from ...tensors import compact_json
+
+_SHORTEST_POLL, _LONGEST_POLL = 0.0002, 0.005  # seconds
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port". Raises ValueError for anything else."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 65536):
+        raise ValueError(f"address is {address!r}, expected host:port")
+    return host, int(port)
+
+
+class ControlServer:
+    """The sender's end: sends commands to the receivers that have joined, and collects their replies.
+
+    Attributes:
+        address: host:port that receivers connect to; the port is a free one if it was given as 0.
+        names: number of a receiver -> its name, for those that have joined and are not lost.
+    """
+
+    def __init__(self, address: str, timeout: float) -> None:
+        host, port = split_address(address)
+        self.timeout = timeout
+        try:
+            self.store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(f"cannot listen on {address}: {_first_line(error)}") from error
+        self.address = f"{host}:{self.store.port}"
+        self.names: dict[int, str] = {}
+        self._known = 0
+        self._sent: dict[int, int] = {}
+
+    def discover(self) -> None:
+        """Add the receivers that have joined since the last call to `names`."""
+        joined = self.store.add("receivers", 0)
+        for number in range(self._known + 1, joined + 1):
+            key = f"receiver/{number}"
+            if _appears(self.store, key, time.monotonic() + self.timeout):
+                self.names[number] = str(json.loads(self.store.get(key))["name"])
+                self._sent[number] = 0
+        self._known = joined
+
+    def post(self, receivers: Iterable[int], command: dict[str, Any]) -> None:
+        """Send one command to several receivers."""
+        text = compact_json(command)
+        for number in receivers:
+            self.store.set(f"inbox/{number}/{self._sent[number]}", text)
+            self._sent[number] += 1
+
+    def collect(self, receivers: Iterable[int], timeout: float) -> dict[int, dict[str, Any]]:
+        """Return the replies to the command posted last; receivers that have not replied in time are missing."""
+        deadline = time.monotonic() + timeout
+        replies = {}
+        for number in receivers:
+            key = f"reply/{number}/{self._sent[number] - 1}"
+            if _appears(self.store, key, deadline):
+                replies[number] = json.loads(self.store.get(key))
+                self.store.delete_key(key)
+        return replies
+
+    def drop(self, number: int) -> str:
+        """Forget a lost receiver and return its name. If it is alive, it joins again when it reads its inbox."""
+        self.post([number], {"do": "rejoin"})
+        del self._sent[number]
+        return self.names.pop(number)
+
+
+class ControlClient:
+    """A receiver's end: takes commands in order and replies to them.
+
+    Attributes:
+        number: of the receiver, from 1 on; ascending in the order of joining.
+        name: host, process and number, or the name given; errors of the sender name the receiver by it.
+    """
+
+    def __init__(self, address: str, timeout: float, name: str | None) -> None:
+        host, port = split_address(address)
+        self.address, self.timeout = address, timeout
+        try:
+            self.store = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"no sender of weights responds at {address} within {timeout:g} s: {_first_line(error)}"
+            ) from error
+        self.name = name or f"{socket.gethostname()}, process {os.getpid()}"
+        self.join()
+
+    def join(self) -> None:
+        """Take a number of its own, with an empty inbox."""
+        try:
+            self.number = self.store.add("receivers", 1)
+            self.store.set(f"receiver/{self.number}", compact_json({"name": self.name}))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._taken = 0
+
+    def next(self, timeout: float) -> dict[str, Any]:
+        """Wait for the next command and return it.
+
+        Raises:
+            WeightSyncError: no command has come within `timeout` seconds, or the sender is lost.
+        """
+        key = f"inbox/{self.number}/{self._taken}"
+        text = None
+        try:
+            if _appears(self.store, key, time.monotonic() + timeout):
+                text = self.store.get(key)
+                self.store.delete_key(key)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        if text is None:
+            raise WeightSyncError(f"no message from the sender at {self.address} within {timeout:.3g} s")
+        self._taken += 1
+        command: dict[str, Any] = json.loads(text)
+        return command
+
+    def reply(self, content: dict[str, Any]) -> None:
+        """Reply to the command taken last. Raises WeightSyncError if the sender is lost."""
+        try:
+            self.store.set(f"reply/{self.number}/{self._taken - 1}", compact_json(content))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> WeightSyncError:
+        return WeightSyncError(f"the sender at {self.address} is lost: {_first_line(error)}")
+
+
+def _appears(store: dist.Store, key: str, deadline: float) -> bool:
+    """Wait until a key is in the store, at most until `deadline` (`time.monotonic`), and return whether it is.
+
+    Polls, since `Store.wait` cannot be interrupted and logs a warning at every timeout.
+    """
+    pause = _SHORTEST_POLL
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL)
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,220 @@
+"""The transport by CUDA IPC, between processes of one host: the receivers copy from the sender's GPU memory.
+
+`share` and `open_shared` turn a message into JSON that any connection can carry, such as a request to an inference
+server. `CudaIpcSender` and `CudaIpcReceiver` use the control connection of the other transports.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from ...errors import WeightSyncError
+from ..distributed import DistributedWeightSender
+from ..message import Message
+from ..sender import WeightSender
+from .channel import ReceiverChannel, SenderChannel, empty_tensors
+
+_ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
+
+
+class SharedMessage:
+    """A message in one buffer of GPU memory that other processes of the host can open.
+
+    Keep this object until every process has opened the message and released its tensors.
+
+    Raises:
+        WeightSyncError: a tensor of the message is not on a CUDA GPU; names it.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self._header = message.header()
+        for name, tensor in message.tensors.items():
+            if not tensor.is_cuda:
+                raise WeightSyncError(f"{name} of the message is on {tensor.device}, expected a CUDA GPU for CUDA IPC")
+        self._buffer = _packed(list(message.tensors.values()))
+        if self._buffer is not None:
+            torch.cuda.current_stream(self._buffer.device).synchronize()
+
+    def descriptor(self) -> dict[str, Any]:
+        """Return what `open_shared` takes, as JSON values; a new one for each process that opens the message."""
+        if self._buffer is None:
+            return {"header": self._header, "memory": None}
+        # The arguments of rebuild_cuda_tensor but the classes, sizes and dtype, which `open_shared` knows.
+        _, arguments = reduce_tensor(self._buffer)
+        handle, nbytes, offset = arguments[7:10]
+        counter, counter_offset, event, event_sync = arguments[11:15]
+        memory = {
+            "device": _uuid(self._buffer.device.index),
+            "numel": self._buffer.numel(),
+            "first": self._buffer.storage_offset(),
+            "handle": _text(handle),
+            "nbytes": nbytes,
+            "offset": offset,
+            "counter": _text(counter),
+            "counter_offset": counter_offset,
+            "event": _text(event),
+            "event_sync": event_sync,
+        }
+        return {"header": self._header, "memory": memory}
+
+
+def open_shared(descriptor: Mapping[str, Any]) -> Message:
+    """Return the message of another process on this host. Its tensors are views of that process's GPU memory.
+
+    Release them, by deleting the message, when they were applied and the GPU has finished.
+
+    Args:
+        descriptor: as `SharedMessage.descriptor` returned it, also after JSON; only for this process.
+
+    Raises:
+        WeightSyncError: this process does not see the GPU, or the descriptor or the message is malformed.
+    """
+    try:
+        header, memory = descriptor["header"], descriptor["memory"]
+        specs = empty_tensors(header, torch.device("meta"))
+        if memory is None:
+            return Message.from_header(header, empty_tensors(header, torch.device("cuda")))
+        device = _device_of(memory["device"])
+        buffer = rebuild_cuda_tensor(
+            Tensor,
+            (memory["numel"],),
+            (1,),
+            memory["first"],
+            torch.UntypedStorage,
+            torch.uint8,
+            device,
+            _bytes(memory["handle"]),
+            memory["nbytes"],
+            memory["offset"],
+            False,
+            _bytes(memory["counter"]),
+            memory["counter_offset"],
+            _bytes(memory["event"]),
+            memory["event_sync"],
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        if isinstance(error, WeightSyncError):
+            raise
+        raise WeightSyncError(f"the descriptor of a message by CUDA IPC is malformed: {error!r}") from error
+    starts, end = _starts(list(specs.values()))
+    if end != buffer.numel():
+        raise WeightSyncError(f"a message by CUDA IPC has {buffer.numel()} bytes, expected {end} by its header")
+    tensors = {
+        name: buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+        for (name, spec), start in zip(specs.items(), starts, strict=True)
+    }
+    return Message.from_header(header, tensors)
+
+
+class CudaIpcSender(SenderChannel):
+    """Sends the weights of a trainer to receivers on the same host, which copy them from this process's GPU.
+
+    See `SenderChannel` for the methods. The memory of a message is kept until all receivers have replied.
+
+    Args:
+        weights, address, timeout: see `SenderChannel`.
+        device: GPU for the messages; default: the current one.
+    """
+
+    def __init__(
+        self,
+        weights: WeightSender | DistributedWeightSender,
+        address: str,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self._device = torch.device(device or torch.device("cuda", torch.cuda.current_device()))
+        super().__init__(weights, address, timeout=timeout)
+        self._shared: SharedMessage | None = None
+
+    @property
+    def _transport(self) -> str:
+        return "CUDA IPC"
+
+    def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
+        tensors = {name: tensor.to(self._device) for name, tensor in message.tensors.items()}
+        self._shared = SharedMessage(Message.from_header(message.header(), tensors))
+        return {"shared": {str(r): self._shared.descriptor() for r in receivers}}
+
+    def _transfer(self, message: Message) -> str | None:
+        return None
+
+    def _after(self, message: Message, *, complete: bool) -> None:
+        self._shared = None
+        torch.cuda.ipc_collect()
+
+    def _end(self) -> None:
+        self._shared = None
+
+
+class CudaIpcReceiver(ReceiverChannel):
+    """Receives the weights of a `CudaIpcSender` on the same host. See `ReceiverChannel` for the methods.
+
+    Args:
+        weights, address, timeout, name: see `ReceiverChannel`. The process must see the sender's GPU; the receiver's
+            weights may be on another one.
+    """
+
+    @property
+    def _transport(self) -> str:
+        return "CUDA IPC"
+
+    def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
+        shared = open_shared(command["shared"][str(self._control.number)]).tensors
+        tensors = {name: tensor.clone() for name, tensor in shared.items()}
+        for device in {tensor.device for tensor in shared.values()}:
+            torch.cuda.current_stream(device).synchronize()
+        return tensors
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Copy tensors into one buffer of bytes; None without any bytes."""
+    starts, end = _starts(tensors)
+    if end == 0:
+        return None
+    buffer = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
+    for tensor, start in zip(tensors, starts, strict=True):
+        buffer[start : start + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    return buffer
+
+
+def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return where each tensor begins in the buffer, and the buffer's size, in bytes."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _device_of(uuid: str) -> int:
+    """Return this process's number of a GPU, which may differ from that of another process."""
+    seen = [_uuid(i) for i in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise WeightSyncError(
+            f"the message is on GPU {uuid}, which this process does not see (it sees {', '.join(seen) or 'none'}): "
+            "CUDA IPC needs the same host, and the GPU in CUDA_VISIBLE_DEVICES"
+        )
+    return seen.index(uuid)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

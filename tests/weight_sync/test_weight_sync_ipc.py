@@ -1,0 +1,75 @@
+"""The transport by CUDA IPC: a receiver in another process copies from this one's GPU memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from samples import change, clones, make_weights, same_bits
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import WeightSyncError
+from sparse_opt.weight_sync import WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import CudaIpcReceiver, CudaIpcSender, SharedMessage, open_shared
+
+VERSIONS = 3
+
+
+def test_a_message_on_the_cpu_is_refused() -> None:
+    weights = make_weights("mixed")
+    sender = WeightSender(weights, MaskSet.random(weights, density=0.3))
+    with pytest.raises(WeightSyncError, match="bfloat16.values of the message is on cpu, expected a CUDA GPU"):
+        SharedMessage(sender.state_message())
+
+
+def test_a_gpu_that_this_process_does_not_see_is_named() -> None:
+    weights = make_weights("mixed")
+    header = WeightSender(weights, MaskSet.random(weights, density=0.3)).state_message().header()
+    with pytest.raises(WeightSyncError, match="on GPU 0000, which this process does not see"):
+        open_shared({"header": header, "memory": {"device": "0000"}})
+    with pytest.raises(WeightSyncError, match="the descriptor .* is malformed: KeyError"):
+        open_shared({"header": header})
+
+
+@pytest.mark.gpu
+def test_a_receiver_in_another_process_has_the_senders_bits(tmp_path: Path) -> None:
+    weights = make_weights("mixed", "cuda")
+    mask = MaskSet.random(weights, density=0.3)
+    channel = CudaIpcSender(WeightSender(weights, mask), "127.0.0.1:0")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    process = subprocess.Popen([sys.executable, __file__, channel.address, str(tmp_path)], env=environment)
+    try:
+        channel.wait_for_receivers(1, 60)
+        for version in range(1, VERSIONS + 1):
+            change(weights, mask, 0.1, seed=version)
+            assert channel.update() == version
+        channel.close()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    received = torch.load(tmp_path / "weights")
+    assert received["versions"] == list(range(VERSIONS + 1))
+    assert same_bits(clones({name: w.cpu() for name, w in weights.items()}), received["weights"])
+
+
+@pytest.mark.gpu
+def test_a_descriptor_is_json() -> None:
+    weights = make_weights("bf16", "cuda")
+    shared = SharedMessage(WeightSender(weights, MaskSet.random(weights, density=0.3)).state_message())
+    assert json.loads(json.dumps(shared.descriptor())).keys() == {"header", "memory"}
+
+
+if __name__ == "__main__":
+    address, folder = sys.argv[1:]
+    copy = make_weights("mixed", "cuda")
+    receiver = CudaIpcReceiver(WeightReceiver(copy), address)
+    versions = []
+    while (version := receiver.receive()) is not None:
+        versions.append(version)
+    torch.save({"versions": versions, "weights": {n: w.cpu() for n, w in copy.items()}}, Path(folder) / "weights")

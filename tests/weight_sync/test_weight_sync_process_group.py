@@ -1,0 +1,264 @@
+"""The transport by a process group (gloo): several receivers, late, lost, refusing and restarted ones, lost senders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from samples import bits, change, clones, make_weights, same_bits
+from torch import Tensor
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import WeightSyncError
+from sparse_opt.weight_sync import WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
+from sparse_opt.weight_sync.transports.control import ControlClient
+
+Weights = dict[str, Tensor]
+PATIENCE = 20.0  # seconds that no test waits in full unless it fails
+
+
+def weights_and_mask(pattern: str = "element") -> tuple[Weights, MaskSet]:
+    weights = make_weights("mixed")
+    return weights, MaskSet.random(weights, density=0.3, pattern=pattern)
+
+
+def with_other_values(weights: Weights, mask: MaskSet) -> Weights:
+    """A copy that differs from the weights in every active element."""
+    copy = clones(weights)
+    for name, positions in mask.indices.items():
+        bits(copy[name])[positions.long()] ^= 1
+    return copy
+
+
+class Follower(threading.Thread):
+    """A receiver that takes every version until the sender closes; `versions` and `errors` are what it has met."""
+
+    def __init__(self, address: str, weights: Weights, name: str, *, timeout: float = PATIENCE) -> None:
+        super().__init__(daemon=True)
+        self.weights, self.versions, self.errors = weights, list[int](), list[str]()
+        self.channel = ProcessGroupReceiver(WeightReceiver(weights), address, timeout=timeout, name=name)
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                version = self.channel.receive(PATIENCE)
+            except WeightSyncError as error:
+                self.errors.append(str(error))
+                if len(self.errors) > 3:
+                    return
+                continue
+            if version is None:
+                return
+            self.versions.append(version)
+
+    def ended(self) -> bool:
+        self.join(PATIENCE)
+        return not self.is_alive()
+
+
+@contextmanager
+def sending(weights: WeightSender, *, timeout: float = PATIENCE) -> Iterator[ProcessGroupSender]:
+    channel = ProcessGroupSender(weights, "127.0.0.1:0", timeout=timeout)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def test_two_receivers_and_a_late_one_have_the_senders_bits() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask)) as channel:
+        first = Follower(channel.address, clones(weights), "first")
+        other = Follower(channel.address, with_other_values(weights, mask), "other weights")
+        channel.wait_for_receivers(2, PATIENCE)
+        assert sorted(channel.receivers) == ["first", "other weights"]
+        assert same_bits(weights, first.weights) and same_bits(weights, other.weights)
+        for version, share in enumerate([0.01, 1.0, 0.0, 0.2], start=1):
+            if version == 3:
+                late = Follower(channel.address, with_other_values(weights, mask), "late")
+            change(weights, mask, share, seed=version)
+            assert channel.update() == version
+            assert same_bits(weights, first.weights) and same_bits(weights, other.weights)
+            assert version < 3 or same_bits(weights, late.weights)
+    assert first.ended() and other.ended() and late.ended()
+    assert (first.versions, other.versions, late.versions) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [3, 4])
+    assert first.errors == other.errors == late.errors == []
+
+
+def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
+    weights, mask = weights_and_mask("run16")
+    sender = WeightSender(weights, mask)
+    with sending(sender) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+        change(weights, mask, 0.1, seed=1)
+        sender.update()  # an update that nobody receives
+        change(weights, mask, 0.1, seed=2)
+        assert channel.update() == 2
+        assert same_bits(weights, follower.weights)
+        for name, tensor in with_other_values(weights, mask).items():  # an engine that has loaded its weights again
+            follower.weights[name].copy_(tensor)
+        follower.channel.request_state()
+        assert channel.update() == 3
+        assert same_bits(weights, follower.weights)
+    assert follower.ended() and follower.versions == [0, 2, 3] and not follower.errors
+
+
+def test_a_refusal_is_raised_on_both_ends_and_followed_by_a_state() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask)) as channel:
+        good = Follower(channel.address, clones(weights), "good")
+        changed = Follower(channel.address, clones(weights), "changed")
+        channel.wait_for_receivers(2, PATIENCE)
+        for name, tensor in with_other_values(weights, mask).items():  # by others: the next bitmap does not fit
+            changed.weights[name].copy_(tensor)
+        before = clones(changed.weights)
+        change(weights, mask, 0.05, seed=1)
+        with pytest.raises(WeightSyncError, match="^version 1: changed refused it: .*digest"):
+            channel.update()
+        assert same_bits(weights, good.weights) and same_bits(before, changed.weights)
+        change(weights, mask, 0.05, seed=2)
+        assert channel.update() == 2
+        assert same_bits(weights, good.weights) and same_bits(weights, changed.weights)
+    assert good.ended() and changed.ended()
+    assert (good.versions, changed.versions) == ([0, 1, 2], [0, 2])
+    assert len(changed.errors) == 1 and "digest" in changed.errors[0]
+
+
+def test_a_receiver_that_lacks_a_weight_is_named() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask)) as channel:
+        good = Follower(channel.address, clones(weights), "good")
+        lacking = Follower(channel.address, {"a": weights["a"].clone()}, "lacking")
+        with pytest.raises(WeightSyncError, match="^version 0: lacking refused it: .*'b'"):
+            channel.wait_for_receivers(2, PATIENCE)
+    assert good.ended() and lacking.ended()
+    assert (good.versions, lacking.versions) == ([0], [])
+    assert len(lacking.errors) == 1 and "'b'" in lacking.errors[0]
+
+
+def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_message() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask), timeout=1.5) as channel:
+        good = Follower(channel.address, clones(weights), "good")
+        channel.wait_for_receivers(1, PATIENCE)
+        change(weights, mask, 0.1, seed=1)
+
+        def reply_once() -> None:
+            """Say that the weights are at version 0, and never join the broadcast."""
+            client = ControlClient(channel.address, PATIENCE, "half-dead")
+            assert client.next(PATIENCE)["do"] == "status"
+            client.reply({"mask": mask.digest, "version": 0, "state": False})
+
+        threading.Thread(target=reply_once, daemon=True).start()
+        while len(channel.receivers) < 2:
+            time.sleep(0.01)
+        with pytest.raises(WeightSyncError, match="^version 1: half-dead has not replied within 1.5 s$"):
+            channel.update()
+        assert same_bits(weights, good.weights)
+        change(weights, mask, 0.1, seed=2)
+        assert channel.update() == 2
+        assert channel.receivers == ("good",) and same_bits(weights, good.weights)
+    assert good.ended() and good.versions == [0, 1, 2] and not good.errors
+
+
+def other_process(role: str, address: str, folder: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    with open(folder / role, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, __file__, role, address], env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def test_killed_processes_are_named(tmp_path: Path) -> None:
+    """A receiver, then the sender, in processes that no signal handler tidies up."""
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask), timeout=2.0) as channel:
+        process = other_process("receiver", channel.address, tmp_path)
+        sender = other_process("sender", "127.0.0.1:0", tmp_path)
+        try:
+            good = Follower(channel.address, clones(weights), "good")
+            channel.wait_for_receivers(2, 60)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            change(weights, mask, 0.1, seed=1)
+            with pytest.raises(WeightSyncError, match="^version 1: in another process has not replied within 2 s$"):
+                channel.update()
+            assert channel.receivers == ("good",) and same_bits(weights, good.weights)
+            change(weights, mask, 0.1, seed=2)
+            begin = time.monotonic()
+            assert channel.update() == 2 and time.monotonic() - begin < 2
+            assert same_bits(weights, good.weights)
+            address = address_printed(tmp_path / "sender")
+            orphan = ProcessGroupReceiver(WeightReceiver(clones(weights)), address, timeout=PATIENCE)
+            assert orphan.receive(PATIENCE) == 0
+            threading.Timer(0.2, sender.send_signal, [signal.SIGKILL]).start()
+            begin = time.monotonic()
+            with pytest.raises(WeightSyncError, match=f"^the sender at {address} is lost"):
+                orphan.receive(60)
+            assert time.monotonic() - begin < 30
+        finally:
+            for started in (process, sender):
+                started.kill()
+                started.wait()
+    assert good.ended() and good.versions == [0, 1, 2] and not good.errors
+
+
+def address_printed(path: Path) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = [line for line in path.read_text().splitlines() if line.startswith("127.0.0.1:")]
+        if lines:
+            return lines[0]
+        time.sleep(0.05)
+    raise AssertionError(path.read_text())
+
+
+def test_nobody_waits_forever() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask), timeout=0.5) as channel:
+        with pytest.raises(
+            WeightSyncError, match=r"^0 receivers have joined at 127.0.0.1:\d+ within 0.1 s, expected 1"
+        ):
+            channel.wait_for_receivers(1, timeout=0.1)
+        idle = ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=0.5, name="idle")
+        with pytest.raises(WeightSyncError, match="^no message from the sender at 127.0.0.1:.* within 0.1 s"):
+            idle.receive(timeout=0.1)
+        with pytest.raises(WeightSyncError, match="^version 0: idle has not replied within 0.5 s"):
+            channel.wait_for_receivers(1, timeout=1)  # idle does not receive
+        address = channel.address
+        thread = threading.Thread(target=lambda: channel.wait_for_receivers(1, PATIENCE), daemon=True)
+        thread.start()
+        assert idle.receive(PATIENCE) == 0  # it joins again by itself
+        thread.join(PATIENCE)
+        idle.close()
+    with pytest.raises(WeightSyncError, match=f"^no sender of weights responds at {address} within 0.5 s"):
+        ProcessGroupReceiver(WeightReceiver(weights), address, timeout=0.5)
+    with pytest.raises(ValueError, match="address is 'host', expected host:port"):
+        ProcessGroupReceiver(WeightReceiver(weights), "host")
+    with pytest.raises(ValueError, match="backend is 'mpi', expected gloo or nccl"):
+        ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", backend="mpi")
+
+
+if __name__ == "__main__":
+    role, address = sys.argv[1:]
+    weights, mask = weights_and_mask()
+    if role == "receiver":
+        receiver = ProcessGroupReceiver(WeightReceiver(weights), address, name="in another process")
+        while receiver.receive() is not None:
+            pass
+    else:
+        channel = ProcessGroupSender(WeightSender(weights, mask), address)
+        print(channel.address, flush=True)
+        channel.wait_for_receivers(1)
+        time.sleep(60)

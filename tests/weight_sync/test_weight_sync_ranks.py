@@ -1,0 +1,153 @@
+"""Senders on several ranks, replicated and sharded: their messages are, byte for byte, those of one device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import BACKENDS, device, launch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.errors import WeightSyncError
+from sparse_opt.weight_sync import DistributedWeightSender, Message, PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import ProcessGroupSender
+
+
+class Uneven(nn.Module):
+    """Rows that do not split evenly: 130, 7, 5 and 1; a tied head; two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(130, 70)
+        self.hidden = nn.Linear(70, 7)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.out = nn.Linear(7, 5, dtype=torch.bfloat16)
+        self.head = nn.Linear(70, 130, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.out((self.hidden(self.embedding(rows)) * self.scale).bfloat16())
+
+
+def whole_weights(pattern: str) -> tuple[Uneven, MaskSet]:
+    torch.manual_seed(0)
+    model = Uneven()
+    mask = MaskSet.random(model, density=0.4, pattern=pattern)
+    indices = dict(mask.indices)
+    if pattern == "element":
+        indices["scale"] = torch.tensor([0])
+        indices["hidden.bias"] = torch.tensor([], dtype=torch.int32)
+        low = indices["embedding.weight"]
+        indices["embedding.weight"] = low[low < 20 * 70]  # all in the first shard
+    return model, MaskSet(indices, mask.shapes, pattern=pattern)
+
+
+def changed(weight: Tensor, active: Tensor, share: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    moved = active & (torch.rand(weight.shape, generator=generator) < share)
+    return torch.where(moved, weight + torch.randn(weight.shape, generator=generator).to(weight.dtype), weight)
+
+
+def content(message: Message | PendingMessage) -> tuple[object, bytes]:
+    """The header of a message's file, whose metadata are in random order, and all bytes after it."""
+    data = message.to_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def same_messages(rank: int, pattern: str, sharding: str) -> None:
+    model, mask = whole_weights(pattern)
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    one = WeightSender(whole, mask)
+    model.to(device())
+    if sharding != "replicate":
+        sizes = (2, 1) if sharding == "hsdp" else (dist.get_world_size(),)
+        mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        for part in (model.hidden, model.out, model):
+            fully_shard(part, mesh=mesh)
+    sender = DistributedWeightSender(model, mask)
+    assert (sender.sender is None) == (rank > 0)
+    if sender.sender is not None:
+        assert content(sender.sender.mask_message()) == content(one.mask_message())
+        assert content(sender.sender.state_message()) == content(one.state_message())
+    for version, share in enumerate([0.02, 1.0, 0.0], start=1):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                whole[name].copy_(changed(whole[name], mask.bool(name), share, version))
+                new = whole[name].to(device())
+                if sharding != "replicate":
+                    new = distribute_tensor(new, parameter.device_mesh, parameter.placements)
+                parameter.copy_(new)
+        message, expected = sender.update(), one.update()
+        assert sender.version == version
+        if rank == 0:
+            assert message is not None and content(message) == content(expected)
+        else:
+            assert message is None
+
+
+def two_shards_or_replicas(rank: int) -> None:
+    for pattern in ("element", "run16", "tile64"):
+        same_messages(rank, pattern, "fsdp")
+    same_messages(rank, "element", "hsdp")
+    same_messages(rank, "element", "replicate")
+
+
+@BACKENDS
+def test_the_messages_of_two_ranks(backend: str) -> None:
+    launch(two_shards_or_replicas, 2, backend=backend)
+
+
+def three_shards(rank: int) -> None:
+    same_messages(rank, "element", "fsdp")
+    same_messages(rank, "tile64", "fsdp")
+    an_optimizer_under_fsdp(rank)
+    errors_on_every_rank(rank)
+
+
+def an_optimizer_under_fsdp(rank: int) -> None:
+    """Trained, with sends between the steps; the receiver has the bits of the trained weights."""
+    model, mask = whole_weights("element")
+    copy = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    receiver = WeightReceiver(copy)
+    for part in (model.hidden, model.out, model):
+        fully_shard(part)
+    optimizer = SparseAdamW(model, mask, lr=0.1)
+    sender = DistributedWeightSender(optimizer)
+    if sender.sender is not None:
+        assert receiver.receive(sender.sender.mask_message()) == 0
+    for version in range(1, 4):
+        generator = torch.Generator().manual_seed(10 * version + rank)
+        rows = torch.randint(130, (4, 3), generator=generator)
+        model(rows).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        message = sender.update()  # the root's parameters are unsharded at this point
+        if message is not None:
+            assert receiver.receive(message.wait()) == version
+    with pytest.raises(WeightSyncError, match="base weights"), optimizer.base_weights():
+        sender.update()
+    for name, parameter in zip(copy, dict(model.named_parameters()).values(), strict=True):
+        full = parameter.full_tensor()
+        if rank == 0:
+            assert torch.equal(full.view(-1).view(torch.uint8), copy[name].view(-1).view(torch.uint8)), name
+
+
+def errors_on_every_rank(rank: int) -> None:
+    model, mask = whole_weights("element")
+    channel = ProcessGroupSender(DistributedWeightSender(model, mask), "127.0.0.1:0", timeout=5)
+    assert (channel.address == "") == (rank > 0)
+    with pytest.raises(WeightSyncError, match="^0 receivers" if rank == 0 else "^rank 0: 0 receivers"):
+        channel.wait_for_receivers(1, timeout=0.1)
+    assert channel.update() == 1
+    channel.close()
+
+
+def test_the_messages_of_three_ranks_and_their_errors() -> None:
+    launch(three_shards, 3)
