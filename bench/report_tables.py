@@ -27,6 +27,7 @@ from .kernels.table import targets
 from .training import trl_memory
 from .training.baseline import report as baseline_report
 from .training.delta_logging import report as logging_report
+from .weight_sync import report as weight_sync_report
 
 DOCUMENT, RESULTS = Path("docs/performance_tables.md"), Path("bench/results")
 DOCUMENTS = (
@@ -35,6 +36,7 @@ DOCUMENTS = (
     Path("docs/integrations.md"),
     Path("docs/delta_logs.md"),
     Path("docs/distributed.md"),
+    Path("docs/weight_sync.md"),
 )
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
@@ -259,6 +261,11 @@ distributed_table = _if_measured(
     lambda report: f" {distributed_report.text(report, markdown=True)}",
     "Not measured yet: `sparse-opt bench distributed` on several GPUs.",
 )
+weight_sync_table = _if_measured(
+    "weight_sync.json",
+    lambda report: f" {weight_sync_report.text(report, markdown=True)}",
+    "Not measured yet: `sparse-opt bench weight_sync` on two GPUs.",
+)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -277,6 +284,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **delta_tables,
     "delta_logging": delta_logging_table,
     "distributed": distributed_table,
+    "weight_sync": weight_sync_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,
 }

@@ -58,6 +58,8 @@ class IndexTable(NamedTuple):
     run: int  # elements of a unit
     tile: int  # height of a tile; 0 for elements and runs
     wide: bool  # offsets in a program's rows exceed int32
+    element_size: int  # bytes
+    single: bool  # no tensor has more than one destination
 
     @property
     def grid(self) -> tuple[int]:
@@ -81,12 +83,32 @@ def _mixed(numbers, bits):
 
 
 @triton.jit
-def _located(
-    programs, tensors, units, bands, BLOCK: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr
-):
-    """(block, slots [BLOCK], mask [BLOCK], row of the tensor's table, start, offset [BLOCK]) of this program.
+def _marked(bitmap, block, bits, BLOCK: tl.constexpr):
+    """[BLOCK] int32, 0 or 1: the bits of a block of a bitmap that has `bits` of them."""
+    lane = tl.arange(0, BLOCK)
+    byte = tl.load(bitmap + block * (BLOCK // 8) + lane // 8, mask=block * BLOCK + lane < bits, other=0)
+    return (byte.to(tl.int32) >> (lane % 8)) & 1
 
-    The slots' positions in the flattened tensor are start + offset; start is at the beginning of a row, or in it.
+
+@triton.jit
+def _located(
+    programs,
+    tensors,
+    units,
+    bands,
+    bitmap,
+    bits,
+    MARKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """(block, slots, mask, marks, row of the tensor's table, start, offset) of this program; four are [BLOCK].
+
+    The slots' positions in the flattened tensor are start + offset; start is at the beginning of a row, or in it. With
+    MARKED, `mask` has only the slots that the bitmap marks, and `marks` the bits (0 or 1) of the whole block; otherwise
+    `marks` is 0.
     """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -97,6 +119,10 @@ def _located(
         block = begin // BLOCK
         slots = block * BLOCK + lane
         mask = (slots >= begin) & (slots < begin + (packed & 0xFFFFFFFF))
+        marks = tl.zeros((BLOCK,), dtype=tl.int32)
+        if MARKED:
+            marks = _marked(bitmap, block, bits, BLOCK)
+            mask = mask & (marks != 0)
         at = tensors + (packed >> 32) * TENSOR_COLUMNS
         slot = slots - tl.load(at + 1)
         unit = tl.load(units + tl.load(at + 2) + slot // RUN, mask=mask, other=0, eviction_policy="evict_first")
@@ -111,6 +137,10 @@ def _located(
         first = tl.load(band)
         slots = block * BLOCK + lane
         mask = (slots >= first) & (slots < tl.load(band + 3))
+        marks = tl.zeros((BLOCK,), dtype=tl.int32)
+        if MARKED:
+            marks = _marked(bitmap, block, bits, BLOCK)
+            mask = mask & (marks != 0)
         shape = tl.load(band + 1)
         width = shape & 0xFFFFFFFF
         places = tl.load(band + 2)
@@ -126,7 +156,7 @@ def _located(
         tile = tl.load(units + (places >> 32) + column // TILE, mask=mask, other=0)
         offset = row.to(columns.dtype) * columns + tile * TILE + (column % TILE).to(tl.int32)
         start = (shape >> 32) * tl.load(at)
-    return block, slots, mask, at, start, offset
+    return block, slots, mask, marks, at, start, offset
 
 
 @triton.jit
@@ -153,14 +183,6 @@ def _addresses(part, columns, start, offset, mask, BITS: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def _marked(bitmap, block, bits, BLOCK: tl.constexpr):
-    """[BLOCK] int32, 0 or 1: the bits of a block of a bitmap that has `bits` of them."""
-    lane = tl.arange(0, BLOCK)
-    byte = tl.load(bitmap + block * (BLOCK // 8) + lane // 8, mask=block * BLOCK + lane < bits, other=0)
-    return (byte.to(tl.int32) >> (lane % 8)) & 1
-
-
-@triton.jit
 def _weight_take_kernel(
     programs,
     tensors,
@@ -174,7 +196,9 @@ def _weight_take_kernel(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    _, slots, mask, at, start, offset = _located(programs, tensors, units, bands, BLOCK, RUN, TILE, WIDE)
+    _, slots, mask, _, at, start, offset = _located(
+        programs, tensors, units, bands, None, 0, False, BLOCK, RUN, TILE, WIDE
+    )
     columns = tl.load(at)
     value = tl.zeros((BLOCK,), dtype=BITS)
     for i in range(tl.load(at + 3), tl.load(at + 4)):
@@ -197,7 +221,9 @@ def _weight_put_kernel(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    _, slots, mask, at, start, offset = _located(programs, tensors, units, bands, BLOCK, RUN, TILE, WIDE)
+    _, slots, mask, _, at, start, offset = _located(
+        programs, tensors, units, bands, None, 0, False, BLOCK, RUN, TILE, WIDE
+    )
     columns = tl.load(at)
     value = tl.load(values + slots, mask=mask, other=0, eviction_policy="evict_first").to(BITS, bitcast=True)
     for i in range(tl.load(at + 3), tl.load(at + 5)):
@@ -226,10 +252,11 @@ def _weight_check_kernel(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    block, slots, mask, at, start, offset = _located(programs, tensors, units, bands, BLOCK, RUN, TILE, WIDE)
-    marked = _marked(bitmap, block, bits, BLOCK)
-    rank = tl.load(ranks + block) + tl.cumsum(marked, axis=0) - marked
-    mask = mask & (marked != 0) & (rank < changes)
+    block, slots, mask, marks, at, start, offset = _located(
+        programs, tensors, units, bands, bitmap, bits, True, BLOCK, RUN, TILE, WIDE
+    )
+    rank = tl.load(ranks + block) + tl.cumsum(marks, axis=0) - marks
+    mask = mask & (rank < changes)
     numbers = slots + first
     value = tl.load(changed + rank, mask=mask, other=0).to(BITS, bitcast=True)
     program = tl.program_id(0).to(tl.int64)
@@ -262,15 +289,90 @@ def _weight_write_kernel(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    block, _, mask, at, start, offset = _located(programs, tensors, units, bands, BLOCK, RUN, TILE, WIDE)
-    marked = _marked(bitmap, block, bits, BLOCK)
-    rank = tl.load(ranks + block) + tl.cumsum(marked, axis=0) - marked
-    mask = mask & (marked != 0) & (rank < changes)
+    block, _, mask, marks, at, start, offset = _located(
+        programs, tensors, units, bands, bitmap, bits, True, BLOCK, RUN, TILE, WIDE
+    )
+    rank = tl.load(ranks + block) + tl.cumsum(marks, axis=0) - marks
+    mask = mask & (rank < changes)
     value = tl.load(changed + rank, mask=mask, other=0).to(BITS, bitcast=True)
     columns = tl.load(at)
     for i in range(tl.load(at + 3), tl.load(at + 5)):
         pointers, inside = _addresses(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
         tl.store(pointers, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["bits", "changes"])
+def _weight_list_kernel(
+    programs,
+    tensors,
+    units,
+    bands,
+    parts,
+    bitmap,  # [bits / 8] uint8
+    ranks,  # [blocks] int64
+    slots_out,  # [changes] int64
+    addresses,  # [changes] int64
+    bits: tl.int64,
+    changes: tl.int64,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    block, slots, mask, marks, at, start, offset = _located(
+        programs, tensors, units, bands, bitmap, bits, True, BLOCK, RUN, TILE, WIDE
+    )
+    rank = tl.load(ranks + block) + tl.cumsum(marks, axis=0) - marks
+    mask = mask & (rank < changes)
+    tl.store(slots_out + rank, slots, mask=mask)
+    part = tl.load(at + 3)
+    if part < tl.load(at + 5):
+        columns = tl.load(at)
+        pointers, inside = _addresses(parts + part * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
+        tl.store(addresses + rank, pointers.to(tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["changes", "first"])
+def _weight_listed_sums_kernel(
+    changed,  # [changes] bits
+    slots,  # [changes] int64
+    addresses,  # [changes] int64; 0 is nowhere
+    partials,  # [2, programs] int64
+    changes: tl.int64,
+    first: tl.int64,
+    READ_OLD: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    lane = program * BLOCK + tl.arange(0, BLOCK)
+    mask = lane < changes
+    numbers = tl.load(slots + lane, mask=mask, other=0) + first
+    value = tl.load(changed + lane, mask=mask, other=0).to(BITS, bitcast=True)
+    tl.store(partials + program, tl.sum(tl.where(mask, _mixed(numbers, value), 0), axis=0))
+    old = tl.zeros((BLOCK,), dtype=tl.int64)
+    if READ_OLD:
+        address = tl.load(addresses + lane, mask=mask, other=0)
+        inside = mask & (address != 0)
+        held = tl.load(address.to(tl.pointer_type(BITS)), mask=inside, other=0)
+        old = tl.where(inside, _mixed(numbers, held), 0)
+    tl.store(partials + tl.num_programs(0) + program, tl.sum(old, axis=0))
+
+
+@triton.jit(do_not_specialize=["changes"])
+def _weight_listed_write_kernel(
+    changed,  # [changes] bits
+    addresses,  # [changes] int64; 0 is nowhere
+    changes: tl.int64,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = lane < changes
+    address = tl.load(addresses + lane, mask=mask, other=0)
+    value = tl.load(changed + lane, mask=mask, other=0).to(BITS, bitcast=True)
+    tl.store(address.to(tl.pointer_type(BITS)), value, mask=mask & (address != 0))
 
 
 @triton.jit(do_not_specialize=["bits"])
@@ -464,6 +566,61 @@ def write(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor) -> 
             changed.numel(),
             BITS=_UNSIGNED[changed.element_size()],
             **table.constants(),
+            **OPTIONS,
+        )
+
+
+def list_changes(table: IndexTable, bitmap: Tensor, ranks: Tensor, slots: Tensor, addresses: Tensor) -> None:
+    """Write the slots and addresses of the changed elements of a table's tensors to their places. One launch.
+
+    Args:
+        table: no tensor has more than one destination.
+        bitmap, ranks: as for `check`.
+        slots, addresses: [changes] int64. Elements without a destination keep their address.
+    """
+    with torch.cuda.device_of(slots):
+        _weight_list_kernel[table.grid](
+            *table[:5],
+            bitmap,
+            ranks,
+            slots,
+            addresses,
+            8 * bitmap.numel(),
+            slots.numel(),
+            BITS=_UNSIGNED[table.element_size],
+            **table.constants(),
+            **OPTIONS,
+        )
+
+
+def listed_sums(changed: Tensor, slots: Tensor, addresses: Tensor, first: int, *, read_old: bool) -> Tensor:
+    """`check` for all tables at once, after `list_changes`: [2] int64, in one launch and a sum."""
+    with torch.cuda.device_of(changed):
+        partials = torch.empty(2, max(triton.cdiv(changed.numel(), BLOCK), 1), dtype=torch.int64, device=changed.device)
+        _weight_listed_sums_kernel[(partials.shape[1],)](
+            _bits(changed),
+            slots,
+            addresses,
+            partials,
+            changed.numel(),
+            first,
+            READ_OLD=read_old,
+            BITS=_UNSIGNED[changed.element_size()],
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+        return partials.sum(dim=1)
+
+
+def listed_write(changed: Tensor, addresses: Tensor) -> None:
+    """`write` for all tables at once, after `list_changes`. One launch."""
+    with torch.cuda.device_of(changed):
+        _weight_listed_write_kernel[(max(triton.cdiv(changed.numel(), BLOCK), 1),)](
+            _bits(changed),
+            addresses,
+            changed.numel(),
+            BITS=_UNSIGNED[changed.element_size()],
+            BLOCK=BLOCK,
             **OPTIONS,
         )
 

@@ -229,17 +229,27 @@ def comma_separated(text: str) -> list[str]:
 
 
 def run_in_process(
-    module: str, name: str, job: Mapping[str, Any], folder: Path, variables: Mapping[str, str] | None = None
+    module: str,
+    name: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    n_ranks: int = 1,
 ) -> dict[str, Any] | None:
     """`python -m module JOB RESULT`: the result of `job_main` there; None, with its message printed, if it failed.
 
     The files are in `folder`, and the next job replaces them. `name` is the job's, for messages, which go to stderr.
+    With several ranks, torchrun starts as many processes, and the result is that of rank 0.
     """
     job_file, result_file = folder / "job.json", folder / "result.json"
     job_file.write_text(json.dumps({"name": name, "job": job}), encoding="utf-8")
     print(f"{name}: running", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", module, str(job_file), str(result_file)]
-    done = subprocess.run(command, check=False, stdout=sys.__stderr__, env={**os.environ, **(variables or {})})
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={n_ranks}"]
+    command = [sys.executable, *(launcher if n_ranks > 1 else []), "-m", module, str(job_file), str(result_file)]
+    threads = str(max(1, (os.cpu_count() or 1) // n_ranks))  # torchrun would set one, and warn
+    environment = {**({"OMP_NUM_THREADS": threads} if n_ranks > 1 else {}), **os.environ, **(variables or {})}
+    done = subprocess.run(command, check=False, stdout=sys.__stderr__, env=environment)
     if done.returncode != 0:
         print(f"{name}: the run ended with exit code {done.returncode}", file=sys.stderr)
         return None
@@ -248,7 +258,7 @@ def run_in_process(
 
 
 def job_main(run: Callable[[dict[str, Any]], dict[str, Any]], argv: Sequence[str] | None = None) -> int:
-    """The other side of `run_in_process`: read the job, run it, write the result."""
+    """The other side of `run_in_process`: read the job, run it, write the result, with several ranks that of rank 0."""
     job_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
     given = json.loads(job_file.read_text(encoding="utf-8"))
     try:
@@ -256,5 +266,6 @@ def job_main(run: Callable[[dict[str, Any]], dict[str, Any]], argv: Sequence[str
     except (SparseOptError, torch.OutOfMemoryError, OSError) as error:
         print(f"sparse-opt: error: {given['name']}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    write_json(result_file, {"job": given["job"], **result})
+    if os.environ.get("RANK", "0") == "0":
+        write_json(result_file, {"job": given["job"], **result})
     return 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
-from .backend import Backend, Index, choose
+from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, place, whole_weight
 from .digest import digest_sum, to_hex
 from .layout import Group, Layout
@@ -35,8 +35,8 @@ class _Change(NamedTuple):
     """What a message carries for the tensors of one dtype: all values, or the changed ones; None is nothing."""
 
     values: Tensor | None = None
-    bitmap: Tensor | None = None
-    changed: Tensor | None = None
+    changes: Changes | None = None
+    count: int = 0  # changed values
 
 
 class WeightReceiver:
@@ -177,14 +177,15 @@ class WeightReceiver:
         for name, address in mask.addresses.items():
             if self._weights[name].data_ptr() != address:
                 raise WeightSyncError(f"{name!r} has moved since the mask message: build a new WeightReceiver")
-        changes = [_change(message, group, mask.device) for group in mask.layout.groups]
+        pairs = zip(mask.layout.groups, mask.indices, strict=True)
+        changes = [_change(message, group, index, mask.device) for group, index in pairs]
         _refuse_others(message, mask.layout)
         sums = self._verify(mask, message, changes)
         for index, change in zip(mask.indices, changes, strict=True):
             if change.values is not None:
                 index.put(change.values)
-            elif change.bitmap is not None and change.changed is not None:
-                index.write(change.bitmap, change.changed)
+            elif change.changes is not None:
+                change.changes.write()
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
     def _check_order(self, message: Message) -> None:
@@ -205,11 +206,11 @@ class WeightReceiver:
     def _verify(self, mask: _Mask, message: Message, changes: list[_Change]) -> list[int]:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage."""
         results = []
-        for group, index, change in zip(mask.layout.groups, mask.indices, changes, strict=True):
+        for group, change in zip(mask.layout.groups, changes, strict=True):
             if change.values is not None:
                 results.append(mask.backend.digest_sum(change.values, group.first))
-            elif change.bitmap is not None and change.changed is not None:
-                results.append(index.check(change.bitmap, change.changed, read_old=mask.is_whole))
+            elif change.changes is not None:
+                results.append(change.changes.sums(read_old=mask.is_whole))
         found = iter(_to_host(results))
         sent, sums = 0, list(self._sums)
         for i, (group, change) in enumerate(zip(mask.layout.groups, changes, strict=True)):
@@ -218,11 +219,11 @@ class WeightReceiver:
                 sent += total
                 if mask.is_whole:
                     sums[i] = total
-            elif change.changed is not None:
+            elif change.changes is not None:
                 payload, old, bits = next(found), next(found), next(found)
-                if bits != change.changed.numel():
+                if bits != change.count:
                     raise DamagedMessage(
-                        f"{group.dtype}.bitmap marks {bits} elements, expected {change.changed.numel()} as in "
+                        f"{group.dtype}.bitmap marks {bits} elements, expected {change.count} as in "
                         f"{group.dtype}.changed"
                     )
                 sent += payload
@@ -246,7 +247,7 @@ def _to_host(sums: Sequence[Tensor]) -> list[int]:
     return found
 
 
-def _change(message: Message, group: Group, device: torch.device) -> _Change:
+def _change(message: Message, group: Group, index: Index, device: torch.device) -> _Change:
     values, bitmap, changed = (message.tensors.get(f"{group.dtype}.{kind}") for kind in ("values", "bitmap", "changed"))
     if values is not None:
         _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
@@ -261,7 +262,8 @@ def _change(message: Message, group: Group, device: torch.device) -> _Change:
         raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
     _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
     _check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
-    return _Change(None, bitmap.to(device, non_blocking=True), changed.to(device, non_blocking=True))
+    found = index.changes(bitmap.to(device, non_blocking=True), changed.to(device, non_blocking=True))
+    return _Change(None, found, changed.numel())
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:

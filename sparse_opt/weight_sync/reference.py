@@ -94,20 +94,36 @@ class ReferenceIndex:
         for part in (*self._primary, *self._others):
             part.memory[part.offsets] = _bits(values)[part.slots]
 
-    def check(self, bitmap: Tensor, changed: Tensor, *, read_old: bool) -> Tensor:
-        """Return [3] int64: the digest of the changed values, that of the values in their place, and the set bits.
+    def changes(self, bitmap: Tensor, changed: Tensor) -> ReferenceChanges:
+        """Return the changed elements of an update, to verify and to write them.
 
         Args:
             bitmap: [bitmap_bytes(nnz)] uint8.
             changed: [n], the values of the elements that the bitmap marks.
+        """
+        return ReferenceChanges(self._group, self._primary, self._others, bitmap, changed)
+
+
+class ReferenceChanges:
+    """The changed elements of an update, and where they are."""
+
+    def __init__(
+        self, group: Group, primary: Sequence[_Part], others: Sequence[_Part], bitmap: Tensor, changed: Tensor
+    ) -> None:
+        self._group, self._primary, self._others, self._changed = group, primary, others, changed
+        self._numbers = _numbers(bitmap)
+
+    def sums(self, *, read_old: bool) -> Tensor:
+        """Return [3] int64: the digest of the changed values, that of the values in their place, and the set bits.
+
+        Args:
             read_old: False returns 0 for the values in their place, and does not read them.
         """
-        numbers = _numbers(bitmap)
-        count = torch.tensor(numbers.numel(), dtype=torch.int64, device=self._device)
-        numbers = numbers[numbers < self._group.nnz][: changed.numel()]
+        count = torch.tensor(self._numbers.numel(), dtype=torch.int64, device=self._numbers.device)
+        numbers = self._numbers[self._numbers < self._group.nnz][: self._changed.numel()]
         first = self._group.first
-        sent = mix(numbers + first, zero_extended(changed[: numbers.numel()])).sum()
-        old = torch.zeros((), dtype=torch.int64, device=self._device)
+        sent = mix(numbers + first, zero_extended(self._changed[: numbers.numel()])).sum()
+        old = torch.zeros((), dtype=torch.int64, device=numbers.device)
         if read_old:
             for part in self._primary:
                 which, offsets = part.find(numbers)
@@ -115,12 +131,11 @@ class ReferenceIndex:
                 old += mix(numbers[which] + first, held).sum()
         return torch.stack([sent, old, count])
 
-    def write(self, bitmap: Tensor, changed: Tensor) -> None:
-        """Write the changed values [n] of the elements that a bitmap marks to all destinations."""
-        numbers = _numbers(bitmap)
+    def write(self) -> None:
+        """Write the changed values to all destinations. `sums` must have been compared with the message first."""
         for part in (*self._primary, *self._others):
-            which, offsets = part.find(numbers)
-            part.memory[offsets] = _bits(changed)[which]
+            which, offsets = part.find(self._numbers)
+            part.memory[offsets] = _bits(self._changed)[which]
 
 
 @dataclass(frozen=True)

@@ -68,18 +68,44 @@ class TritonIndex:
         for table in self._tables:
             _kernels().put(table, values)
 
-    def check(self, bitmap: Tensor, changed: Tensor, *, read_old: bool) -> Tensor:
-        ranks = self._ranks(bitmap)
-        sums = [_kernels().check(t, bitmap, changed, ranks, self._group.first, read_old=read_old) for t in self._tables]
-        return torch.cat([torch.stack(sums).sum(dim=0), ranks[-1:]])
+    def changes(self, bitmap: Tensor, changed: Tensor) -> _Changes:
+        return _Changes(self._tables, self._group.first, self._group.nnz, bitmap, changed)
 
-    def write(self, bitmap: Tensor, changed: Tensor) -> None:
-        ranks = self._ranks(bitmap)
+
+class _Changes:
+    """`reference.ReferenceChanges` with Triton kernels.
+
+    A list of the changed elements and their addresses is made first, if it takes no more memory than all values would:
+    digests and writes then cost as much as the changed elements, and not as all of them.
+    """
+
+    def __init__(self, tables: Sequence[Table], first: int, nnz: int, bitmap: Tensor, changed: Tensor) -> None:
+        self._tables, self._first, self._bitmap, self._changed = tables, first, bitmap, changed
+        kernels = _kernels()
+        self._ranks = kernels.ranks_of(bitmap, tables[0].block)
+        self._list: Tensor | None = None
+        if all(table.single for table in tables) and 2 * 8 * changed.numel() <= nnz * changed.element_size():
+            self._list = torch.zeros(2, changed.numel(), dtype=torch.int64, device=changed.device)
+            for table in tables:
+                kernels.list_changes(table, bitmap, self._ranks, *self._list)
+
+    def sums(self, *, read_old: bool) -> Tensor:
+        kernels = _kernels()
+        if self._list is not None:
+            found = kernels.listed_sums(self._changed, *self._list, self._first, read_old=read_old)
+        else:
+            arguments = (self._bitmap, self._changed, self._ranks, self._first)
+            sums = [kernels.check(table, *arguments, read_old=read_old) for table in self._tables]
+            found = torch.stack(sums).sum(dim=0)
+        return torch.cat([found, self._ranks[-1:]])
+
+    def write(self) -> None:
+        kernels = _kernels()
+        if self._list is not None:
+            kernels.listed_write(self._changed, self._list[1])
+            return
         for table in self._tables:
-            _kernels().write(table, bitmap, changed, ranks)
-
-    def _ranks(self, bitmap: Tensor) -> Tensor:
-        return _kernels().ranks_of(bitmap, self._tables[0].block)
+            kernels.write(table, self._bitmap, self._changed, self._ranks)
 
 
 def _kernels() -> Any:
@@ -129,7 +155,9 @@ def _listed(
         count += numbers.numel()
     rows, parts = _tensor_rows(group, tensors, firsts, device)
     wide = any(tensors[i].entry.matrix[1] + _REACH * run >= _INT32_END for i in members)
-    return _kernels().IndexTable(torch.cat(programs), rows, torch.cat(offsets), None, parts, run, 0, wide)
+    return _kernels().IndexTable(
+        torch.cat(programs), rows, torch.cat(offsets), None, parts, run, 0, wide, *_kind(group, tensors)
+    )
 
 
 def _tiled(
@@ -161,7 +189,14 @@ def _tiled(
     band = torch.repeat_interleave(torch.arange(blocks.numel(), device=device), blocks)
     block = torch.arange(band.numel(), device=device) - (blocks.cumsum(0) - blocks)[band] + first_block[band]
     rows, parts = _tensor_rows(group, tensors, dict.fromkeys(range(len(tensors)), 0), device)
-    return _kernels().IndexTable((block << 32) | band, rows, torch.cat(columns), table, parts, 1, tile, wide)
+    return _kernels().IndexTable(
+        (block << 32) | band, rows, torch.cat(columns), table, parts, 1, tile, wide, *_kind(group, tensors)
+    )
+
+
+def _kind(group: Group, tensors: Sequence[PlacedTensor]) -> tuple[int, bool]:
+    """Return `IndexTable.element_size` and `IndexTable.single`."""
+    return group.torch_dtype.itemsize, all(len(tensor.destinations) <= 1 for tensor in tensors)
 
 
 def _tensor_rows(

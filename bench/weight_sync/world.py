@@ -1,0 +1,234 @@
+"""The two processes of `bench weight_sync`: rank 0 trains and sends, rank 1 receives."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparse_opt import MaskSet
+from sparse_opt.delta.digest import StateDigest
+from sparse_opt.tensors import named_parameters_of
+from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import (
+    CudaIpcReceiver,
+    CudaIpcSender,
+    ProcessGroupReceiver,
+    ProcessGroupSender,
+)
+
+from ..common.environment import commit
+from ..common.harness import job_main
+from ..distributed.models import make_model, masked_shapes, model_config, pair
+from ..distributed.variants import VARIANTS as TRAININGS
+from ..distributed.variants import Training, make_training
+from .report import VARIANTS, Variant
+
+TIMEOUT_S = 120.0
+
+
+class Counted(WeightReceiver):
+    """A receiver that keeps the sizes of the last update."""
+
+    sizes: dict[str, int]
+
+    def receive(self, message: Message | bytes) -> int | None:
+        assert isinstance(message, Message)
+        if message.kind == "update":
+            header = sum(len(key) + len(value) for key, value in message.header().items())
+            changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
+            payload = sum(tensor.nbytes for tensor in message.tensors.values())
+            self.sizes = {"message_bytes": header + payload, "sent_values": changed}
+        return super().receive(message)
+
+
+@dataclass
+class Row:
+    """One variant on this rank: `update` brings rank 1's copy to rank 0's weights."""
+
+    variant: Variant
+    weights: dict[str, Tensor]  # of this rank
+    update: Callable[[], object]
+    close: Callable[[], None]
+    sender: WeightSender | None = None
+    receiver: Counted | None = None
+
+
+class World:
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.rank = int(os.environ["RANK"])
+        self.on_gpu = job["device"] == "cuda"
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.on_gpu else torch.device("cpu")
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if self.on_gpu else "gloo")
+        self.config = model_config(job["shape"], job["sequence_length"])
+        self.ids = pair(job["seed"], job["sequence_length"], self.config.vocab_size, self.device)
+
+    def measure(self) -> list[dict[str, Any]]:
+        """The rows of all patterns; those of rank 0 are complete."""
+        rows = []
+        names: list[str] = self.job["variants"]
+        for pattern in dict.fromkeys(VARIANTS[name].pattern for name in names):
+            rows += self._measure([VARIANTS[name] for name in names if VARIANTS[name].pattern == pattern])
+        dist.destroy_process_group()
+        return rows
+
+    def _measure(self, variants: list[Variant]) -> list[dict[str, Any]]:
+        pattern = variants[0].pattern or "element"
+        mask = self._mask(pattern)
+        training = None
+        if self.rank == 0:
+            training = make_training(
+                TRAININGS[f"local_{pattern}_fp32"],
+                self.config,
+                mask,
+                self.device,
+                lr=self.job["learning_rate"],
+                seed=self.job["seed"],
+            )
+        rows = [self._row(variant, training, mask) for variant in variants]
+        times: dict[str, list[float]] = {row.variant.name: [] for row in rows}
+        order = random.Random(0)
+        right = dict.fromkeys(times, True)
+        for i in range(1 + self.job["n_rounds"]):
+            if training is not None:
+                training.step([self.ids])
+            for row in order.sample(rows, len(rows)):
+                ms = self._clock(row.update)
+                if i:  # the first update builds tables and compiles kernels
+                    times[row.variant.name].append(ms)
+            if i in (0, self.job["n_rounds"]):
+                for row in rows:
+                    right[row.variant.name] &= self._same(row)
+        found = [self._result(row, times[row.variant.name], right[row.variant.name], mask) for row in rows]
+        for row in rows:
+            row.close()
+        if training is not None:
+            training.close()
+        del training, rows
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+        return found
+
+    def _mask(self, pattern: str) -> MaskSet:
+        job = self.job
+        path = Path(job["mask_dir"]) / f"{job['shape']}_{pattern}_{job['density']:g}_{job['seed']}.safetensors"
+        if self.rank == 0 and not path.is_file():
+            shapes = masked_shapes(self.config)
+            MaskSet.random(shapes, density=job["density"], pattern=pattern, seed=job["seed"]).save(path)
+        dist.barrier()
+        return MaskSet.load(path)
+
+    def _row(self, variant: Variant, training: Training | None, mask: MaskSet) -> Row:
+        model = make_model(self.config, self.device, self.job["seed"]) if training is None else training.model
+        weights = {name: parameter.detach() for name, parameter in named_parameters_of(model).items()}
+        if variant.pattern is None:
+
+            def broadcast() -> None:
+                for weight in weights.values():
+                    dist.broadcast(weight, 0)
+
+            return Row(variant, weights, broadcast, lambda: None)
+        box: list[Any] = [None]
+        backend: Any = "nccl" if self.on_gpu else "gloo"
+        if training is not None:
+            encoding: Any = "values" if variant.encoding == "values" else "auto"
+            sender = WeightSender(training.optimizer, encoding=encoding)
+            if variant.transport == "ipc":
+                to: Any = CudaIpcSender(sender, "127.0.0.1:0", timeout=TIMEOUT_S)
+            else:
+                to = ProcessGroupSender(sender, "127.0.0.1:0", backend=backend, timeout=TIMEOUT_S)
+            dist.broadcast_object_list([to.address])
+            to.wait_for_receivers(1)
+            return Row(variant, weights, to.update, to.close, sender=sender)
+        dist.broadcast_object_list(box)
+        receiver = Counted(weights)
+        if variant.transport == "ipc":
+            source: Any = CudaIpcReceiver(receiver, box[0], timeout=TIMEOUT_S)
+        else:
+            source = ProcessGroupReceiver(receiver, box[0], backend=backend, timeout=TIMEOUT_S)
+        source.receive()  # the mask, and the version that the sender begins with
+        return Row(variant, weights, source.receive, source.close, receiver=receiver)
+
+    def _clock(self, call: Callable[[], object]) -> float:
+        """Milliseconds of a call that begins on both ranks at once, of the slower rank."""
+        self._synchronize()
+        dist.barrier()
+        self._synchronize()
+        began = time.perf_counter()
+        call()
+        self._synchronize()
+        ms = torch.tensor(1e3 * (time.perf_counter() - began), dtype=torch.float64, device=self.device)
+        dist.all_reduce(ms, op=dist.ReduceOp.MAX)
+        return ms.item()
+
+    def _same(self, row: Row) -> bool:
+        """Whether all weights of both ranks have the same bits."""
+        digests = StateDigest.start(list(row.weights.values())).result()
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, digests)
+        return bool(found[0] == found[1])
+
+    def _result(self, row: Row, times: list[float], right: bool, mask: MaskSet) -> dict[str, Any]:
+        variant = row.variant
+        own: dict[str, Any] = {}
+        if row.receiver is not None:
+            own = {**row.receiver.sizes, "receiver_bytes": row.receiver.nbytes()}
+        elif variant.pattern is None:
+            own = {"message_bytes": sum(weight.nbytes for weight in row.weights.values())}
+        if row.sender is not None:
+            own["stream_ms"] = self._stream_ms(row.sender)
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, own)
+        times = sorted(times)
+        return {
+            "network": self.job["network"],
+            "variant": variant.name,
+            **vars(variant),
+            "nnz": mask.nnz if variant.pattern else None,
+            "numel": sum(weight.numel() for weight in row.weights.values()),
+            "right": right,
+            "ms": statistics.median(times) if right else None,
+            "p20_ms": times[len(times) // 5],
+            "p80_ms": times[len(times) - 1 - len(times) // 5],
+            "n_rounds": len(times),
+            "commit": commit(),
+            **found[0],
+            **found[1],
+        }
+
+    def _stream_ms(self, sender: WeightSender) -> float | None:
+        """How long `update` keeps the stream of the training busy, in milliseconds; None on a CPU."""
+        if not self.on_gpu:
+            return None
+        times = []
+        for _ in range(5):
+            self._synchronize()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            pending = sender.update()
+            end.record()
+            pending.wait()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times)
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+if __name__ == "__main__":
+    sys.exit(job_main(lambda job: {"rows": World(job).measure()}))
