@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.delta_log import on_rank_0
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim.ranks import sharding
@@ -93,6 +92,8 @@ class DistributedWeightSender:
         Raises:
             WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself.
         """
+        from ..distributed.delta_log import on_rank_0  # not at the top: it imports DTensor, which takes a second
+
         on_rank_0(function, WeightSyncError)
 
 
