@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.weight_sync import DistributedWeightSender, Message, PendingMessage, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import ProcessGroupSender
+from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
 
 class Uneven(nn.Module):
@@ -108,7 +109,7 @@ def three_shards(rank: int) -> None:
     same_messages(rank, "element", "fsdp")
     same_messages(rank, "tile64", "fsdp")
     an_optimizer_under_fsdp(rank)
-    errors_on_every_rank(rank)
+    a_channel_of_all_ranks(rank)
 
 
 def an_optimizer_under_fsdp(rank: int) -> None:
@@ -139,14 +140,39 @@ def an_optimizer_under_fsdp(rank: int) -> None:
             assert torch.equal(full.view(-1).view(torch.uint8), copy[name].view(-1).view(torch.uint8)), name
 
 
-def errors_on_every_rank(rank: int) -> None:
+def a_channel_of_all_ranks(rank: int) -> None:
+    """Its errors are raised on every rank, and a receiver outside of the trainer's group gets the weights."""
     model, mask = whole_weights("element")
-    channel = ProcessGroupSender(DistributedWeightSender(model, mask), "127.0.0.1:0", timeout=5)
+    copy = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for part in (model.hidden, model.out, model):
+        fully_shard(part)
+    channel = ProcessGroupSender(DistributedWeightSender(model, mask), "127.0.0.1:0", timeout=20)
     assert (channel.address == "") == (rank > 0)
     with pytest.raises(WeightSyncError, match="^0 receivers" if rank == 0 else "^rank 0: 0 receivers"):
         channel.wait_for_receivers(1, timeout=0.1)
+    versions = []
+
+    def receive() -> None:
+        receiver = ProcessGroupReceiver(WeightReceiver(copy), channel.address)
+        while (version := receiver.receive(60)) is not None:
+            versions.append(version)
+
+    thread = threading.Thread(target=receive, daemon=True)
+    if rank == 0:
+        thread.start()
+    channel.wait_for_receivers(1, timeout=60)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().neg_()
     assert channel.update() == 1
     channel.close()
+    whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    if rank == 0:
+        thread.join(60)
+        assert versions == [0, 1]
+        for name, positions in mask.indices.items():
+            at = positions.long()
+            assert torch.equal(whole[name].view(-1)[at], copy[name].view(-1)[at]), name
 
 
 def test_the_messages_of_three_ranks_and_their_errors() -> None:
