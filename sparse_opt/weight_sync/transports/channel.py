@@ -20,7 +20,7 @@ from ...errors import WeightSyncError, listed
 from ..distributed import DistributedWeightSender
 from ..message import Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
-from ..sender import WeightSender
+from ..sender import PendingMessage, WeightSender
 from .control import ControlClient, ControlServer
 
 
@@ -89,7 +89,7 @@ class SenderChannel(ABC):
                 next round does without the lost ones, and sends a state to those that refused.
         """
         update = self.weights.update()
-        self._on_all_ranks(lambda: self._round(None if update is None else update.wait()))
+        self._on_all_ranks(lambda: self._round(update))
         return self.weights.version
 
     def close(self) -> None:
@@ -134,8 +134,11 @@ class SenderChannel(ABC):
             control.collect(control.names, min(self.timeout, 5.0))
             self._end()
 
-    def _round(self, update: Message | None) -> None:
-        """Bring all receivers to the sender's version, by `update` those at the version before it."""
+    def _round(self, update: PendingMessage | None) -> None:
+        """Bring all receivers to the sender's version, by `update` those at the version before it.
+
+        The receivers are asked for their states while the GPU makes the update.
+        """
         control, sender = self._connected()
         control.discover()
         control.post(control.names, {"do": "status", "transport": self._transport})
@@ -145,13 +148,13 @@ class SenderChannel(ABC):
         if without_mask:
             states |= self._send(sender.mask_message(), without_mask, problems)
         states = {r: state for r, state in states.items() if not problems.concern(r)}
-        ready = {sender.version} if update is None else {sender.version, update.base_version}
+        ready = {sender.version} if update is None else {sender.version, sender.version - 1}
         behind = [r for r, state in states.items() if state["state"] or state["version"] not in ready]
         if behind:
             self._send(sender.state_message(), behind, problems)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
         if update is not None and following:
-            self._send(update, following, problems)
+            self._send(update.wait(), following, problems)
         if problems.lost or problems.refused:
             clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
             clauses += [f"{control.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]

@@ -33,7 +33,8 @@ import torch.distributed as dist
 from ...errors import WeightSyncError
 from ...tensors import compact_json
 
-_SHORTEST_POLL, _LONGEST_POLL = 0.0002, 0.005  # seconds
+# Seconds. The longest one delays an update by its half, on average; a poll takes about 20 us.
+_SHORTEST_POLL, _LONGEST_POLL = 0.0001, 0.0005
 
 
 def split_address(address: str) -> tuple[str, int]:
