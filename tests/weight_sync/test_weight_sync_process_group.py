@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from samples import bits, change, clones, make_weights, same_bits
 from torch import Tensor
 
@@ -176,7 +177,10 @@ def other_process(role: str, address: str, folder: Path) -> subprocess.Popen[byt
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     with open(folder / role, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, __file__, role, address], env=environment, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, __file__, role, address, str(folder)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
 
 
@@ -212,6 +216,27 @@ def test_killed_processes_are_named(tmp_path: Path) -> None:
                 started.kill()
                 started.wait()
     assert good.ended() and good.versions == [0, 1, 2] and not good.errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
+def test_nccl_between_two_processes(tmp_path: Path) -> None:
+    weights = make_weights("mixed", "cuda:0")
+    mask = MaskSet.random(weights, density=0.3)
+    channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", backend="nccl", device="cuda:0")
+    process = other_process("nccl", channel.address, tmp_path)
+    try:
+        channel.wait_for_receivers(1, 120)
+        for version in range(1, 4):
+            change(weights, mask, 0.1, seed=version)
+            assert channel.update() == version
+        channel.close()
+        assert process.wait(60) == 0, (tmp_path / "nccl").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    received = torch.load(tmp_path / "received")
+    assert same_bits({name: w.cpu() for name, w in weights.items()}, received)
 
 
 def address_printed(path: Path) -> str:
@@ -251,7 +276,14 @@ def test_nobody_waits_forever() -> None:
 
 
 if __name__ == "__main__":
-    role, address = sys.argv[1:]
+    role, address = sys.argv[1:3]
+    if role == "nccl":
+        copy = make_weights("mixed", "cuda:1")
+        follower = ProcessGroupReceiver(WeightReceiver(copy), address, backend="nccl", device="cuda:1")
+        while follower.receive() is not None:
+            pass
+        torch.save({name: w.cpu() for name, w in copy.items()}, Path(sys.argv[3]) / "received")
+        sys.exit()
     weights, mask = weights_and_mask()
     if role == "receiver":
         receiver = ProcessGroupReceiver(WeightReceiver(weights), address, name="in another process")
