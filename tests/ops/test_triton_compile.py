@@ -93,6 +93,9 @@ _WEIGHTS = {
 }
 _TILED_WEIGHTS = {**_WEIGHTS, "units": "*i32", "bands": "*i64", "BLOCK": 2048, "TILE": 64}
 _BITMAP = {"bitmap": "*u8", "bits": "i64", "BLOCK": 1024}
+_MARKED = {**_BITMAP, "changed": "*i16", "ranks": "*i64", "changes": "i64"}
+_LIST_OF_CHANGES = {**_BITMAP, "ranks": "*i64", "slots_out": "*i64", "addresses": "*i64", "changes": "i64"}
+_LISTED = {"changed": "*i16", "addresses": "*i64", "changes": "i64", "BITS": "uint16", "BLOCK": 1024}
 _CONSECUTIVE = {"partials": "*i64", "n": "i64", "first": "i64", "BITS": "uint16", "BLOCK": 2048}
 
 _ONE_TENSOR = {"blocks": None}
@@ -185,6 +188,21 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 ("put-wide", "put", {**_WEIGHTS, "values": "*i16", "WIDE": True}),
                 ("put-tiles", "put", {**_TILED_WEIGHTS, "values": "*i16", "TILE": 128}),
                 ("put-tiles-wide", "put", {**_TILED_WEIGHTS, "values": "*i16", "WIDE": True}),
+                ("check", "check", {**_WEIGHTS, **_MARKED, "partials": "*i64", "first": "i64", "READ_OLD": True}),
+                (
+                    "check-tiles",
+                    "check",
+                    {**_MARKED, **_TILED_WEIGHTS, "partials": "*i64", "first": "i64", "READ_OLD": False},
+                ),
+                ("write", "write", {**_WEIGHTS, **_MARKED}),
+                ("list", "list", {**_WEIGHTS, **_LIST_OF_CHANGES}),
+                ("list-tiles", "list", {**_LIST_OF_CHANGES, **_TILED_WEIGHTS}),
+                (
+                    "listed-sums",
+                    "listed_sums",
+                    {**_LISTED, "slots": "*i64", "partials": "*i64", "first": "i64", "READ_OLD": True},
+                ),
+                ("listed-write", "listed_write", _LISTED),
                 ("count", "count", {**_BITMAP, "counts": "*i32"}),
                 (
                     "select",
@@ -205,13 +223,17 @@ ARITHMETIC = [*STEPS, *(name for name in VARIANTS if name.startswith("gather") o
 TILES = [name for name in VARIANTS if name.startswith("tile")]
 PRODUCTS = [name for name in TILES if "-add" not in name]
 
+_WEIGHT_KERNELS = (
+    *("take", "put", "check", "write", "list", "listed-sums", "listed-write"),
+    *("count", "select", "digest", "compare"),
+)
 # The oldest (backends.TRITON_MINIMUM), and those whose products are summed in tensor memory.
 OTHER_GPUS = (70, 100)
 ON_OTHER_GPUS = (
     *("gather", "gather-sums"),
     *("tile64-bf16", "tile64-fp32", "tile64-add"),
     *("swap", "delta-mark", "delta-write", "delta-apply"),
-    *(f"weights-{name}" for name in ("take", "put", "count", "select", "digest", "compare")),
+    *(f"weights-{name}" for name in _WEIGHT_KERNELS),
 )
 
 STEPS_ON_OTHER_GPUS = tuple(f"{op}-stochastic" for op in STEP_OPS)
