@@ -73,12 +73,18 @@ class VLLMServerEngine:
         """See `Engine.generate`. Each prompt has a seed of its own, drawn from torch's global random state.
 
         Raises:
-            ConfigError: vLLM does not support the temperature, or a prompt with its completion exceeds the model's
-                positions.
+            ConfigError: vLLM does not support the temperature, or a prompt with its completion exceeds the positions of
+                the model or of the server.
             SparseOptError: the server failed, with its message.
         """
         require_vllm_temperature(sampling)
         require_room(self.model, prompts, sampling)
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        if longest > self._server.max_model_len:  # the server would silently sample fewer tokens
+            raise ConfigError(
+                f"the longest prompt with its completion has {longest} tokens, more than the vLLM server's "
+                f"--max-model-len, {self._server.max_model_len}"
+            )
         seeds = torch.randint(2**31, (len(prompts),), device="cpu").tolist()
         self._weights.synchronize()
         requests = [
@@ -163,6 +169,7 @@ class VLLMServer:
             info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
         except SparseOptError as error:
             raise ConfigError(f"rollout_engine vllm needs a server with VLLM_SERVER_DEV_MODE=1: {error}") from error
+        self.max_model_len: int = info["model_config"]["max_model_len"]
         mode = info["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise ConfigError(
