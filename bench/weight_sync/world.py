@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_opt import MaskSet
+from sparse_opt.delta.digest import StateDigest
 from sparse_opt.tensors import named_parameters_of
 from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
@@ -65,7 +66,7 @@ class Row:
 
 class World:
     def __init__(self, job: dict[str, Any]) -> None:
-        self.job, self.began = job, time.monotonic()
+        self.job = job
         self.rank = int(os.environ["RANK"])
         self.on_gpu = job["device"] == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.on_gpu else torch.device("cpu")
@@ -97,10 +98,7 @@ class World:
                 lr=self.job["learning_rate"],
                 seed=self.job["seed"],
             )
-        rows = []
-        for variant in variants:
-            rows.append(self._row(variant, training, mask))
-            self._print(f"{variant.name}: connected")
+        rows = [self._row(variant, training, mask) for variant in variants]
         times: dict[str, list[float]] = {row.variant.name: [] for row in rows}
         order = random.Random(0)
         right = dict.fromkeys(times, True)
@@ -115,8 +113,6 @@ class World:
                 for row in rows:
                     right[row.variant.name] &= self._same(row)
         found = [self._result(row, times[row.variant.name], right[row.variant.name], mask) for row in rows]
-        for result in found:
-            self._print(f"{result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
         for row in rows:
             row.close()
         if training is not None:
@@ -164,12 +160,7 @@ class World:
         else:
             source = ProcessGroupReceiver(receiver, box[0], backend=backend, timeout=TIMEOUT_S)
         source.receive()  # the mask, and the version that the sender begins with
-
-        def close() -> None:
-            source.receive()  # that the sender has closed
-            source.close()
-
-        return Row(variant, weights, source.receive, close, receiver=receiver)
+        return Row(variant, weights, source.receive, source.close, receiver=receiver)
 
     def _clock(self, call: Callable[[], object]) -> float:
         """Milliseconds of a call that begins on both ranks at once, of the slower rank."""
@@ -185,14 +176,10 @@ class World:
 
     def _same(self, row: Row) -> bool:
         """Whether all weights of both ranks have the same bits."""
-        same = True
-        for weight in row.weights.values():
-            sent = weight.clone()
-            dist.broadcast(sent, 0)
-            same &= torch.equal(sent.view(torch.int16), weight.view(torch.int16))
+        digests = StateDigest.start(list(row.weights.values())).result()
         found: list[Any] = [None, None]
-        dist.all_gather_object(found, same)
-        return all(found)
+        dist.all_gather_object(found, digests)
+        return bool(found[0] == found[1])
 
     def _result(self, row: Row, times: list[float], right: bool, mask: MaskSet) -> dict[str, Any]:
         variant = row.variant
@@ -237,10 +224,6 @@ class World:
             end.synchronize()
             times.append(begin.elapsed_time(end))
         return statistics.median(times)
-
-    def _print(self, line: str) -> None:
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.began:4.0f} s] {self.job['network']}, {line}", flush=True)
 
     def _synchronize(self) -> None:
         if self.on_gpu:

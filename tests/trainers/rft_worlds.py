@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparse_opt.trainers.rollouts import Completions
-
 
 def short(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1 where a completion has an even number of characters: of a random model's, about half."""
@@ -28,15 +26,12 @@ class ScriptedEngine:
         self.left = list(completions)
         self.closed = False
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Any) -> Completions:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Any) -> list[list[int]]:
         texts, self.left = self.left[: len(prompts) * n], self.left[len(prompts) * n :]
-        return Completions(
-            [
-                self.tokenizer(text, add_special_tokens=False).input_ids
-                + ([] if text.endswith("...") else [*self.eos_ids])
-                for text in texts
-            ]
-        )
+        return [
+            self.tokenizer(text, add_special_tokens=False).input_ids + ([] if text.endswith("...") else [*self.eos_ids])
+            for text in texts
+        ]
 
     def close(self) -> None:
         self.closed = True

@@ -1,0 +1,23 @@
+"""Weight updates of a masked run for vLLM: an engine of vLLM's weight transfer, and the trainer's client of it.
+
+In the trainer, with `llm` an `LLM` of this process or the address of a server:
+
+    from sparse_opt.integrations.vllm import VLLMWeightSync
+    from sparse_opt.weight_sync import WeightSender
+
+    sync = VLLMWeightSync(WeightSender(optimizer), llm)
+    sync.connect()
+    for batch in batches:
+        ...
+        optimizer.step()
+        sync.update()
+
+vLLM is started with `weight_transfer_config=WeightTransferConfig(backend="sparse_opt")`, in an environment in which
+this package is installed: it loads `plugin.register` as a plugin. This module does not import vLLM, and needs none.
+"""
+
+from __future__ import annotations
+
+from .client import VLLMWeightSync
+
+__all__ = ["VLLMWeightSync"]

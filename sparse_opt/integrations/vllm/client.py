@@ -1,0 +1,115 @@
+"""The trainer's side of weight updates for vLLM: which engine needs which message."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ...errors import WeightSyncError, listed
+from ...weight_sync import DistributedWeightSender, PendingMessage, WeightSender
+from .connections import Connection, LocalEngine, Pause, Server
+
+
+class VLLMWeightSync:
+    """Sends the weights of a masked run to vLLM engines, in this process or behind HTTP.
+
+    An engine that is not at the version before an update, because it was restarted or refused the previous update, gets
+    the mask and all active values instead.
+
+    Args:
+        sender: of the trained model. With a `DistributedWeightSender`, create this object on all ranks and call its
+            methods alike: rank 0 sends, and its errors are raised on all ranks.
+        engines: a `vllm.LLM` of this process, the address of a server (`http://host:8000`), or a list of these. They
+            are started with `weight_transfer_config=WeightTransferConfig(backend="sparse_opt")`; servers with
+            `--weight-transfer-config '{"backend": "sparse_opt"}'` and `VLLM_SERVER_DEV_MODE=1`.
+        pause: what a server does with running requests during an update. "keep": they wait, and go on with the new
+            weights, which compute their KV cache again. "wait": they end first. "abort": they are aborted. None: the
+            server does not pause, and a request may see weights of both versions.
+        timeout: of each HTTP request, in seconds.
+    """
+
+    def __init__(
+        self,
+        sender: WeightSender | DistributedWeightSender,
+        engines: Any,
+        *,
+        pause: Pause | None = "keep",
+        timeout: float = 300.0,
+    ) -> None:
+        self.sender = sender
+        several = isinstance(engines, Sequence) and not isinstance(engines, str)
+        self._connections: list[Connection] = [
+            Server(engine, pause, timeout) if isinstance(engine, str) else LocalEngine(engine)
+            for engine in (engines if several else [engines])
+        ]
+
+    def connect(self) -> int:
+        """Send the mask and all active values of the current version to all engines, and return the version.
+
+        Raises:
+            WeightSyncError: an engine refuses them or cannot be reached; gives its message. The others have them.
+        """
+        self._on_sender(self._send_whole)
+        return self.sender.version
+
+    def update(self) -> int:
+        """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
+
+        The version is also the `weight_version` that vLLM gives with each output.
+
+        Raises:
+            WeightSyncError: an engine refuses the update or cannot be reached; gives its message. That engine keeps its
+                weights and its version, and the next call brings it to the sender's. The others have the new version.
+        """
+        pending = self.sender.update()
+        self._on_sender(lambda sender: self._send_update(sender, pending))
+        return self.sender.version
+
+    def _on_sender(self, function: Callable[[WeightSender], object]) -> None:
+        """Call a function where the sender is, and raise its errors on all ranks."""
+        if isinstance(self.sender, DistributedWeightSender):
+            own = self.sender.sender
+            self.sender.on_rank_0(lambda: None if own is None else function(own))
+        else:
+            function(self.sender)
+
+    def _send_whole(self, sender: WeightSender) -> None:
+        messages = _whole(sender)
+        _on_all(self._connections, lambda connection: connection.send(messages, sender.version))
+
+    def _send_update(self, sender: WeightSender, pending: PendingMessage | None) -> None:
+        if pending is None:
+            raise WeightSyncError("the sender has made no message on the rank that sends")
+        message = pending.wait()
+        data = message.to_bytes()
+        whole: list[bytes] = []
+        lock = threading.Lock()
+
+        def send(connection: Connection) -> None:
+            if connection.weight_version() == str(message.base_version):
+                connection.send([data], message.version)
+                return
+            with lock:
+                if not whole:
+                    whole.extend(_whole(sender))
+            connection.send(whole, message.version)
+
+        _on_all(self._connections, send)
+
+
+def _whole(sender: WeightSender) -> list[bytes]:
+    return [sender.mask_message().to_bytes(), sender.state_message().to_bytes()]
+
+
+def _on_all(connections: Sequence[Connection], action: Callable[[Connection], None]) -> None:
+    """Run an action for all engines at once, and raise one error for all that failed after the others have ended."""
+    with ThreadPoolExecutor(len(connections)) as pool:
+        futures = [pool.submit(action, connection) for connection in connections]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, WeightSyncError):
+            raise error
+    if errors:
+        raise WeightSyncError(listed([str(error) for error in errors], "; "))

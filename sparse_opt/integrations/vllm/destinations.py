@@ -1,0 +1,204 @@
+"""Where vLLM keeps the weights of a checkpoint: a trace of vLLM's own weight loaders.
+
+vLLM fuses checkpoint tensors (q_proj, k_proj and v_proj into qkv_proj), slices them for tensor parallelism, pads
+vocabularies and ties heads, differently in each model. Its loaders know all of that: each of them takes views of the
+checkpoint tensor and copies them to views of runtime tensors. Here the loaders run on checkpoint tensors of the meta
+device, and their copies are recorded and not executed: offset and strides of the two views give the rows and columns of
+the checkpoint tensor and their place. No table of names is needed, and nothing is written to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...errors import WeightSyncError
+from ...masks.patterns import matrix_shape
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TracedSlice:
+    """One block of a checkpoint tensor, as a matrix, and the runtime elements that the loader copies it to.
+
+    Attributes:
+        rows, columns: the block [r0, r1) x [c0, c1) of the checkpoint tensor, seen as a matrix (`matrix_shape`).
+        target: [r1 - r0, c1 - c0] view of a runtime tensor, with any strides. On the meta device if the model's tensor
+            is there.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    target: Tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage while the storage exists, also on the meta device."""
+    return tensor.untyped_storage()._cdata
+
+
+def trace_destinations(
+    model: nn.Module, weights: Mapping[str, tuple[Sequence[int], torch.dtype]]
+) -> dict[str, list[TracedSlice]]:
+    """Return the places to which `model.load_weights` copies each weight.
+
+    Args:
+        model: a model of vLLM, whose `load_weights` takes (name, tensor) pairs. It is not changed.
+        weights: name in the checkpoint -> shape and dtype of the checkpoint tensor.
+
+    Returns:
+        name -> slices. The list is empty for weights that this process does not hold (other pipeline stages), and for
+        names that the model's loader ignores.
+
+    Raises:
+        WeightSyncError: a loader does something else than copy views of the checkpoint tensor to tensors of the same
+            dtype: it computes new values, converts the dtype, reads values or replaces a parameter. Names the weight.
+    """
+    with torch.no_grad():
+        return {name: _trace(model, name, tuple(shape), dtype) for name, (shape, dtype) in weights.items()}
+
+
+def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[TracedSlice]:
+    source = torch.empty(shape, dtype=dtype, device="meta")
+    trace = _CopyTrace(name, source)
+    try:
+        with _RefuseReplacedData(name), trace:
+            model.load_weights([(name, source)])  # type: ignore[operator]
+    except WeightSyncError:
+        raise
+    except Exception as error:  # the loaders of vLLM raise whatever they like; the message names the weight
+        raise WeightSyncError(
+            f"vLLM's loader of {type(model).__name__} fails for weight {name} of shape {list(shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return [piece for target, view in trace.copies for piece in _as_matrices(name, target, view, *matrix_shape(shape))]
+
+
+class _CopyTrace(TorchDispatchMode):
+    """Record copies from views of `source`, and execute no operation that writes to a tensor."""
+
+    def __init__(self, name: str, source: Tensor) -> None:
+        super().__init__()
+        self.name = name
+        self.key = storage_key(source)
+        self.dtype = source.dtype
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten.copy_.default:
+            return self._record(args[0], args[1])
+        if func in (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default):
+            if self._of_source(args[0]):
+                self._refuse(f"writes to the checkpoint tensor ({func})")
+            return args[0]  # padding of the vocabulary
+        if func._schema.is_mutable:
+            self._refuse(f"calls {func}")
+        given = any(self._of_source(leaf) for leaf in tree_leaves((args, kwargs)))
+        if given and func is _aten._local_scalar_dense.default:
+            self._refuse("reads values of the checkpoint tensor")
+        result = func(*args, **(kwargs or {}))
+        if given and not all(self._of_source(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+            self._refuse(f"computes new values ({func})")
+        return result
+
+    def _of_source(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and storage_key(value) == self.key
+
+    def _record(self, target: Tensor, source: Tensor) -> Tensor:
+        if not self._of_source(source):
+            self._refuse("copies values that are not in the checkpoint tensor")
+        if target.dtype != source.dtype:
+            self._refuse(f"converts {source.dtype} to {target.dtype}")
+        if target.shape != source.shape:
+            self._refuse(f"copies shape {list(source.shape)} to shape {list(target.shape)}")
+        self.copies.append((target, source))
+        return target
+
+    def _refuse(self, action: str) -> None:
+        raise WeightSyncError(
+            f"weight {self.name} cannot be updated in place: vLLM's loader {action}, expected copies of slices only"
+        )
+
+
+class _RefuseReplacedData(TorchFunctionMode):
+    """Refuse `parameter.data = tensor`, which is no operation of the dispatcher."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise WeightSyncError(
+                f"weight {self.name} cannot be updated in place: vLLM's loader replaces the data of a parameter, "
+                "expected copies of slices only"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _as_matrices(name: str, target: Tensor, view: Tensor, rows: int, columns: int) -> list[TracedSlice]:
+    """Split a copy into blocks of the [rows, columns] checkpoint matrix, each with one stride per dimension."""
+    if view.numel() == 0:
+        return []
+    # (size, stride in the checkpoint tensor, stride in the runtime tensor), the checkpoint's outermost dimension first.
+    dims = sorted(
+        (d for d in zip(view.shape, view.stride(), target.stride(), strict=True) if d[0] > 1), key=lambda d: -d[1]
+    )
+    inner = [d for d in dims if d[1] < columns]
+    outer = [d for d in dims if d[1] >= columns]
+    row, column = divmod(int(view.storage_offset()), columns)
+    if inner and column + inner[0][0] * inner[0][1] > columns:  # one dimension that runs over several whole rows
+        size, stride, step = inner.pop(0)
+        if column or columns % stride or size * stride % columns or outer:
+            raise _not_a_block(name, view)
+        outer = [(size * stride // columns, columns, step * (columns // stride))]
+        inner.insert(0, (columns // stride, stride, step))
+    outer, inner = _merged(outer), _merged(inner)
+    if len(inner) > 1 or any(stride != 1 for _, stride, _ in inner) or any(d[1] % columns for d in outer):
+        raise _not_a_block(name, view)
+    width, _, column_step = inner[0] if inner else (1, 1, 1)
+    if outer and outer[-1][1] == columns:
+        height, _, row_step = outer.pop()
+    else:
+        height, row_step = 1, width
+    pieces = [(row, target.storage_offset())]
+    for size, stride, step in outer:
+        pieces = [(r + i * stride // columns, offset + i * step) for r, offset in pieces for i in range(size)]
+    return [
+        TracedSlice(
+            rows=(r, r + height),
+            columns=(column, column + width),
+            target=target.as_strided((height, width), (row_step, column_step), offset),
+        )
+        for r, offset in pieces
+    ]
+
+
+def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Join neighbouring dimensions that are one dimension in both tensors."""
+    merged: list[tuple[int, int, int]] = []
+    for size, stride, step in dims:
+        if merged and merged[-1][1] == size * stride and merged[-1][2] == size * step:
+            merged[-1] = (merged[-1][0] * size, stride, step)
+        else:
+            merged.append((size, stride, step))
+    return merged
+
+
+def _not_a_block(name: str, view: Tensor) -> WeightSyncError:
+    return WeightSyncError(
+        f"weight {name} cannot be updated in place: vLLM's loader copies a view of shape {list(view.shape)} with "
+        f"strides {list(view.stride())}, expected a block of rows and columns"
+    )

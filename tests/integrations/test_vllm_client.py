@@ -1,0 +1,216 @@
+"""VLLMWeightSync against stand-ins for vLLM's server and `LLM`; tests/vllm_engine has the real ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import WeightSyncError
+from sparse_opt.integrations.vllm import VLLMWeightSync
+from sparse_opt.weight_sync import WeightReceiver, WeightSender
+
+SHAPE = (40, 30)
+
+
+class Worker:
+    """What vLLM's worker and engine do with the calls: the session, the weight version and the receiver's errors."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = {name: weight.clone() for name, weight in weights.items()}
+        self.restart()
+
+    def restart(self) -> None:
+        self.receiver = WeightReceiver(self.weights)
+        self.version, self.active, self.calls, self.kinds = "default", False, [], []
+
+    def start_weight_update(self) -> None:
+        assert not self.active
+        self.active = True
+
+    def update_weights(self, content: dict) -> None:
+        assert self.active
+        message = content["update_info"]["message"]
+        try:
+            self.receiver.receive(base64.b64decode(message) if isinstance(message, str) else message)
+        except WeightSyncError:
+            self.active = False
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self.active = False
+        self.version = self.version if weight_version is None else weight_version
+
+
+class LLM(Worker):
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        self.calls.append(f"reset_prefix_cache {reset_running_requests}")
+        return True
+
+
+class Server(Worker):
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        worker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path == "/weight_info"
+                self.answer(200, {"weight_version": worker.version})
+
+            def do_POST(self) -> None:
+                content = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+                worker.calls.append(self.path.strip("/"))
+                try:
+                    if self.path == "/update_weights":
+                        worker.update_weights(content)
+                    elif self.path == "/start_weight_update":
+                        worker.start_weight_update()
+                    elif self.path == "/finish_weight_update":
+                        worker.finish_weight_update(content["weight_version"])
+                except (WeightSyncError, RuntimeError) as error:
+                    self.answer(500, {"error": {"message": f"Call to collective_rpc failed:\n{error}", "code": 500}})
+                else:
+                    self.answer(200, {"success": True})
+
+            def answer(self, status: int, content: dict) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(1200.0).view(SHAPE)}
+
+
+@pytest.fixture
+def sender(weights) -> WeightSender:
+    return WeightSender(weights, MaskSet.random(weights, density=0.2, seed=0))
+
+
+@pytest.fixture
+def servers(weights) -> Iterator[Callable[[int], list[Server]]]:
+    made: list[Server] = []
+
+    def make(count: int) -> list[Server]:
+        made.extend(Server(weights) for _ in range(count))
+        return made
+
+    yield make
+    for server in made:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def step(weights: dict[str, torch.Tensor], sender: WeightSender) -> None:
+    weights["w"].view(-1)[sender.mask["w"][::3].long()] += 1
+
+
+def test_nothing_of_vllm_is_imported():
+    look = "import sys, sparse_opt.integrations.vllm, sparse_opt.integrations.vllm.plugin; print('vllm' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_the_calls_of_a_server(weights, sender, servers):
+    (server,) = servers(1)
+    sync = VLLMWeightSync(sender, server.address + "/")
+    assert sync.connect() == 0 and server.version == "0"
+    session = ["start_weight_update", "update_weights", "finish_weight_update"]
+    around = ["pause?mode=keep", *session, "reset_prefix_cache?reset_running_requests=true", "resume"]
+    assert server.calls == [*around[:2], "update_weights", *around[2:]]  # mask and state
+    server.calls.clear()
+    step(weights, sender)
+    assert sync.update() == 1 and server.version == "1"
+    assert server.calls == around
+    assert torch.equal(server.weights["w"], weights["w"])
+    server.calls.clear()
+    assert VLLMWeightSync(sender, server.address, pause=None).update() == 2
+    assert server.calls == around[1:-1]
+
+
+def test_several_engines_and_a_restarted_one(weights, sender, servers):
+    first, second = servers(2)
+    llm = LLM(weights)
+    engines = (first, second, llm)
+    sync = VLLMWeightSync(sender, [first.address, second.address, llm])
+    sync.connect()
+    step(weights, sender)
+    sync.update()
+    second.restart()
+    step(weights, sender)
+    assert sync.update() == 2
+    assert second.calls.count("update_weights") == 2 and first.calls.count("update_weights") == 4
+    for engine in engines:
+        assert engine.version == "2" and torch.equal(engine.weights["w"], weights["w"])
+    assert llm.calls == ["reset_prefix_cache True"] * 3
+
+
+def test_a_refused_update_is_an_error_and_the_next_one_repairs_it(weights, sender, servers, monkeypatch):
+    first, second = servers(2)
+    sync = VLLMWeightSync(sender, [first.address, second.address])
+    sync.connect()
+    before = second.weights["w"].clone()
+    step(weights, sender)
+    second.receiver = WeightReceiver(second.weights)  # has lost its mask, and its engine reports the version before
+    with pytest.raises(WeightSyncError, match=rf"{second.address}/update_weights answered 500: .* failed: version 1"):
+        sync.update()
+    assert second.calls[-1] == "resume" and not second.active and second.version == "0"
+    assert torch.equal(second.weights["w"], before)
+    assert first.version == "1" and torch.equal(first.weights["w"], weights["w"])
+    step(weights, sender)
+    assert sync.update() == 2
+    assert first.version == second.version == "2"
+    assert torch.equal(first.weights["w"], weights["w"]) and torch.equal(second.weights["w"], weights["w"])
+
+
+def test_a_server_that_does_not_answer_is_one_line(sender):
+    with pytest.raises(WeightSyncError, match=r"http://127.0.0.1:9/pause\?mode=keep cannot be reached: ") as caught:
+        VLLMWeightSync(sender, "http://127.0.0.1:9", timeout=5).connect()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(WeightSyncError, match="'localhost:8000', expected http://host:port"):
+        VLLMWeightSync(sender, "localhost:8000")
+
+
+def test_a_server_that_is_gone_does_not_keep_the_others_from_the_update(weights, sender, servers):
+    first, second = servers(2)
+    sync = VLLMWeightSync(sender, [first.address, second.address])
+    sync.connect()
+    first.http.shutdown()
+    first.http.server_close()
+    step(weights, sender)
+    with pytest.raises(WeightSyncError, match=f"{first.address}/weight_info cannot be reached"):
+        sync.update()
+    assert second.version == "1" and torch.equal(second.weights["w"], weights["w"])
+
+
+def test_an_error_that_is_no_refusal_is_not_hidden(weights, sender):
+    class Broken(LLM):
+        def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+            raise RuntimeError("Failed to reset KV cache")
+
+    with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: Failed to reset KV cache"):
+        VLLMWeightSync(sender, Broken(weights)).connect()

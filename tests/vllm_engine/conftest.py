@@ -1,0 +1,52 @@
+"""Tests with a real vLLM for CPUs, which `make test-vllm` installs into an environment of its own.
+
+The folder is not named vllm: the folder of all tests is on the import path, and `import vllm` would find it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+# vLLM reads them when it is imported, and when an engine starts.
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def worker(tmp_path_factory) -> Iterator[None]:
+    """The process groups of a worker that is alone."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm_lab import engine_config, make_model, saved
+
+    with set_current_vllm_config(engine_config(saved(tmp_path_factory.mktemp("any"), make_model("Llama")))):
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('groups')}/store", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+@pytest.fixture
+def vllm_model(worker, tmp_path) -> Callable[..., torch.nn.Module]:
+    """`vllm_model(model, processed=True)`: the model in vLLM, as a worker has it; `processed` packs it for the CPU."""
+    from vllm_lab import load_into_vllm, saved
+
+    count = 0
+
+    def make(model: torch.nn.Module, processed: bool = True) -> torch.nn.Module:
+        nonlocal count
+        count += 1
+        return load_into_vllm(saved(tmp_path / str(count), model), processed)
+
+    return make

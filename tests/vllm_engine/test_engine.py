@@ -1,0 +1,308 @@
+"""Sparse updates of real engines: a server over HTTP, and an LLM of this process. Each starts once, in half a minute.
+
+Greedy tokens after updates are compared with those of an engine that has loaded the same weights from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm_lab import SIZES, make_model, saved
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import WeightSyncError
+from sparse_opt.integrations.vllm import VLLMWeightSync
+from sparse_opt.weight_sync import WeightSender
+
+UPDATES = 20
+# One block of the KV cache is 128 tokens on CPUs, so that a prompt of 2 blocks and more is found in the prefix cache.
+LENGTH = 300
+PROMPTS = [[(7 * i + 3 * j + j * j) % 100 for j in range(n)] for i, n in enumerate((5, 40, LENGTH, LENGTH + 20))]
+NEW_TOKENS = 12
+
+
+class Trainer:
+    """Changes random active elements of a small Llama, the same ones in every run."""
+
+    def __init__(self) -> None:
+        self.model = make_model("Llama", tie_word_embeddings=False, max_position_embeddings=512)
+        self.mask = MaskSet.random(self.model, density=0.1, seed=1)
+        self.generator = torch.Generator().manual_seed(2)
+        self.step_number = 0
+
+    def step(self) -> None:
+        # Every fifth step changes all active elements, which are then sent as a whole; every seventh one MLP only.
+        self.step_number += 1
+        share = 1.0 if self.step_number % 5 == 0 else 0.2
+        with torch.no_grad():
+            for name, indices in self.mask.indices.items():
+                if self.step_number % 7 == 0 and "layers.1.mlp" not in name:
+                    continue
+                chosen = indices[torch.rand(indices.numel(), generator=self.generator) < share].long()
+                change = torch.randn(chosen.numel(), generator=self.generator) * 0.05
+                self.model.get_parameter(name).view(-1)[chosen] += change.to(torch.bfloat16)
+
+
+def damaged(message: bytes) -> bytes:
+    """One bit of the first value is flipped: safetensors puts the values before the bitmap, after the header."""
+    at = 8 + int.from_bytes(message[:8], "little")
+    return message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :]
+
+
+class DamagedSender:
+    """A sender whose next update is damaged on its way."""
+
+    def __init__(self, sender: WeightSender) -> None:
+        self.sender = sender
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sender, name)
+
+    def update(self) -> Any:
+        class Damaged:
+            def __init__(self, message: Any) -> None:
+                self.message = message
+
+            def wait(self) -> Any:
+                return self
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.message, name)
+
+            def to_bytes(self) -> bytes:
+                return damaged(self.message.to_bytes())
+
+        return Damaged(self.sender.update().wait())
+
+
+class Server:
+    def __init__(self, folder: Path, log: Path) -> None:
+        with socket.socket() as any_socket:
+            any_socket.bind(("127.0.0.1", 0))
+            port = any_socket.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        self.log = log
+        arguments = ["--model", str(folder), "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+        arguments += ["--weight-transfer-config", json.dumps({"backend": "sparse_opt"})]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 180) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.address}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.5)
+        pytest.fail(f"the server has not started: {self.log.read_text()[-3000:]}")
+
+    def tokens(self, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+        content = {
+            "model": "tiny",
+            "prompt": prompts,
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.address}/v1/completions",
+            data=json.dumps(content).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            choices = json.load(response)["choices"]
+        return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class History:
+    """The tokens that the server generated with the weights of each version, and the checkpoint of the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokens: dict[int, list[list[int]]] = {}
+
+
+def save(folder: Path, model: nn.Module) -> Path:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return saved(folder, model)
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory) -> History:
+    """Twenty updates of a server, with all that can go wrong on the way."""
+    folder = tmp_path_factory.mktemp("server")
+    trainer = Trainer()
+    server = Server(save(folder / "first", trainer.model), folder / "log")
+    try:
+        server.wait()
+        found = History(folder / "last")
+        found.tokens[0] = server.tokens()
+        update_server(server, trainer, found)
+    finally:
+        server.stop()
+    save(found.folder, trainer.model)
+    return found
+
+
+def update_server(server: Server, trainer: Trainer, found: History) -> None:
+    sender = WeightSender(trainer.model, trainer.mask)
+    sync = VLLMWeightSync(sender, server.address)
+    assert sync.connect() == 0
+    assert server.tokens() == found.tokens[0]
+    for version in range(1, UPDATES + 1):
+        trainer.step()
+        if version == 8:  # refused: the server goes on with version 7, and the next update brings it to version 9
+            with pytest.raises(WeightSyncError, match=r"update_weights answered 500: .*values sent have digest"):
+                VLLMWeightSync(DamagedSender(sender), server.address).update()
+            assert server.tokens() == found.tokens[7]
+            continue
+        if version == 12:  # an update while requests run
+            background = threading.Thread(target=lambda: server.tokens([PROMPTS[0]], new_tokens=400))
+            background.start()
+            assert sync.update() == version
+            background.join()
+        else:
+            assert sync.update() == version
+        if version in (1, 2, 7, 9, 12, UPDATES):
+            found.tokens[version] = server.tokens()
+            with urllib.request.urlopen(f"{server.address}/weight_info", timeout=30) as response:
+                assert json.load(response) == {"weight_version": str(version)}
+
+
+@pytest.fixture(scope="module")
+def llm(history) -> Iterator[LLM]:
+    engine = LLM(
+        str(history.folder),
+        enforce_eager=True,
+        max_model_len=512,
+        dtype="bfloat16",
+        enable_prefix_caching=True,
+        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
+    )
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_updates_change_tokens(history):
+    # The same prompts with new weights have new tokens: the blocks of the prefix cache were dropped.
+    versions = [history.tokens[v] for v in sorted(history.tokens)]
+    assert all(a != b for i, a in enumerate(versions) for b in versions[:i])
+
+
+def test_an_updated_server_equals_a_fresh_engine(history, llm):
+    assert llm.get_weight_version() == "default"
+    assert tokens_of(llm) == history.tokens[UPDATES]
+
+
+def test_an_engine_in_process_follows_the_server(history, llm):
+    """An engine with the weights of version 20 gets the state of version 0, and the updates."""
+    trainer = Trainer()
+    sender = WeightSender(trainer.model, trainer.mask)
+    sync = VLLMWeightSync(sender, [llm])
+    assert sync.connect() == 0
+    assert tokens_of(llm) == history.tokens[0]
+    for version in range(1, UPDATES + 1):
+        trainer.step()
+        if version == 8:
+            with pytest.raises(
+                WeightSyncError, match=r"update_weights of the vLLM engine failed: .*values sent have digest"
+            ):
+                VLLMWeightSync(DamagedSender(sender), llm).update()
+            assert tokens_of(llm) == history.tokens[7]
+            continue
+        assert sync.update() == version
+        if version in history.tokens:
+            assert tokens_of(llm) == history.tokens[version]
+            assert llm.get_weight_version() == str(version)
+
+
+def test_messages_that_do_not_follow_are_refused(history, llm):
+    trainer = Trainer()
+    sender = WeightSender(trainer.model, trainer.mask)
+    sync = VLLMWeightSync(sender, llm)
+    sync.connect()
+    trainer.step()
+    first = sender.update().wait().to_bytes()
+    second = sender.update().wait().to_bytes()
+
+    def send(message: bytes) -> None:
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"message": message}})
+        llm.finish_weight_update()
+
+    with pytest.raises(Exception, match="version 2 follows version 1, the receiver has version 0"):
+        send(second)
+    with pytest.raises(Exception, match="bytes are not a message"):
+        send(first[: len(first) // 2])
+    assert tokens_of(llm) == history.tokens[0]
+    send(first)
+    # vLLM itself does not drop the blocks of the old weights: VLLMWeightSync does.
+    assert tokens_of(llm) != history.tokens[1]
+    llm.reset_prefix_cache()
+    assert tokens_of(llm) == history.tokens[1]
+
+
+def test_vllm_has_loaded_the_plugin_once(llm):
+    (entry_point,) = entry_points(group="vllm.general_plugins", name="sparse_opt")
+    register = entry_point.load()
+    register()
+    register()
+    assert "sparse_opt" in WeightTransferEngineFactory._registry
+
+
+def test_a_mask_of_other_weights_is_refused(llm):
+    other = make_model("Llama", tie_word_embeddings=False, num_hidden_layers=3, max_position_embeddings=512)
+    with pytest.raises(WeightSyncError, match="model.layers.2"):
+        VLLMWeightSync(WeightSender(other, MaskSet.random(other, density=0.01)), llm).connect()
+    before = tokens_of(llm)
+    trainer = Trainer()
+    assert VLLMWeightSync(WeightSender(trainer.model, trainer.mask), llm).connect() == 0
+    assert len(before) == len(tokens_of(llm))

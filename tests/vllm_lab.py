@@ -1,0 +1,63 @@
+"""Small models of transformers, and the same models in vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+SIZES = {
+    "vocab_size": 100,  # vLLM pads it to 128
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # larger than usual, so that tokens depend on the weights
+}
+
+
+def make_model(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A small model of transformers in bfloat16 with random weights, biases included."""
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+    return model
+
+
+def saved(folder: Path, model: nn.Module) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def engine_config(folder: Path) -> VllmConfig:
+    arguments = EngineArgs(
+        model=str(folder), enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, dtype="bfloat16"
+    )
+    return arguments.create_engine_config()
+
+
+def load_into_vllm(folder: Path, processed: bool) -> nn.Module:
+    """A model of vLLM from a checkpoint, without an engine around it. Its configuration is `model.lab_config`."""
+    config = engine_config(folder)
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(config)
+        get_model_loader(config.load_config).load_weights(model, config.model_config)
+        if processed:
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    model.lab_config = config
+    return model
