@@ -49,6 +49,20 @@ def test_receivers_follow_restart_and_start_late(
     assert "all 9 steps" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+def test_weights_on_a_gpu_follow(tmp_path: Path) -> None:
+    weights = make_weights("mixed", "cuda")
+    mask = MaskSet.random(weights, density=0.3)
+    copy = clones(weights)
+    receiver = FolderReceiver(WeightReceiver(copy), tmp_path, device="cuda")
+    with DeltaLog.create(tmp_path, weights, mask=mask) as log:
+        assert receiver.receive(0) == 0
+        for step in (1, 2, 3):
+            change(weights, mask, 0.1, seed=step)
+            log.append(step).wait()
+            assert receiver.receive(0) == step and same_bits(weights, copy)
+
+
 def test_a_receiver_may_start_before_the_log(tmp_path: Path) -> None:
     weights = make_weights("bf16")
     mask = MaskSet.random(weights, density=0.1)

@@ -55,10 +55,12 @@ class FolderReceiver:
     Args:
         weights: the receiver of the weights.
         directory: of the log; it may be created later.
+        device: where updates are compared and their digests computed; best that of the weights. On a GPU it holds the
+            active values once, and twice while a step is received.
     """
 
-    def __init__(self, weights: WeightReceiver, directory: str | Path) -> None:
-        self.weights = weights
+    def __init__(self, weights: WeightReceiver, directory: str | Path, *, device: torch.device | str = "cpu") -> None:
+        self.weights, self._device = weights, torch.device(device)
         self._files = LogFiles(Path(directory))
         self._base: MaskElements | None = None
         self._log: LogSender | None = None
@@ -127,7 +129,7 @@ class FolderReceiver:
         """Bring the weights to a step, by a state, or by an update if they are at the step before."""
         update = None
         if self._log is None:
-            self._log = LogSender(new)
+            self._log = LogSender(new, self._device)
         else:
             update = self._log.update_to(new)
         needs_state = self._needs_state or update is None
@@ -223,9 +225,9 @@ class LogSender:
         elements: at the step of the last message.
     """
 
-    def __init__(self, elements: MaskElements) -> None:
+    def __init__(self, elements: MaskElements, device: torch.device) -> None:
         self.elements = elements
-        self.mask, self.device = elements.mask, torch.device("cpu")
+        self.mask, self.device = elements.mask, device
         self.layout = Layout.of(elements.mask, elements.values)
         self.backend = choose(self.device, None)
         self._sender = WeightSender.of_values(self)
@@ -234,7 +236,7 @@ class LogSender:
         """See `ActiveValues.take`."""
         tensors = self.layout.tensors
         return {
-            group.dtype: torch.cat([self.elements.values[tensors[i].name] for i in group.members])
+            group.dtype: torch.cat([self.elements.values[tensors[i].name] for i in group.members]).to(self.device)
             for group in self.layout.groups
         }
 
