@@ -36,7 +36,7 @@ class _Change(NamedTuple):
 
     values: Tensor | None = None
     changes: Changes | None = None
-    count: int = 0  # changed values
+    changed: int = 0  # number of changed values
 
 
 class WeightReceiver:
@@ -99,7 +99,7 @@ class WeightReceiver:
                 total[purpose] = total.get(purpose, 0) + size
         return total
 
-    @torch.no_grad()
+    @torch.inference_mode()  # an engine may have loaded its weights in it, and they can be written in it alone
     def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
         """Verify a message and apply it; waits for the device once for a state or an update.
 
@@ -221,9 +221,9 @@ class WeightReceiver:
                     sums[i] = total
             elif change.changes is not None:
                 payload, old, bits = next(found), next(found), next(found)
-                if bits != change.count:
+                if bits != change.changed:
                     raise DamagedMessage(
-                        f"{group.dtype}.bitmap marks {bits} elements, expected {change.count} as in "
+                        f"{group.dtype}.bitmap marks {bits} elements, expected {change.changed} as in "
                         f"{group.dtype}.changed"
                     )
                 sent += payload

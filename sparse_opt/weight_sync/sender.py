@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -66,15 +66,15 @@ class WeightSender:
             values.device,
             values.backend,
         )
-        self._version = 0
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._sent = values.take()
-        self._totals = _Totals([self._whole(dtype, sent) for dtype, sent in self._sent.items()], self._device)
+        sent = values.take()
+        totals = _Totals([self._whole(dtype, group) for dtype, group in sent.items()], self._device)
+        self._sent = _Sent(0, sent, totals)
 
     @property
     def version(self) -> int:
         """The version of the weights that the last update has sent."""
-        return self._version
+        return self._sent.version
 
     @property
     def mask(self) -> MaskSet:
@@ -82,6 +82,7 @@ class WeightSender:
 
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
+        sent = self._sent
         tensors = {
             f"positions.{i}": units_of(self._mask, entry) for i, entry in enumerate(self._layout.tensors) if entry.nnz
         }
@@ -91,9 +92,9 @@ class WeightSender:
             count += units.numel()
         return Message(
             kind="mask",
-            version=self._version,
+            version=sent.version,
             mask_digest=self._mask.digest,
-            result_digest=self._totals.digest(),
+            result_digest=sent.totals.digest(),
             payload_digest=to_hex(total),
             tensors=tensors,
             layout=self._layout.to_json(),
@@ -101,9 +102,13 @@ class WeightSender:
 
     def state_message(self) -> Message:
         """Return all active values of the current version, for receivers that join late or have lost an update."""
-        digest = self._totals.digest()
-        tensors = {f"{dtype}.values": values for dtype, values in self._sent.items()}
-        return Message("state", self._version, self._mask.digest, digest, digest, tensors)
+        sent = self._sent
+        digest = sent.totals.digest()  # the host has waited for the values then
+        if self._device.type == "cuda":
+            for values in sent.values.values():
+                values.record_stream(torch.cuda.current_stream(self._device))
+        tensors = {f"{dtype}.values": values for dtype, values in sent.values.items()}
+        return Message("state", sent.version, self._mask.digest, digest, digest, tensors)
 
     @torch.no_grad()
     def update(self) -> PendingMessage:
@@ -115,11 +120,11 @@ class WeightSender:
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
         """
-        new = self._values.take()
+        base, new = self._sent, self._values.take()
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            for values in (*new.values(), *self._sent.values()):
+            for values in (*new.values(), *base.values.values()):
                 values.record_stream(self._stream)
         bitmaps: dict[str, Tensor] = {}
         totals = []
@@ -128,21 +133,19 @@ class WeightSender:
                 if self._encoding == "values":
                     totals.append(self._whole(dtype, values))
                 else:
-                    bitmaps[dtype], found = self._backend.compare(self._sent[dtype], values, self._first(dtype))
+                    bitmaps[dtype], found = self._backend.compare(base.values[dtype], values, self._first(dtype))
                     totals.append(found)
-            pending = PendingMessage(
-                self._version + 1,
-                self._mask.digest,
-                self._encoding,
-                self._backend,
-                new,
-                bitmaps,
-                self._totals,
-                _Totals(totals, self._device),
-                self._stream,
-            )
-        self._version, self._sent, self._totals = self._version + 1, new, pending.totals
-        return pending
+            sent = _Sent(base.version + 1, new, _Totals(totals, self._device))
+        self._sent = sent
+        return PendingMessage(
+            sent,
+            base.totals,
+            bitmaps,
+            mask_digest=self._mask.digest,
+            encoding=self._encoding,
+            backend=self._backend,
+            stream=self._stream,
+        )
 
     def _first(self, dtype: str) -> int:
         return next(group.first for group in self._layout.groups if group.dtype == dtype)
@@ -178,25 +181,31 @@ class _Totals:
         return to_hex(sum(row[0] for row in self.rows()))
 
 
+class _Sent(NamedTuple):
+    """A version that was sent: the active values of each dtype, and their digests. Replaced as a whole, for threads."""
+
+    version: int
+    values: Mapping[str, Tensor]
+    totals: _Totals
+
+
 class PendingMessage:
     """An update that may still be computed on the device: `wait` returns the `Message`."""
 
     def __init__(
         self,
-        version: int,
+        sent: _Sent,
+        base: _Totals,
+        bitmaps: Mapping[str, Tensor],
+        *,
         mask_digest: str,
         encoding: Encoding,
         backend: Backend,
-        values: Mapping[str, Tensor],
-        bitmaps: Mapping[str, Tensor],
-        base: _Totals,
-        totals: _Totals,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        self.version = version
-        self.totals = totals
-        self._mask_digest, self._encoding, self._backend = mask_digest, encoding, backend
-        self._values, self._bitmaps, self._base, self._stream = values, bitmaps, base, stream
+        self.version = sent.version
+        self._sent, self._base, self._bitmaps = sent, base, bitmaps
+        self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
@@ -208,41 +217,46 @@ class PendingMessage:
         in the calling thread, which waits for their last copies.
         """
         with self._lock:
-            if self._message is None:
-                side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-                with side, torch.no_grad():
-                    self._message = self._build()
-                    self._ready = None if self._stream is None else self._stream.record_event()
+            message = self._message or self._made()
             if self._stream is not None and self._ready is not None:
                 current = torch.cuda.current_stream(self._stream.device)
                 current.wait_event(self._ready)
-                for tensor in self._message.tensors.values():
+                for tensor in message.tensors.values():
                     tensor.record_stream(current)
-            return self._message
+            return message
 
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""
         return self.wait().to_bytes()
 
+    def _made(self) -> Message:
+        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with side, torch.no_grad():
+            self._message = self._build()
+            self._ready = None if self._stream is None else self._stream.record_event()
+        self._sent, self._bitmaps = self._sent._replace(values={}), {}  # frees the values that are not in the message
+        return self._message
+
     def _build(self) -> Message:
         tensors: dict[str, Tensor] = {}
-        sent = 0
-        for (dtype, values), (whole, changed, count) in zip(self._values.items(), self.totals.rows(), strict=True):
+        payload = 0
+        rows = self._sent.totals.rows()
+        for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
             size, n = values.element_size(), values.numel()
             smaller = self._encoding == "bitmap" or count * size + bitmap_bytes(n) < n * size
             if self._encoding == "values" or (count and not smaller):
                 tensors[f"{dtype}.values"] = values
-                sent += whole
+                payload += whole
             elif count:
                 tensors[f"{dtype}.bitmap"] = self._bitmaps[dtype]
                 tensors[f"{dtype}.changed"] = self._backend.select(values, self._bitmaps[dtype], count)
-                sent += changed
+                payload += changed
         return Message(
             kind="update",
             version=self.version,
             mask_digest=self._mask_digest,
-            result_digest=self.totals.digest(),
-            payload_digest=to_hex(sent),
+            result_digest=self._sent.totals.digest(),
+            payload_digest=to_hex(payload),
             tensors=tensors,
             base_version=self.version - 1,
             base_digest=self._base.digest(),

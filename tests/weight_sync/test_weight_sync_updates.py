@@ -213,3 +213,26 @@ def test_unknown_arguments():
     if backends.why_unavailable("triton", "cpu"):
         with pytest.raises(BackendUnavailable, match="backend 'triton'"):
             WeightSender(weights, mask, backend="triton")
+
+
+@pytest.mark.parametrize("loaded_in", [torch.no_grad, torch.inference_mode])
+def test_weights_of_an_engine_that_infers_or_trains(loaded_in):
+    """Weights loaded in inference mode can be written, and those of a training model can be trained afterwards."""
+    with loaded_in():
+        model = torch.nn.Linear(8, 8)
+    mask = MaskSet.random({name: p.shape for name, p in model.named_parameters()}, density=0.5)
+    weights = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    sender, receiver = WeightSender(weights, mask), WeightReceiver(model)
+    receiver.receive(sender.mask_message())
+    assert receiver.receive(sender.state_message()) == 0
+    for share in (0.1, 1.0):
+        change(weights, mask, share, seed=1)
+        receiver.receive(sender.update().wait())
+    for name, p in model.named_parameters():
+        assert torch.equal(bits(p)[mask[name].long()], bits(weights[name])[mask[name].long()])
+    if loaded_in is torch.no_grad:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(torch.ones(8)).sum().backward()
+        before = model.bias.detach().clone()
+        optimizer.step()
+        assert torch.equal(model.bias, before - 1)
