@@ -52,7 +52,7 @@ test-triton: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "(not test_runs or many_steps) and not distributed"
 
 test-triton-ops: $(VENV)/.test build
-	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops -k triton
+	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops tests/weight_sync -k triton
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
 test-defaults: $(VENV)/.test build

@@ -4,8 +4,10 @@ Each prompt gets a group of completions; the advantage of a completion is its re
 whose rewards are all equal gives no gradient. One rollout can be used for several optimizer steps; the ratio of each
 token is relative to the policy that sampled it.
 
-Not implemented: DAPO's dynamic sampling (resampling groups with equal rewards) and its penalty for long completions; a
-correction for an engine whose probabilities differ from the policy's (`rollouts` recomputes them); an entropy bonus.
+An engine whose probabilities differ from the policy's can be corrected for by `rollouts.importance`.
+
+Not implemented: DAPO's dynamic sampling (resampling groups with equal rewards) and its penalty for long completions; an
+entropy bonus.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from .rewards.functions import Rewards, Scores, load_rewards
 from .rollouts import Engine, Rollout, configured_engine, sample
 from .run.rollout_step import (
     completion_metrics,
+    engine_agreement,
     reference_logprobs,
+    rollout_weights,
     sample_rollout,
     sample_rows,
     sampling_of,
@@ -102,11 +106,13 @@ def grpo_loss(
     n_sequences: int | None = None,
     n_tokens: int | Tensor | None = None,
     max_completion_length: int | None = None,
+    importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The clipped policy loss with the k3 estimate of the KL divergence from a reference: equations 3 and 4.
 
-    Per token -min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A) + beta * k3, with
-    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1. The loss type determines the average:
+    Per token -min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A) * w + beta * k3, with
+    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1, and w the importance weight, which is 1
+    without `importance_weights`. The loss type determines the average:
 
     | loss_type | |
     |---|---|
@@ -139,6 +145,7 @@ def grpo_loss(
         n_sequences: sequences in all forward passes of the optimizer step; None takes R of this batch.
         n_tokens: tokens in the masks of all forward passes of the optimizer step; None takes those of this batch.
         max_completion_length: required for loss type dr_grpo.
+        importance_weights: [R, P] fp32, see `rollouts.importance.importance_weights`.
 
     Returns:
         The loss, a scalar; and, detached, the ratios [R, P] and the unweighted k3 [R, P] (None without ref_logprobs),
@@ -160,6 +167,8 @@ def grpo_loss(
         ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).exp()
     advantage = advantages[:, None]
     per_token = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantage)
+    if importance_weights is not None:
+        per_token = per_token * importance_weights
     k3 = None
     if ref_logprobs is not None:
         difference = torch.where(mask, ref_logprobs - logprobs, 0.0)
@@ -255,7 +264,8 @@ def update_on_rollout(
     Returns:
         loss, the mean over the optimizer steps; and over all trained tokens: the mean ratio and its largest distance
         from 1 (ratio_mean, ratio_error), the shares whose gradient was clipped to 0 with a ratio below and above 1
-        (clip_low, clip_high), and the mean of k3 (kl; None without a reference).
+        (clip_low, clip_high), and the mean of k3 (kl; None without a reference). With an importance sampling
+        correction also those of `rollout_weights`.
     """
     config = run.config
     assert isinstance(config, GroupOptions)
@@ -264,6 +274,7 @@ def update_on_rollout(
     counts = sampled.batch.completion_mask.sum(dim=1)
     if config.mask_truncated_completions:
         counts = torch.where(sampled.ended, counts, 0)
+    weights, corrected = rollout_weights(config, sampled)
     loss_sum, ratio_error, sums = (torch.zeros(n, dtype=torch.float32, device=run.device) for n in (1, 1, 4))
     for _ in range(config.num_iterations):
         for first in range(0, len(sampled), rows_per_step):
@@ -287,6 +298,7 @@ def update_on_rollout(
                         n_sequences=end - first,
                         n_tokens=n_tokens,
                         max_completion_length=config.max_completion_length,
+                        importance_weights=None if weights is None else sampled.cut(weights, rows),
                     )
                     run.backward(loss, is_last)
                 loss_sum += loss.detach()
@@ -307,6 +319,7 @@ def update_on_rollout(
         "clip_low": clip_low,
         "clip_high": clip_high,
         "kl": None if ref_logprobs is None else kl,
+        **corrected,
     }
 
 
@@ -324,7 +337,7 @@ def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOCon
     sequences: list[TokenSequence] = []
     ended = []
     for examples in chunks(data, config.completions_per_step):
-        _, part_ended, part = sample(
+        part = sample(
             engine,
             [example.ids for example in examples],
             n_generations=1,
@@ -333,8 +346,8 @@ def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOCon
             device=run.device,
             ranks=run.ranks,
         )
-        sequences += part
-        ended.append(part_ended)
+        sequences += part.sequences
+        ended.append(part.ended)
     _, scores = score_completions(run, rewards, sequences, data)
     return reward_metrics(scores) | completion_metrics(sequences, torch.cat(ended))
 
@@ -350,6 +363,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             prompts = run.examples_of(step)
             examples = [example for example in prompts for _ in range(config.n_generations)]
             sampled = sample_rollout(run, engine, prompts, config.n_generations)
+            agreement = engine_agreement(config, sampled)
             with run.time("reward"):
                 texts, scores = score_completions(run, rewards, sampled.sequences, examples)
             ref_logprobs = reference_logprobs(run, reference, sampled)
@@ -364,6 +378,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
                 step,
                 n_tokens=sampled.batch.n_tokens,
                 **statistics,
+                **agreement,
                 **reward_metrics(scores),
                 reward_std=scores.total[~scores.total.isnan()].std(correction=0),
                 zero_std_groups=is_flat(groups).float().mean(),

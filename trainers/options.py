@@ -178,6 +178,18 @@ class CompletionOptions(ModelOptions):
     top_k: int = option(0, "sample from this many of the most likely tokens; 0 from all", at_least=0)
     rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "engine that samples")
     vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may use", above=0, at_most=1)
+    vllm_enforce_eager: bool = option(
+        False, "run vLLM without torch.compile and CUDA graphs: a faster start and slower sampling"
+    )
+    vllm_enable_prefix_caching: bool | None = option(
+        None, "whether vLLM reuses keys and values of common beginnings of prompts; none is vLLM's default"
+    )
+    vllm_server_base_url: str | None = option(
+        None,
+        "URL of a vLLM server on this host to sample with, instead of vLLM in the same process; it needs "
+        "VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs",
+        aliases=("rollout_server",),
+    )
     reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")
     reward_weights: list[float] | None = option(None, "a weight for each reward function; none weighs all 1")
 
@@ -198,9 +210,48 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
     n_minibatches: int = option(1, "optimizer steps in one pass over a rollout", at_least=1)
     num_iterations: int = option(1, "passes over each rollout", at_least=1)
     temperature: float = option(1.0, "sampling temperature, also of the log-probabilities", above=0)
+    max_logprob_difference: float | None = option(
+        None,
+        "stop if the log-probabilities of engine vllm and the policy differ by more than this, as the mean absolute "
+        "difference of a rollout's tokens; none for no limit",
+        above=0,
+    )
+    vllm_importance_sampling_correction: bool = option(
+        False, "multiply a token's policy loss by an importance weight, policy over engine vllm"
+    )
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        option(
+            "token_truncate",
+            "weight each token or the whole completion; truncate weights outside the bounds to them, or mask them to 0",
+        )
+    )
+    vllm_importance_sampling_clip_max: float | None = option(
+        3.0, "upper bound of importance weights; none for none", above=0
+    )
+    vllm_importance_sampling_clip_min: float | None = option(
+        None, "lower bound of importance weights; none for none", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("vllm_importance_sampling_correction", "max_logprob_difference"):
+            if getattr(self, name) and self.rollout_engine != "vllm":
+                raise ConfigError(
+                    f"option '{name}' is {getattr(self, name)}: rollout_engine {self.rollout_engine} reports no "
+                    "log-probabilities; use vllm"
+                )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"option 'vllm_importance_sampling_clip_min' is {low}: expected less than "
+                f"vllm_importance_sampling_clip_max {high}"
+            )
+        if self.vllm_importance_sampling_correction and low is None and high is None:
+            if self.vllm_importance_sampling_mode.endswith("_truncate"):
+                raise ConfigError(
+                    f"option 'vllm_importance_sampling_mode' is {self.vllm_importance_sampling_mode}: expected "
+                    "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min"
+                )
         require_count("batch_size x gradient_accumulation_steps x n_minibatches", self.completions_per_step)
         if self.completions_per_step % self.n_generations:
             raise ConfigError(

@@ -35,7 +35,14 @@ from .policy.value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
 from .rewards.classifier import RewardModel
 from .rewards.functions import Rewards, load_rewards
 from .rollouts import Engine, Rollout, configured_engine, sample
-from .run.rollout_step import reference_logprobs, sample_rows, sampling_of, score_completions
+from .run.rollout_step import (
+    engine_agreement,
+    reference_logprobs,
+    rollout_weights,
+    sample_rows,
+    sampling_of,
+    score_completions,
+)
 from .run.training_run import TrainingRun
 
 # Added to the variance in `whiten`; TRL's.
@@ -137,22 +144,34 @@ class KLController:
 
 
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip: float, n_tokens: int
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: float,
+    n_tokens: int,
+    importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """max(-A * ratio, -A * clip(ratio, 1 - clip, 1 + clip)), ratio = exp(logprob - old_logprob): equation 7.
+
+    Each token's loss is multiplied by its importance weight, if there are any.
 
     Args:
         logprobs: [R, P] under the policy, with gradient.
         old_logprobs: [R, P] under the policy that sampled the completions.
         advantages: [R, P].
+        importance_weights: [R, P] fp32, see `rollouts.importance.importance_weights`.
 
     Returns:
         The loss, a scalar; and [R, P] bool, the tokens whose gradient is clipped to 0.
     """
     ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)
-    loss = torch.where(mask, torch.maximum(unclipped, clipped), 0.0).sum() / n_tokens
-    return loss, (clipped > unclipped) & mask
+    per_token = torch.maximum(unclipped, clipped)
+    if importance_weights is not None:
+        per_token = per_token * importance_weights
+    return torch.where(mask, per_token, 0.0).sum() / n_tokens, (clipped > unclipped) & mask
 
 
 def value_loss(
@@ -259,6 +278,7 @@ class Episodes:
     values: Tensor
     advantages: Tensor  # whitened
     returns: Tensor
+    weights: Tensor | None = None  # see `rollout_weights`
 
     @property
     def explained_variance(self) -> Tensor:
@@ -316,7 +336,7 @@ def rollout_with_values(
     run: TrainingRun, engine: Engine, head: ValueHead, examples: Sequence[PromptExample], config: PPOConfig
 ) -> tuple[Rollout, Tensor]:
     """Sample `n_generations` completions of each example with their log-probabilities; and their values [R, P]."""
-    batch, ended, sequences = sample(
+    rollout = sample(
         engine,
         [example.ids for example in examples],
         n_generations=config.n_generations,
@@ -325,7 +345,6 @@ def rollout_with_values(
         device=run.device,
         ranks=run.ranks,
     )
-    rollout = Rollout.without_logprobs(batch, ended, sequences)
     values = torch.zeros_like(rollout.logprobs)
     for rows, part in rollout.minibatches(config.batch_size, run.ranks):
         found = logprobs_and_values(run.model, head, part.batch, config.temperature)
@@ -377,7 +396,13 @@ def _optimizer_step(
             )
             logprobs, values = logprobs_and_values(run.model, critic.head, part.batch, config.temperature)
             for_policy, policy_clipped = policy_loss(
-                logprobs, part.logprobs, advantages, part.mask, clip=config.clip_range, n_tokens=n_tokens
+                logprobs,
+                part.logprobs,
+                advantages,
+                part.mask,
+                clip=config.clip_range,
+                n_tokens=n_tokens,
+                importance_weights=None if episodes.weights is None else rollout.cut(episodes.weights, rows),
             )
             for_values, value_clipped = value_loss(
                 values, old_values, returns, part.mask, clip=config.value_clip_range, n_tokens=n_tokens
@@ -467,6 +492,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
             examples = [example for example in run.examples_of(step) for _ in range(config.n_generations)]
             with run.time("rollout"), torch.no_grad():
                 rollout, values = rollout_with_values(run, engine, critic.head, run.examples_of(step), config)
+            agreement = engine_agreement(config, rollout)
             with run.time("reward"):
                 scores, by_function = scorer(run, rollout, examples)
             ref_logprobs = reference_logprobs(run, reference, rollout)
@@ -477,7 +503,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
             advantages, returns = generalized_advantages(
                 rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
             )
-            episodes = Episodes(rollout, values, whiten(advantages, mask), returns)
+            weights, corrected = rollout_weights(config, rollout)
+            episodes = Episodes(rollout, values, whiten(advantages, mask), returns, weights)
             metrics = update_on(run, critic, episodes, config)
 
             kl = sequence_kl(logprobs, ref_logprobs, mask).mean()
@@ -498,6 +525,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 step,
                 n_tokens=rollout.batch.n_tokens,
                 **metrics,
+                **agreement,
+                **corrected,
                 **by_function,
                 kl=kl,
                 kl_coefficient=coefficient,

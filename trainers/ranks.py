@@ -91,8 +91,8 @@ class Ranks:
         if self.sharded:
             most = -(-(stop - start) // self.size)  # rows of a rank
             n_passes = -(-most // size)
-            ends = [share.start + len(share) * i // n_passes for i in range(n_passes + 1)]
-            return [slice(first, end) for first, end in itertools.pairwise(ends)]
+            ends = (share.start + len(share) * (i + 1) // n_passes for i in range(n_passes))
+            return [slice(first, end) for first, end in itertools.pairwise([share.start, *ends])]
         return [slice(first, min(first + size, share.stop)) for first in share[::size]]
 
     def sum(self, values: Tensor) -> Tensor:

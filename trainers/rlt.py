@@ -40,7 +40,13 @@ from .policy.reference import Reference, load_frozen, placed
 from .ranks import Ranks
 from .rewards.student import load_student_tokenizer, require_student_room, spans, student_logprobs
 from .rollouts import Rollout, configured_engine
-from .run.rollout_step import completion_metrics, reference_logprobs, sample_rollout, sample_rows
+from .run.rollout_step import (
+    completion_metrics,
+    engine_agreement,
+    reference_logprobs,
+    sample_rollout,
+    sample_rows,
+)
 from .run.training_run import TrainingRun
 
 Reduction = Literal["mean", "sum", "min", "max"]
@@ -346,6 +352,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
 
         for step in run.steps(evaluate):
             sampled, judged, examples = explain(run.examples_of(step), config.n_generations)
+            agreement = engine_agreement(config, sampled)
             advantages = group_advantages(judged.reward.total, config.n_generations)
             ref_logprobs = reference_logprobs(run, reference if config.beta > 0 else None, sampled)
             statistics = update_on_rollout(run, sampled, advantages, ref_logprobs=ref_logprobs)
@@ -360,6 +367,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
                 step,
                 sampled.batch.n_tokens,
                 **statistics,
+                **agreement,
                 **judged.means(),
                 **completion_metrics(sampled.sequences, sampled.ended),
                 reward_std=groups.std(dim=1).mean(),

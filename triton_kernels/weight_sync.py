@@ -154,7 +154,7 @@ def _located(
         row = slot // width
         column = slot - row * width
         tile = tl.load(units + (places >> 32) + column // TILE, mask=mask, other=0)
-        offset = row.to(columns.dtype) * columns + tile * TILE + (column % TILE).to(tl.int32)
+        offset = row.to(columns.dtype) * columns + tile.to(columns.dtype) * TILE + (column % TILE).to(columns.dtype)
         start = (shape >> 32) * tl.load(at)
     return block, slots, mask, marks, at, start, offset
 

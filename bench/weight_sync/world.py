@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_opt import MaskSet
-from sparse_opt.delta.digest import StateDigest
 from sparse_opt.tensors import named_parameters_of
 from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
@@ -66,7 +65,7 @@ class Row:
 
 class World:
     def __init__(self, job: dict[str, Any]) -> None:
-        self.job = job
+        self.job, self.began = job, time.monotonic()
         self.rank = int(os.environ["RANK"])
         self.on_gpu = job["device"] == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.on_gpu else torch.device("cpu")
@@ -98,7 +97,10 @@ class World:
                 lr=self.job["learning_rate"],
                 seed=self.job["seed"],
             )
-        rows = [self._row(variant, training, mask) for variant in variants]
+        rows = []
+        for variant in variants:
+            rows.append(self._row(variant, training, mask))
+            self._print(f"{variant.name}: connected")
         times: dict[str, list[float]] = {row.variant.name: [] for row in rows}
         order = random.Random(0)
         right = dict.fromkeys(times, True)
@@ -113,6 +115,8 @@ class World:
                 for row in rows:
                     right[row.variant.name] &= self._same(row)
         found = [self._result(row, times[row.variant.name], right[row.variant.name], mask) for row in rows]
+        for result in found:
+            self._print(f"{result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
         for row in rows:
             row.close()
         if training is not None:
@@ -160,7 +164,12 @@ class World:
         else:
             source = ProcessGroupReceiver(receiver, box[0], backend=backend, timeout=TIMEOUT_S)
         source.receive()  # the mask, and the version that the sender begins with
-        return Row(variant, weights, source.receive, source.close, receiver=receiver)
+
+        def close() -> None:
+            source.receive()  # that the sender has closed
+            source.close()
+
+        return Row(variant, weights, source.receive, close, receiver=receiver)
 
     def _clock(self, call: Callable[[], object]) -> float:
         """Milliseconds of a call that begins on both ranks at once, of the slower rank."""
@@ -176,10 +185,14 @@ class World:
 
     def _same(self, row: Row) -> bool:
         """Whether all weights of both ranks have the same bits."""
-        digests = StateDigest.start(list(row.weights.values())).result()
+        same = True
+        for weight in row.weights.values():
+            sent = weight.clone()
+            dist.broadcast(sent, 0)
+            same &= torch.equal(sent.view(torch.int16), weight.view(torch.int16))
         found: list[Any] = [None, None]
-        dist.all_gather_object(found, digests)
-        return bool(found[0] == found[1])
+        dist.all_gather_object(found, same)
+        return all(found)
 
     def _result(self, row: Row, times: list[float], right: bool, mask: MaskSet) -> dict[str, Any]:
         variant = row.variant
@@ -224,6 +237,10 @@ class World:
             end.synchronize()
             times.append(begin.elapsed_time(end))
         return statistics.median(times)
+
+    def _print(self, line: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.began:4.0f} s] {self.job['network']}, {line}", flush=True)
 
     def _synchronize(self) -> None:
         if self.on_gpu:

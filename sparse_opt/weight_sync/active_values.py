@@ -48,6 +48,7 @@ class WeightsOf:
         self.mask = mask_of(source, mask)
         self.layout = Layout.of(self.mask, named)
         devices = {weight.device for weight in self._weights().values()}
+        devices = devices or {named[name].device for name in self.mask.names[:1]}  # the mask is empty
         if len(devices) > 1:
             raise ValueError(f"the weights are on {' and '.join(sorted(map(str, devices)))}, expected one device")
         self.device = devices.pop() if devices else torch.device("cpu")

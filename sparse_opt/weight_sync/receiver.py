@@ -157,6 +157,7 @@ class WeightReceiver:
                 addresses[entry.name] = weight.data_ptr()
         placed = place(layout, destinations)
         tensors = [part.tensor for tensor in placed.values() for part in tensor.destinations]
+        tensors = tensors or [*self._weights.values()]  # the mask is empty
         device = tensors[0].device if tensors else torch.device("cpu")
         backend = choose(device, self._backend)
         names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]

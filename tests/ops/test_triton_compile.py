@@ -79,6 +79,25 @@ _ADD_SPLITS = {
 }
 _ADD_ONE = {"operands": None, "blocks": None, "WHOLE": False, "out": "*fp16"}
 
+_WEIGHTS = {
+    "programs": "*i64",
+    "tensors": "*i64",
+    "units": "*i16",
+    "bands": None,
+    "parts": "*i64",
+    "BITS": "uint16",
+    "BLOCK": 1024,
+    "RUN": 1,
+    "TILE": 0,
+    "WIDE": False,
+}
+_TILED_WEIGHTS = {**_WEIGHTS, "units": "*i32", "bands": "*i64", "BLOCK": 2048, "TILE": 64}
+_BITMAP = {"bitmap": "*u8", "bits": "i64", "BLOCK": 1024}
+_MARKED = {**_BITMAP, "changed": "*i16", "ranks": "*i64", "changes": "i64"}
+_LIST_OF_CHANGES = {**_BITMAP, "ranks": "*i64", "slots_out": "*i64", "addresses": "*i64", "changes": "i64"}
+_LISTED = {"changed": "*i16", "addresses": "*i64", "changes": "i64", "BITS": "uint16", "BLOCK": 1024}
+_CONSECUTIVE = {"partials": "*i64", "n": "i64", "first": "i64", "BITS": "uint16", "BLOCK": 2048}
+
 _ONE_TENSOR = {"blocks": None}
 _DENSE_GRADS = {"grad": None, "grad_table": "*i64", "GRAD": "float16"}
 _RUNS = {"RUN": 32}
@@ -158,18 +177,63 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             {**_DELTA_WRITE, "indices": "*i64", "values": "*i64", "BITS": "int64"},
         ),
         ("delta-apply", "delta_codec", "delta_apply", {**_DELTA_APPLY, "values": "*i16"}),
+        *[
+            (f"weights-{name}", "weight_sync", f"weight_{kernel}", parameters)
+            for name, kernel, parameters in [
+                ("take", "take", {**_WEIGHTS, "out": "*i16"}),
+                ("take-runs", "take", {**_WEIGHTS, "out": "*i16", "RUN": 32}),
+                ("take-4-bytes", "take", {**_WEIGHTS, "out": "*i32", "BITS": "uint32"}),
+                ("take-tiles", "take", {**_TILED_WEIGHTS, "out": "*i16"}),
+                ("put", "put", {**_WEIGHTS, "values": "*i16"}),
+                ("put-wide", "put", {**_WEIGHTS, "values": "*i16", "WIDE": True}),
+                ("put-tiles", "put", {**_TILED_WEIGHTS, "values": "*i16", "TILE": 128}),
+                ("put-tiles-wide", "put", {**_TILED_WEIGHTS, "values": "*i16", "WIDE": True}),
+                ("check", "check", {**_WEIGHTS, **_MARKED, "partials": "*i64", "first": "i64", "READ_OLD": True}),
+                (
+                    "check-tiles",
+                    "check",
+                    {**_MARKED, **_TILED_WEIGHTS, "partials": "*i64", "first": "i64", "READ_OLD": False},
+                ),
+                ("write", "write", {**_WEIGHTS, **_MARKED}),
+                ("list", "list", {**_WEIGHTS, **_LIST_OF_CHANGES}),
+                ("list-tiles", "list", {**_LIST_OF_CHANGES, **_TILED_WEIGHTS}),
+                (
+                    "listed-sums",
+                    "listed_sums",
+                    {**_LISTED, "slots": "*i64", "partials": "*i64", "first": "i64", "READ_OLD": True},
+                ),
+                ("listed-write", "listed_write", _LISTED),
+                ("count", "count", {**_BITMAP, "counts": "*i32"}),
+                (
+                    "select",
+                    "select",
+                    {**_BITMAP, "values": "*i16", "ranks": "*i64", "changed": "*i16", "changes": "i64"},
+                ),
+                ("digest", "digest", {**_CONSECUTIVE, "values": "*i16"}),
+                (
+                    "compare",
+                    "compare",
+                    {**_CONSECUTIVE, "old": "*i16", "new": "*i16", "bitmap": "*u8", "size": "i64"},
+                ),
+            ]
+        ],
     ]
 }
 ARITHMETIC = [*STEPS, *(name for name in VARIANTS if name.startswith("gather") or "-add" in name)]
 TILES = [name for name in VARIANTS if name.startswith("tile")]
 PRODUCTS = [name for name in TILES if "-add" not in name]
 
+_WEIGHT_KERNELS = (
+    *("take", "put", "check", "write", "list", "listed-sums", "listed-write"),
+    *("count", "select", "digest", "compare"),
+)
 # The oldest (backends.TRITON_MINIMUM), and those whose products are summed in tensor memory.
 OTHER_GPUS = (70, 100)
 ON_OTHER_GPUS = (
     *("gather", "gather-sums"),
     *("tile64-bf16", "tile64-fp32", "tile64-add"),
     *("swap", "delta-mark", "delta-write", "delta-apply"),
+    *(f"weights-{name}" for name in _WEIGHT_KERNELS),
 )
 
 STEPS_ON_OTHER_GPUS = tuple(f"{op}-stochastic" for op in STEP_OPS)
@@ -177,7 +241,7 @@ STEPS_ON_OTHER_GPUS = tuple(f"{op}-stochastic" for op in STEP_OPS)
 
 def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
     """In the child: what the launcher has a variant compiled with."""
-    from sparse_opt.triton_kernels import launch, tile_weight_grad
+    from sparse_opt.triton_kernels import launch, tile_weight_grad, weight_sync
 
     if name in PRODUCTS:
         tile = tile_weight_grad.TILE_OPTIONS[expected["TILE"], 4 if expected["OPERAND"] == "float32" else 2]
@@ -189,6 +253,13 @@ def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
     if name.startswith(("delta-mark", "delta-write")):
         assert expected["BLOCK"] == launch.ELEMENTS and expected.get("CHANGES", launch.CHANGES) == launch.CHANGES
         return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
+    if name.startswith("weights"):
+        tiled = expected.get("TILE", 0) > 0
+        blocks = {"digest": weight_sync.VALUES, "compare": weight_sync.VALUES}
+        assert expected["BLOCK"] == blocks.get(
+            name.split("-")[1], weight_sync.TILE_BLOCK if tiled else weight_sync.BLOCK
+        )
+        return weight_sync.OPTIONS
     few = name.startswith("delta-apply")
     assert expected.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
     return launch.SLOT_OPTIONS

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparse_opt.trainers.rollouts import Completions
+
 
 def short(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1 where a completion has an even number of characters: of a random model's, about half."""
@@ -26,12 +28,15 @@ class ScriptedEngine:
         self.left = list(completions)
         self.closed = False
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Any) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Any) -> Completions:
         texts, self.left = self.left[: len(prompts) * n], self.left[len(prompts) * n :]
-        return [
-            self.tokenizer(text, add_special_tokens=False).input_ids + ([] if text.endswith("...") else [*self.eos_ids])
-            for text in texts
-        ]
+        return Completions(
+            [
+                self.tokenizer(text, add_special_tokens=False).input_ids
+                + ([] if text.endswith("...") else [*self.eos_ids])
+                for text in texts
+            ]
+        )
 
     def close(self) -> None:
         self.closed = True

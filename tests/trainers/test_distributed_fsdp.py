@@ -17,8 +17,10 @@ from stopping import StoppedError, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt.delta.log import DeltaLog
-from sparse_opt.trainers import dpo
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers import dpo, ppo
 from sparse_opt.trainers.policy.sharding import shard
+from sparse_opt.trainers.rft import datagen
 from sparse_opt.trainers.rollouts import Sampling, make_engine
 from sparse_opt.trainers.run.training_run import TrainingRun
 
@@ -98,7 +100,29 @@ def of_ranks(options, folder, model_folder):
 
 def train_and_generate(rank, options, model_folder):
     train_until(rank, options, 3)
+    refuse(options["dense"], model_folder)
     return generate(rank, model_folder)
+
+
+def refuse(options, model_folder):
+    """What a sharded model does not support raises before a file is written."""
+    shared = {name: options[name] for name in ("policy_name", "dataset", "device")} | {
+        "parallel": "fsdp",
+        "reward_functions": ["token_rewards:even_tokens"],
+        "output_dir": Path(options["output_dir"]) / "refused",
+    }
+    with pytest.raises(ConfigError, match="option 'parallel' is fsdp: rft datagen samples other prompts"):
+        datagen.datagen(datagen.DatagenConfig(**shared))
+    with pytest.raises(ConfigError, match="option 'statistics_steps' is 1: update statistics need whole weights"):
+        ppo.train(ppo.PPOConfig(**shared, batch_size=8, statistics_steps=1))
+    assert not shared["output_dir"].exists()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    shard(model, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="'gather_for_generation' is false with rollout_engine continuous_batching"):
+        make_engine("continuous_batching", model, tokenizer, gather=False)
+    with pytest.raises(ConfigError, match="'gather_for_generation' is false with generation_aggregation_steps"):
+        make_engine("generate", model, tokenizer, gather=False, at_once=4)
 
 
 def test_a_run_goes_on_with_and_without_shards(options, of_ranks, folder):

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from sparse_opt import MaskSet
 from sparse_opt.trainers.ranks import Ranks
-from sparse_opt.trainers.rollouts.generate import GenerateEngine
+from sparse_opt.trainers.rollouts import Completions, GenerateEngine
 
 # Eight examples a step: two forward passes on each of 2 ranks; 2, 3 and 3 examples and unequal numbers of passes on 3.
 # The first of 3 ranks has no example to evaluate.
@@ -132,7 +132,7 @@ def fix_completions(patch):
             completions.append(
                 [generator.randrange(10, 300) for _ in range(length - 1)] + [self.eos_ids[0] if ends else 9]
             )
-        return completions
+        return Completions(completions)
 
     patch.setattr(Ranks, "share", noted)
     patch.setattr(GenerateEngine, "generate", generate)

@@ -139,8 +139,10 @@ def test_rft_samples_the_same_in_several_processes(options, tmp_path):
     assert 0 < expected[0][0]["accuracy"] < 1 and expected[2].count("\n") == 24
 
 
-def test_the_error_of_one_rank_is_shown_once(options, environment, tmp_path):
-    options |= {"n_generations": 4, "max_completion_length": 4, "reward_functions": "token_rewards:fails_on_rank_1"}
+@pytest.mark.parametrize("parallel", ["replicate", "fsdp"])
+def test_the_error_of_one_rank_is_shown_once(options, environment, tmp_path, parallel):
+    options |= {"parallel": parallel, "n_generations": 4, "max_completion_length": 4}
+    options |= {"reward_functions": "token_rewards:fails_on_rank_1"}
     ended = run(options, 2, environment, "grpo")
     assert ended.returncode == 1
     (line,) = own_lines(ended)
@@ -168,7 +170,7 @@ def test_torchrun_trains_and_prints_once(options, environment, mask_file, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "n", "message"),
     [
-        ({"parallel": "none"}, 2, "option 'parallel' is none, with 2 processes: expected auto or replicate"),
+        ({"parallel": "none"}, 2, "option 'parallel' is none, with 2 processes: expected auto, replicate or fsdp"),
         ({"parallel": "replicate"}, 1, "start N of them with: torchrun --nproc_per_node=N -m sparse_opt train"),
         ({"batch_size": 1}, 2, "the 2 processes share these examples, expected at least one for each"),
         ({"n_step": 3}, 2, "unknown option 'n_step'"),
@@ -183,8 +185,9 @@ def test_a_refused_run_leaves_nothing_and_says_why_once(options, environment, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_rank_ends_the_run(options, environment, tmp_path):
-    options |= {"n_steps": 100000}
+@pytest.mark.parametrize("parallel", ["replicate", "fsdp"])
+def test_a_killed_rank_ends_the_run(options, environment, tmp_path, parallel):
+    options |= {"parallel": parallel, "n_steps": 100000}
     process = subprocess.Popen(
         command_line(options, 2, "sft"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -203,7 +206,7 @@ def test_a_killed_rank_ends_the_run(options, environment, tmp_path):
     # The lock is free, and the run goes on.
     assert not (tmp_path / "run" / "run.lock").exists()
     steps = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("run/checkpoints/step_*"))
-    assert train_until(0, {**options, "resume": True}, steps[-1] + 1)
+    assert train_until(0, {**options, "resume": True, "parallel": "none"}, steps[-1] + 1)
 
 
 def rank_process(parent, rank):

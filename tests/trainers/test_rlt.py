@@ -23,7 +23,7 @@ from sparse_opt.trainers.policy import reference
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.rewards.student import load_student_tokenizer
 from sparse_opt.trainers.rlt import RLTConfig
-from sparse_opt.trainers.rollouts import InParts, Sampling
+from sparse_opt.trainers.rollouts import Completions, InParts, Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 TEMPLATES = {
@@ -260,7 +260,7 @@ def test_parts_of_a_rollout_are_sampled_in_turn():
 
         def generate(self, prompts, n, sampling):
             calls.append(len(prompts) * n)
-            return [[*prompt, i] for prompt in prompts for i in range(n)]
+            return Completions([[*prompt, i] for prompt in prompts for i in range(n)])
 
         def close(self):
             calls.append("closed")

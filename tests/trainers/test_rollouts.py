@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, Genera
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers.policy.models import make_masks_skippable
 from sparse_opt.trainers.rollouts import (
+    Completions,
     ContinuousBatchingEngine,
     GenerateEngine,
     Rollout,
@@ -43,7 +44,7 @@ def engine_class(request):
 
 
 def sampled(engine, n=1, **sampling):
-    return engine.generate(PROMPTS, n, Sampling(**{"max_new_tokens": 6, "temperature": 0.0, **sampling}))
+    return engine.generate(PROMPTS, n, Sampling(**{"max_new_tokens": 6, "temperature": 0.0, **sampling})).ids
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -52,8 +53,8 @@ def test_greedy_completions_do_not_depend_on_the_batch(engine_class, name):
     expected = [greedy_by_hand(model, prompt, 6) for prompt in PROMPTS]
     engine = engine_class(model, pad_id=0, eos_ids=NEVER)
     assert sampled(engine) == expected  # short prompts in a batch with one of 12 tokens
-    assert engine.generate([PROMPTS[1]], 1, Sampling(6, temperature=0.0)) == [expected[1]]
-    backwards = engine.generate(PROMPTS[::-1], 2, Sampling(6, temperature=0.0))
+    assert engine.generate([PROMPTS[1]], 1, Sampling(6, temperature=0.0)).ids == [expected[1]]
+    backwards = engine.generate(PROMPTS[::-1], 2, Sampling(6, temperature=0.0)).ids
     assert backwards == [completion for completion in expected[::-1] for _ in range(2)]
     assert sampled(engine_class(model, pad_id=0, eos_ids=NEVER, max_rows=2)) == expected
 
@@ -165,7 +166,7 @@ def test_first_tokens_follow_the_distribution(engine_class, sampling, wrong):
 
     torch.manual_seed(7)
     engine = engine_class(model, pad_id=0, eos_ids=NEVER, max_rows=500)
-    found = engine.generate([prompt], 2000, Sampling(1, **sampling))
+    found = engine.generate([prompt], 2000, Sampling(1, **sampling)).ids
     counts = torch.bincount(torch.tensor(found)[:, 0], minlength=211).float()
     assert not counts[probabilities(**sampling) == 0].any()
     chi_square, limit = distance(counts, probabilities(**sampling))
@@ -423,7 +424,7 @@ def test_an_engine_that_returns_something_else(completions, message):
         eos_ids = (1,)
 
         def generate(self, prompts, n, sampling):
-            return completions
+            return Completions(completions)
 
     with pytest.raises(SparseOptError, match=message):
         rollout(Engine(), small(LlamaConfig), [[3]], n_generations=2, sampling=Sampling(3), pad_id=0)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers.policy.models import disable_dropout
 from sparse_opt.trainers.rollouts import Sampling, VLLMEngine, make_engine, rollout
-from sparse_opt.trainers.rollouts.vllm import merged_weights
+from sparse_opt.trainers.rollouts.vllm_weights import merged_weights
 
 PROMPTS = [[5, 6, 7], [8], [9] * 11 + [10]]
 NEVER = [210]
@@ -39,6 +39,7 @@ class FakeSamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     detokenize: bool = True
+    logprobs: int | None = None
 
 
 class FakeLLM:
@@ -57,11 +58,20 @@ class FakeLLM:
         enable_sleep_mode=False,
         max_model_len=None,
         max_num_seqs=None,
+        logprobs_mode="raw_logprobs",
+        enforce_eager=False,
+        enable_prefix_caching=None,
     ):
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
         assert skip_tokenizer_init and load_format == "dummy" and generation_config == "vllm"
-        self.arguments = {"gpu_memory_utilization": gpu_memory_utilization, "max_num_seqs": max_num_seqs}
+        assert logprobs_mode == "processed_logprobs"
+        self.arguments = {
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "max_num_seqs": max_num_seqs,
+            "enforce_eager": enforce_eager,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
         self.max_model_len, self.can_sleep, self.asleep = max_model_len, enable_sleep_mode, set()
         self.folder = Path(model)
         config = AutoConfig.from_pretrained(model)
@@ -86,8 +96,14 @@ class FakeLLM:
                 loaded.add(name)
         return loaded
 
-    def apply_model(self, func):
-        return [func(self.model)]
+    def get_model(self):
+        return self.model
+
+    def reload_weights(self, *, weights_iterator):
+        self.model.load_weights(weights_iterator)
+
+    def collective_rpc(self, method, args=()):
+        return [method(self, *args)]
 
     def reset_prefix_cache(self):
         self.cached = False
@@ -112,7 +128,7 @@ class FakeLLM:
         for prompt, params in zip(prompts, sampling_params, strict=True):
             generator = torch.Generator().manual_seed(params.seed)
             ids = list(prompt["prompt_token_ids"])
-            written = []
+            written, logprobs = [], []
             while len(written) < params.max_tokens and not (written and written[-1] in params.stop_token_ids):
                 logits = self.model(torch.tensor([ids + written])).logits[0, -1].float()
                 assert not logits.isnan().any()
@@ -121,8 +137,11 @@ class FakeLLM:
                 else:
                     drawn = torch.multinomial((logits / params.temperature).softmax(-1), 1, generator=generator)
                     written.append(int(drawn))
+                logprob = (logits / (params.temperature or 1)).log_softmax(-1)[written[-1]].item()
+                logprobs.append({written[-1]: types.SimpleNamespace(logprob=logprob)})
             assert self.max_model_len is None or len(ids) + len(written) <= self.max_model_len
-            outputs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tuple(written))]))
+            completion = types.SimpleNamespace(token_ids=tuple(written), logprobs=logprobs)
+            outputs.append(types.SimpleNamespace(outputs=[completion]))
         return outputs
 
 
@@ -140,7 +159,7 @@ def make(request, monkeypatch):
 
 
 def greedy(engine):
-    return engine.generate(PROMPTS, 1, Sampling(6, temperature=0.0))
+    return engine.generate(PROMPTS, 1, Sampling(6, temperature=0.0)).ids
 
 
 def by_hand(model):
@@ -186,6 +205,17 @@ def test_merged_weights_are_those_that_peft_merges():
         assert torch.equal(found[name], weight), name
 
 
+def test_the_engines_log_probabilities_are_those_of_its_samples(make):
+    model = small(LlamaConfig)
+    options = {"n_generations": 3, "sampling": Sampling(6, temperature=0.7), "pad_id": 0}
+    found = rollout(make(model), model, PROMPTS, **options)
+    assert found.engine_logprobs.shape == found.logprobs.shape
+    # Two fp32 computations of the same sums of 32 products: a few units in the last place of logits near 1.
+    torch.testing.assert_close(found.engine_logprobs, found.logprobs, atol=1e-5, rtol=0)
+    part = found.select([4, 1])
+    assert torch.equal(part.engine_logprobs, found.cut(found.engine_logprobs, [4, 1]))
+
+
 def test_completions_end_with_the_first_of_several_eos(make):
     model = small(LlamaConfig)
     whole = by_hand(model)
@@ -207,7 +237,7 @@ def test_draws_follow_torchs_seed_and_change_no_random_state(make):
 
     def draw(seed):
         random.seed(5), np.random.seed(5), torch.manual_seed(seed)
-        completions = engine.generate(PROMPTS, 2, Sampling(6))
+        completions = engine.generate(PROMPTS, 2, Sampling(6)).ids
         return completions, random.random(), np.random.rand()
 
     completions, *after = draw(1)
@@ -223,10 +253,15 @@ def test_starting_it_changes_no_random_state_and_no_environment(make):
     torch.manual_seed(8), np.random.seed(8), random.seed(8)
     model = small(LlamaConfig)
     torch.manual_seed(8)
-    engine = make(model, gpu_memory_utilization=0.2, max_rows=7)
+    engine = make(model, gpu_memory_utilization=0.2, max_rows=7, enforce_eager=True, enable_prefix_caching=False)
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == expected
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
-    assert engine._llm.arguments == {"gpu_memory_utilization": 0.2, "max_num_seqs": 7}
+    assert engine._llm.arguments == {
+        "gpu_memory_utilization": 0.2,
+        "max_num_seqs": 7,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
 
 
 def test_a_weight_that_the_policy_does_not_give_is_an_error(make):
@@ -271,7 +306,7 @@ def test_the_stand_in_has_vllms_arguments():
     vllm = pytest.importorskip("vllm", reason="needs vllm: pip install 'sparse-opt[vllm]'")
     from vllm.engine.arg_utils import EngineArgs
 
-    for name in ("generate", "sleep", "wake_up", "apply_model", "reset_prefix_cache"):
+    for name in ("generate", "sleep", "wake_up", "collective_rpc", "reset_prefix_cache"):
         ours, theirs = (inspect.signature(getattr(llm, name)).parameters for llm in (FakeLLM, vllm.LLM))
         assert ours.keys() <= theirs.keys()
     own = inspect.signature(FakeLLM).parameters.keys()

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from samples import bits, change, clones, make_weights, same_bits
 from torch import Tensor
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
+from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender
 from sparse_opt.weight_sync.transports.control import ControlClient
 
 Weights = dict[str, Tensor]
@@ -42,10 +43,11 @@ def with_other_values(weights: Weights, mask: MaskSet) -> Weights:
 class Follower(threading.Thread):
     """A receiver that takes every version until the sender closes; `versions` and `errors` are what it has met."""
 
-    def __init__(self, address: str, weights: Weights, name: str, *, timeout: float = PATIENCE) -> None:
+    def __init__(self, address: str, weights: Weights, name: str, *, receiver: WeightReceiver | None = None) -> None:
         super().__init__(daemon=True)
         self.weights, self.versions, self.errors = weights, list[int](), list[str]()
-        self.channel = ProcessGroupReceiver(WeightReceiver(weights), address, timeout=timeout, name=name)
+        receiver = WeightReceiver(weights) if receiver is None else receiver
+        self.channel = ProcessGroupReceiver(receiver, address, timeout=PATIENCE, name=name)
         self.start()
 
     def run(self) -> None:
@@ -114,6 +116,21 @@ def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
     assert follower.ended() and follower.versions == [0, 2, 3] and not follower.errors
 
 
+def test_a_receiver_that_changes_to_another_sender_gets_its_weights() -> None:
+    """The second sender, as of a restarted trainer, has the same mask and number of the version, but other weights."""
+    weights, mask = weights_and_mask()
+    copy = clones(weights)
+    receiver = WeightReceiver(copy)
+    for seed in (1, 2):
+        with sending(WeightSender(weights, mask)) as channel:
+            follower = Follower(channel.address, copy, "follower", receiver=receiver)
+            change(weights, mask, 0.1, seed=seed)
+            assert channel.update() == 1
+            channel.wait_for_receivers(1, PATIENCE)
+            assert same_bits(weights, copy)
+        assert follower.ended() and follower.versions == [1] and not follower.errors
+
+
 def test_a_refusal_is_raised_on_both_ends_and_followed_by_a_state() -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask)) as channel:
@@ -147,6 +164,24 @@ def test_a_receiver_that_lacks_a_weight_is_named() -> None:
     assert len(lacking.errors) == 1 and "'b'" in lacking.errors[0]
 
 
+def test_a_receiver_by_another_transport_is_named() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask), timeout=2.0) as channel:
+        other = CudaIpcReceiver(WeightReceiver(clones(weights)), channel.address, name="other")
+        problem = "it receives by CUDA IPC, the sender sends by gloo"
+
+        def receive() -> None:
+            with pytest.raises(WeightSyncError, match=f"^other: {problem}$"):
+                other.receive(PATIENCE)
+            ended.set()
+
+        ended = threading.Event()
+        threading.Thread(target=receive, daemon=True).start()
+        with pytest.raises(WeightSyncError, match=f"^version 0: other refused it: {problem}$"):
+            channel.wait_for_receivers(1, PATIENCE)
+        assert ended.wait(PATIENCE)
+
+
 def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_message() -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask), timeout=1.5) as channel:
@@ -176,7 +211,10 @@ def other_process(role: str, address: str, folder: Path) -> subprocess.Popen[byt
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     with open(folder / role, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, __file__, role, address], env=environment, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, __file__, role, address, str(folder)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
 
 
@@ -212,6 +250,27 @@ def test_killed_processes_are_named(tmp_path: Path) -> None:
                 started.kill()
                 started.wait()
     assert good.ended() and good.versions == [0, 1, 2] and not good.errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
+def test_nccl_between_two_processes(tmp_path: Path) -> None:
+    weights = make_weights("mixed", "cuda:0")
+    mask = MaskSet.random(weights, density=0.3)
+    channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", backend="nccl", device="cuda:0")
+    process = other_process("nccl", channel.address, tmp_path)
+    try:
+        channel.wait_for_receivers(1, 120)
+        for version in range(1, 4):
+            change(weights, mask, 0.1, seed=version)
+            assert channel.update() == version
+        channel.close()
+        assert process.wait(60) == 0, (tmp_path / "nccl").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    received = torch.load(tmp_path / "received")
+    assert same_bits({name: w.cpu() for name, w in weights.items()}, received)
 
 
 def address_printed(path: Path) -> str:
@@ -251,7 +310,14 @@ def test_nobody_waits_forever() -> None:
 
 
 if __name__ == "__main__":
-    role, address = sys.argv[1:]
+    role, address = sys.argv[1:3]
+    if role == "nccl":
+        copy = make_weights("mixed", "cuda:1")
+        follower = ProcessGroupReceiver(WeightReceiver(copy), address, backend="nccl", device="cuda:1")
+        while follower.receive() is not None:
+            pass
+        torch.save({name: w.cpu() for name, w in copy.items()}, Path(sys.argv[3]) / "received")
+        sys.exit()
     weights, mask = weights_and_mask()
     if role == "receiver":
         receiver = ProcessGroupReceiver(WeightReceiver(weights), address, name="in another process")

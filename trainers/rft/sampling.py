@@ -33,7 +33,7 @@ from ..policy.models import load_policy, load_tokenizer, resolve_device
 from ..profiles import profile_settings
 from ..ranks import Ranks
 from ..rewards.functions import Rewards, load_rewards
-from ..rollouts import Engine, Sampling, make_engine
+from ..rollouts import Engine, Sampling, make_engine, vllm_settings
 from ..run.lock import RunLock, require_unlocked
 from ..run.outputs import check_new_folder
 from ..run.progress import Progress
@@ -240,7 +240,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
         tokenizer,
         max_rows=options.max_rows,
         max_length=max(len(example.ids) for example in prompts) + options.max_completion_length,
-        vllm_gpu_memory_utilization=options.vllm_gpu_memory_utilization,
+        **vllm_settings(options),
     )
     blocks = chunks(prompts, options.prompts_per_batch)
     seconds = {"generate_time_s": 0.0, "verify_time_s": 0.0}
@@ -295,7 +295,7 @@ def _sample_block(
     sampling = Sampling(options.max_completion_length, options.temperature, options.top_p, options.top_k)
     seed_everything(options.seed, block_number)
     began = time.perf_counter()
-    ids = engine.generate([example.ids for example in block], n, sampling)
+    ids = engine.generate([example.ids for example in block], n, sampling).ids
     generated = time.perf_counter()
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     repeated = [example for example in block for _ in range(n)]

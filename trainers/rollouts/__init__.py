@@ -4,9 +4,10 @@
 |---|---|
 | `generate` | transformers' `model.generate`: runs everywhere; every prompt is padded to the longest |
 | `continuous_batching` | transformers' `model.generate_batch`: the next row replaces a finished one |
-| `vllm` | vLLM in the same process (extra `vllm`), updated with the policy's weights before each rollout |
+| `vllm` | vLLM in the same process (extra `vllm`) or on a server, given the policy's weights before each rollout |
 
-With every engine, `rollout` recomputes the log-probabilities with the policy, as in training.
+With every engine, `rollout` recomputes the log-probabilities with the policy, as in training. vLLM also reports those
+that it sampled with; `importance` compares the two and corrects for the difference.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 
 from sparse_opt.errors import ConfigError
 
-from ..options import RolloutOptions
+from ..options import CompletionOptions, RolloutOptions
 from ..policy.sharding import is_sharded
 from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
-from .sampling import Engine, InParts, Rollout, Sampling, rollout, sample, stop_ids
+from .sampling import Completions, Engine, InParts, Rollout, Sampling, joined, rollout, sample, stop_ids
 from .sharded import GatheredEngine, LayerwiseEngine
 from .vllm import VLLMEngine
+from .vllm_server import VLLMServerEngine
 
 __all__ = [
+    "Completions",
     "ContinuousBatchingEngine",
     "Engine",
     "GenerateEngine",
@@ -31,11 +34,14 @@ __all__ = [
     "Rollout",
     "Sampling",
     "VLLMEngine",
+    "VLLMServerEngine",
     "configured_engine",
+    "joined",
     "make_engine",
     "rollout",
     "sample",
     "stop_ids",
+    "vllm_settings",
 ]
 
 
@@ -47,6 +53,9 @@ def make_engine(
     max_rows: int | None = None,
     max_length: int | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
+    vllm_enforce_eager: bool = False,
+    vllm_enable_prefix_caching: bool | None = None,
+    vllm_server_base_url: str | None = None,
     at_once: int | None = None,
     gather: bool = True,
 ) -> Engine:
@@ -57,7 +66,10 @@ def make_engine(
         tokenizer: provides EOS, and the padding that engine generate puts before prompts.
         max_rows: completions sampled at once, which limits the memory of keys and values; None samples all of a call.
         max_length: for engine vllm: tokens of the longest prompt with its completion; None for the model's limit.
-        vllm_gpu_memory_utilization: for engine vllm: the share of the GPU's memory that it may use.
+        vllm_gpu_memory_utilization, vllm_enforce_eager, vllm_enable_prefix_caching: for engine vllm in this process,
+            see `VLLMEngine`.
+        vllm_server_base_url: for engine vllm: a server to use instead, see `VLLMServerEngine`; the other options of
+            vLLM are then the server's own.
         at_once: completions sampled per call of the engine; None samples all of a call.
         gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time.
 
@@ -85,13 +97,19 @@ def make_engine(
             engine = InParts(engine, at_once)
         return GatheredEngine(engine, model) if is_sharded(model) else engine
     if name == "vllm":
-        vllm = VLLMEngine(
-            model,
-            eos_ids=eos_ids,
-            gpu_memory_utilization=vllm_gpu_memory_utilization,
-            max_length=max_length,
-            max_rows=max_rows,
-        )
+        vllm: Engine
+        if vllm_server_base_url is not None:
+            vllm = VLLMServerEngine(model, eos_ids=eos_ids, base_url=vllm_server_base_url)
+        else:
+            vllm = VLLMEngine(
+                model,
+                eos_ids=eos_ids,
+                gpu_memory_utilization=vllm_gpu_memory_utilization,
+                max_length=max_length,
+                max_rows=max_rows,
+                enforce_eager=vllm_enforce_eager,
+                enable_prefix_caching=vllm_enable_prefix_caching,
+            )
         return vllm if at_once is None else InParts(vllm, at_once)
     raise ConfigError(f"rollout_engine is {name!r}, expected generate, continuous_batching or vllm")
 
@@ -103,7 +121,13 @@ def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any, *, at_
         model,
         tokenizer,
         max_length=config.max_prompt_length + config.max_completion_length,
-        vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        **vllm_settings(config),
         at_once=at_once,
         gather=config.gather_for_generation,
     )
+
+
+def vllm_settings(config: CompletionOptions) -> dict[str, Any]:
+    """The arguments of `make_engine` for engine vllm."""
+    names = ("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "server_base_url")
+    return {f"vllm_{name}": getattr(config, f"vllm_{name}") for name in names}

@@ -19,7 +19,7 @@ from sparse_opt.errors import ConfigError, SparseOptError
 
 from ..policy.models import causal_lm
 from .generate import generating, generation_config
-from .sampling import Sampling, require_room
+from .sampling import Completions, Sampling, require_room
 
 # Tokens of keys and values per page. torch's attention has a mask over all pages, so small pages waste less.
 _PAGE = 32
@@ -71,7 +71,7 @@ class ContinuousBatchingEngine:
             )
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`. The draws' seed comes from torch's global random state, which advances by one draw.
 
         Raises:
@@ -118,7 +118,7 @@ class ContinuousBatchingEngine:
                     "max_rows or max_completion_length"
                 )
             completions.append(list(result.generated_tokens))
-        return completions
+        return Completions(completions)
 
     def _batching(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seed: int) -> Any:
         """Settings with capacity for all rows in flight, so that batches do not depend on free memory."""

@@ -10,7 +10,7 @@ import torch
 
 from ..data.order import chunks
 from ..policy.models import causal_lm, running_eagerly
-from .sampling import Sampling, cut_at_eos, require_room
+from .sampling import Completions, Sampling, cut_at_eos, require_room
 
 
 class GenerateEngine:
@@ -45,8 +45,8 @@ class GenerateEngine:
         self.synced = synced
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
-        """See `Engine.generate`.
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
+        """See `Engine.generate`. Reports no log-probabilities: transformers would keep those of all tokens.
 
         Raises:
             ConfigError: a prompt with its completion exceeds the model's positions.
@@ -57,7 +57,7 @@ class GenerateEngine:
         with generating(self.model, generation_config(sampling, self.pad_id, self.eos_ids)):
             for part in chunks(rows, self.max_rows or len(rows)):
                 completions += self._sample(part)
-        return completions
+        return Completions(completions)
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         width = max(map(len, prompts))

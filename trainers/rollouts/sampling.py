@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -57,6 +58,16 @@ class Sampling:
         return 1.0 if self.greedy else self.temperature
 
 
+@dataclass(frozen=True)
+class Completions:
+    """What an engine has sampled: one row per completion."""
+
+    ids: list[list[int]]  # token ids
+    # Log-probability of each of these tokens in the distribution that the engine sampled it from, which depends on
+    # temperature, top_p and top_k; None if the engine does not report them.
+    logprobs: list[list[float]] | None = None
+
+
 class Engine(Protocol):
     """Samples completions from the current policy without changing it.
 
@@ -65,8 +76,8 @@ class Engine(Protocol):
 
     eos_ids: tuple[int, ...]  # the first of any of these ends a completion
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
-        """`n` completions of each prompt, grouped by prompt: len(prompts) * n lists of token ids.
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
+        """`n` completions of each prompt, grouped by prompt: len(prompts) * n rows.
 
         A completion ends with its first EOS, which is included, or at `max_new_tokens`.
         """
@@ -82,10 +93,10 @@ class InParts:
         self.eos_ids = engine.eos_ids
         self._engine, self._completions = engine, completions
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`."""
         parts = chunks(prompts, max(1, self._completions // n))
-        return [completion for part in parts for completion in self._engine.generate(part, n, sampling)]
+        return joined([self._engine.generate(part, n, sampling) for part in parts])
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -103,12 +114,8 @@ class Rollout:
     logprobs: Tensor  # [R, P] fp32, of the sampled tokens under the policy that sampled them; 0 elsewhere
     ended: Tensor  # [R] bool: the completion ends with EOS and was not truncated
     sequences: list[TokenSequence]  # the R rows' token ids, without padding
-
-    @classmethod
-    def without_logprobs(cls, batch: TokenBatch, ended: Tensor, sequences: list[TokenSequence]) -> Rollout:
-        """A rollout whose log-probabilities are 0, to be filled in."""
-        shape = batch.completion_mask[:, batch.first_trained :].shape
-        return cls(batch, torch.zeros(shape, dtype=torch.float32, device=ended.device), ended, sequences)
+    # [R, P] fp32, of the sampled tokens as the engine reports them; 0 elsewhere. None if it does not report them.
+    engine_logprobs: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -137,7 +144,8 @@ class Rollout:
             n_tokens=sum(len(sequence.ids) for sequence in sequences),
             n_trained=sum(sequence.n_trained for sequence in sequences),
         )
-        return Rollout(batch, self.cut(self.logprobs, rows), self.ended[rows], sequences)
+        engine_logprobs = None if self.engine_logprobs is None else self.cut(self.engine_logprobs, rows)
+        return Rollout(batch, self.cut(self.logprobs, rows), self.ended[rows], sequences, engine_logprobs)
 
     def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
         """The part of a [R, P] tensor (advantages, values, reference log-probabilities) for `select(rows)`."""
@@ -201,10 +209,9 @@ def rollout(
     if rows_per_pass is not None and rows_per_pass < 1:
         raise ConfigError(f"rows_per_pass is {rows_per_pass}, expected at least 1")
     device = next(model.parameters()).device
-    batch, ended, sequences = sample(
+    sampled = sample(
         engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device, ranks=ranks
     )
-    sampled = Rollout.without_logprobs(batch, ended, sequences)
     for rows, part in sampled.minibatches(rows_per_pass or len(sampled), ranks, rows_per_step):
         sampled.cut(sampled.logprobs, rows).copy_(token_logprobs(model, part.batch, sampling.logprob_temperature))
     ranks.sum(sampled.logprobs)
@@ -220,8 +227,8 @@ def sample(
     pad_id: int,
     device: torch.device,
     ranks: Ranks = ONE_RANK,
-) -> tuple[TokenBatch, Tensor, list[TokenSequence]]:
-    """`rollout` without log-probabilities: the fields batch, ended and sequences of a `Rollout`.
+) -> Rollout:
+    """`rollout` without the policy's log-probabilities, which are 0.
 
     Args:
         prompts: token ids; none empty.
@@ -243,26 +250,67 @@ def sample(
         completions = engine.generate(prompts, n_generations, sampling)
     else:
         share = ranks.share(0, len(repeated))
-        own = engine.generate([repeated[row] for row in share], 1, sampling) if share or ranks.sharded else []
-        completions = ranks.concatenated(own)
+        own = None
+        if share or ranks.sharded:
+            own = engine.generate([repeated[row] for row in share], 1, sampling)
+        completions = joined([part for part in ranks.gather(own) if part is not None])
     _check(completions, len(repeated), sampling.max_new_tokens)
     sequences = [
         TokenSequence([*prompt, *completion], len(prompt))
-        for prompt, completion in zip(repeated, completions, strict=True)
+        for prompt, completion in zip(repeated, completions.ids, strict=True)
     ]
-    is_ended = [completion[-1] in engine.eos_ids for completion in completions]
+    is_ended = [completion[-1] in engine.eos_ids for completion in completions.ids]
     ended = torch.tensor(is_ended, dtype=torch.bool, device=device)
-    return collate(sequences, pad_id).to(device), ended, sequences
+    batch = collate(sequences, pad_id)
+    engine_logprobs = None
+    if completions.logprobs is not None:
+        engine_logprobs = _of_tokens(completions.logprobs, sequences, batch).to(device)
+    batch = batch.to(device)
+    logprobs = torch.zeros(
+        batch.completion_mask[:, batch.first_trained :].shape, dtype=torch.float32, device=ended.device
+    )
+    return Rollout(batch, logprobs, ended, sequences, engine_logprobs)
 
 
-def _check(completions: Sequence[Sequence[int]], n: int, longest: int) -> None:
-    if len(completions) != n:
-        raise SparseOptError(f"the rollout engine returned {len(completions)} completions, expected {n}")
-    for row, completion in enumerate(completions):
+def joined(parts: Sequence[Completions]) -> Completions:
+    """The rows of several calls of an engine, in order; without log-probabilities unless all rows have them."""
+    logprobs: list[list[float]] | None = []
+    for part in parts:
+        if part.ids:
+            logprobs = None if logprobs is None or part.logprobs is None else logprobs + part.logprobs
+    return Completions([ids for part in parts for ids in part.ids], logprobs)
+
+
+def _of_tokens(values: Sequence[Sequence[float]], sequences: Sequence[TokenSequence], batch: TokenBatch) -> Tensor:
+    """Values of the sampled tokens as a [R, P] fp32 tensor, 0 elsewhere."""
+    first, width = batch.first_trained, batch.input_ids.shape[1]
+    table = torch.zeros(len(sequences), width - first, dtype=torch.float32, device="cpu")
+    for row, (sequence, own) in enumerate(zip(sequences, values, strict=True)):
+        start = sequence.prompt_length - first
+        table[row, start : start + len(own)] = torch.tensor(own, dtype=torch.float32, device="cpu")
+    return table
+
+
+def _check(completions: Completions, n: int, longest: int) -> None:
+    ids, logprobs = completions.ids, completions.logprobs
+    if len(ids) != n:
+        raise SparseOptError(f"the rollout engine returned {len(ids)} completions, expected {n}")
+    for row, completion in enumerate(ids):
         if not 1 <= len(completion) <= longest:
             raise SparseOptError(
                 f"the rollout engine's completion {row} has {len(completion)} tokens, expected 1 to {longest}"
             )
+    if logprobs is None:
+        return
+    if [len(row) for row in logprobs] != [len(row) for row in ids]:
+        raise SparseOptError("the rollout engine's log-probabilities do not have the lengths of its completions")
+    for row, of_row in enumerate(logprobs):
+        for token, value in enumerate(of_row):
+            if not math.isfinite(value):
+                raise SparseOptError(
+                    f"the rollout engine's log-probability of token {token} of completion {row} is {value}, expected "
+                    "a finite number"
+                )
 
 
 def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..policy.sharding import gathered
 from .generate import GenerateEngine
-from .sampling import Engine, Sampling
+from .sampling import Completions, Engine, Sampling
 
 
 class GatheredEngine:
@@ -21,10 +21,10 @@ class GatheredEngine:
         self.eos_ids = engine.eos_ids
         self._engine, self._model = engine, model
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`."""
         with gathered(self._model):
-            return self._engine.generate(prompts, n, sampling) if prompts else []
+            return self._engine.generate(prompts, n, sampling) if prompts else Completions([])
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -42,10 +42,10 @@ class LayerwiseEngine:
         self.eos_ids = engine.eos_ids
         self._engine = engine
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`."""
         completions = self._engine.generate(prompts or [[self._engine.pad_id]], n, sampling)
-        return completions if prompts else []
+        return completions if prompts else Completions([])
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -1,7 +1,7 @@
 """The rollout engine `vllm`, by vLLM in the trainer's process and on its GPU (extra `vllm`).
 
-Written from the source of vLLM 0.33 and tested with a fake of the same signatures; it has not been run with vLLM
-itself.
+It has been run with vLLM 0.32 on a CPU. Sleeping, which needs a GPU, has been tested with a fake of the same signatures
+only.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import importlib
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from sparse_opt.errors import ConfigError, SparseOptError
 
 from ..policy.models import causal_lm
 from ..ranks import world_size
-from .sampling import Sampling, require_room
+from .sampling import Completions, Sampling, require_room
+from .vllm_weights import FullReload, WeightSync
 
 # Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
@@ -33,9 +33,10 @@ _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 class VLLMEngine:
     """vLLM with a copy of the policy's weights, which is updated before each call of `generate`.
 
-    Between calls vLLM sleeps at level 2: the memory of its weights and cache is freed, so that the copy does not add to
-    gradients and activations. All weights come from the policy, none from disk; LoRA adapters are merged during the
-    copy, a layer at a time, and the policy is not modified. Only models whose weights vLLM uses in the form of the
+    Between calls vLLM sleeps: the memory of its weights and cache is freed, so that the copy does not add to gradients
+    and activations; at level 2, or with a `WeightSync` that sends changes at level 1, which keeps the weights in the
+    host's memory. All weights come from the policy, none from disk; LoRA adapters are merged during the copy, a layer
+    at a time, and the policy is not modified. Only models whose weights vLLM uses in the form of the
     checkpoint can be updated this way: no quantised models, no mixtures of experts.
 
     vLLM initialises torch.distributed in this process, with a world size of 1.
@@ -47,6 +48,9 @@ class VLLMEngine:
         max_length: tokens of the longest prompt with its completion; None for the model's limit.
         max_rows: completions in flight at once; None for vLLM's own limit.
         sleep: free memory between calls; None does so on a GPU.
+        enforce_eager: run without torch.compile and CUDA graphs, which starts faster and generates more slowly.
+        enable_prefix_caching: reuse keys and values of common beginnings of prompts; None for vLLM's default.
+        weight_sync: makes the `WeightSync` of a `vllm.LLM`; None sends all weights each time.
 
     Raises:
         ConfigError: vLLM is not installed, or the policy is not on the first visible GPU or is a mixture of experts; or
@@ -62,6 +66,9 @@ class VLLMEngine:
         max_length: int | None = None,
         max_rows: int | None = None,
         sleep: bool | None = None,
+        enforce_eager: bool = False,
+        enable_prefix_caching: bool | None = None,
+        weight_sync: Callable[[Any], WeightSync] | None = None,
     ):
         self.model = causal_lm(model)
         self.eos_ids = tuple(eos_ids)
@@ -97,17 +104,20 @@ class VLLMEngine:
                 load_format="dummy",
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 generation_config="vllm",
+                logprobs_mode="processed_logprobs",  # at the temperature, of the distribution that it samples from
                 seed=0,
                 gpu_memory_utilization=gpu_memory_utilization,
                 enable_sleep_mode=self._sleeps,
+                enforce_eager=enforce_eager,
                 **({} if max_length is None else {"max_model_len": max_length}),
                 **({} if max_rows is None else {"max_num_seqs": max_rows}),
+                **({} if enable_prefix_caching is None else {"enable_prefix_caching": enable_prefix_caching}),
             )
-        if self._sleeps:
-            self._llm.sleep(level=2)
+        self._weights = FullReload(self._llm, self.model) if weight_sync is None else weight_sync(self._llm)
+        self._sleep()
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`. Each completion has a seed of its own, drawn from torch's global random state.
 
         Raises:
@@ -115,11 +125,7 @@ class VLLMEngine:
                 positions.
             SparseOptError: some of vLLM's weights are not among the policy's, or it returned no completion.
         """
-        if not sampling.greedy and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
-            raise ConfigError(
-                f"temperature is {sampling.temperature}: rollout_engine vllm takes 0, and {_LOWEST_TEMPERATURE} to "
-                f"{_HIGHEST_TEMPERATURE}"
-            )
+        require_vllm_temperature(sampling)
         require_room(self.model, prompts, sampling)
         rows = [list(prompt) for prompt in prompts for _ in range(n)]
         seeds = torch.randint(2**31, (len(rows),), device="cpu").tolist()
@@ -128,7 +134,7 @@ class VLLMEngine:
                 torch.cuda.empty_cache()  # return torch's cached memory, which vLLM needs to wake up
             try:
                 self._wake_up("weights")
-                self._send_weights()
+                self._weights.synchronize()
                 self._wake_up("kv_cache")
                 outputs = self._llm.generate(
                     [{"prompt_token_ids": row} for row in rows],
@@ -136,12 +142,24 @@ class VLLMEngine:
                     use_tqdm=False,
                 )
             finally:
-                if self._sleeps:
-                    self._llm.sleep(level=2)
-        completions = [list(output.outputs[0].token_ids) for output in outputs]
-        if len(completions) != len(rows):
-            raise SparseOptError(f"vLLM returned {len(completions)} completions, expected {len(rows)}")
-        return completions
+                self._sleep()
+        if len(outputs) != len(rows):
+            raise SparseOptError(f"vLLM returned {len(outputs)} completions, expected {len(rows)}")
+        (completions,) = zip(*(output.outputs for output in outputs), strict=True)
+        return Completions(
+            [list(completion.token_ids) for completion in completions],
+            [
+                [
+                    of_token[token].logprob
+                    for token, of_token in zip(completion.token_ids, completion.logprobs, strict=True)
+                ]
+                for completion in completions
+            ],
+        )
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=1 if self._weights.needs_weights else 2)
 
     def _wake_up(self, tag: str) -> None:
         if self._sleeps:
@@ -159,57 +177,27 @@ class VLLMEngine:
             stop_token_ids=list(self.eos_ids),
             ignore_eos=True,  # only the ids above end a completion
             detokenize=False,
+            logprobs=0,  # of the sampled token alone
         )
-
-    def _send_weights(self) -> None:
-        (missing,) = self._llm.apply_model(lambda model: _load(model, merged_weights(self.model)))
-        if missing:
-            raise SparseOptError(
-                f"vLLM's {type(self.model).__name__} has {len(missing)} weights that the policy does not give it, "
-                f"among them {min(missing)}"
-            )
-        # Discard cached keys and values computed with other weights.
-        self._llm.reset_prefix_cache()
 
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
+        self._weights.close()
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        del self._weights, self._llm
         self._folder.cleanup()
         gc.collect()
         if self._sleeps:
             torch.cuda.empty_cache()
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights with their names in its checkpoint and PEFT adapters merged, without changing the model.
-
-    A sum is rounded to the weight's dtype, as when PEFT merges. Tied weights are yielded once.
-
-    Args:
-        model: a transformers model, whose layers may be wrapped by PEFT.
-    """
-    adapted: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if "base_layer" in dict(module.named_children())
-    }
-    for name, parameter in model.named_parameters():
-        layer, is_base, rest = name.partition(".base_layer.")
-        if is_base and layer in adapted:
-            weight = parameter.detach()
-            if rest == "weight" and not adapted[layer].disable_adapters:
-                for adapter in adapted[layer].active_adapters:
-                    weight = weight + adapted[layer].get_delta_weight(adapter).to(weight.dtype)
-            yield f"{layer}.{rest}", weight
-        elif not any(name.startswith(f"{layer}.") for layer in adapted):
-            yield name, parameter.detach()
-
-
-def _load(model: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
-    """Load the weights into vLLM's model; return the names of its weights that were not loaded."""
-    loaded = model.load_weights(weights)
-    if loaded is None:
-        raise SparseOptError(f"vLLM's {type(model).__name__} does not report the weights that it loaded")
-    return {name for name, _ in model.named_parameters()} - set(loaded)
+def require_vllm_temperature(sampling: Sampling) -> None:
+    """Raise ConfigError if vLLM would change or refuse the temperature."""
+    if not sampling.greedy and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature is {sampling.temperature}: rollout_engine vllm takes 0, and {_LOWEST_TEMPERATURE} to "
+            f"{_HIGHEST_TEMPERATURE}"
+        )
 
 
 def _import_vllm() -> Any:

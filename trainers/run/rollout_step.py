@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from sparse_opt.errors import DataError
+from sparse_opt.errors import DataError, SparseOptError
 
 from ..data.encoding import TokenSequence
 from ..data.prompts import PromptExample
@@ -15,6 +15,7 @@ from ..options import RolloutOptions
 from ..policy.reference import Reference, rollout_logprobs
 from ..rewards.functions import Rewards, Scores
 from ..rollouts import Engine, Rollout, Sampling, rollout
+from ..rollouts.importance import importance_weights, logprob_differences, require_agreement
 from .training_run import TrainingRun
 
 
@@ -48,6 +49,47 @@ def sample_rollout(run: TrainingRun, engine: Engine, prompts: Sequence[Prompt], 
             rows_per_step=config.batch_size * config.gradient_accumulation_steps,
             ranks=run.ranks,
         )
+
+
+def engine_agreement(config: RolloutOptions, sampled: Rollout) -> dict[str, Tensor]:
+    """`logprob_differences` of engine and policy, checked against `max_logprob_difference`.
+
+    Returns:
+        The statistics; none if the engine reports no log-probabilities.
+
+    Raises:
+        SparseOptError: the mean absolute difference exceeds `max_logprob_difference`.
+    """
+    if sampled.engine_logprobs is None:
+        return {}
+    statistics = logprob_differences(sampled.logprobs, sampled.engine_logprobs, sampled.mask)
+    require_agreement(statistics, config.max_logprob_difference)
+    return statistics
+
+
+def rollout_weights(config: RolloutOptions, sampled: Rollout) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The importance weights [R, P] of a rollout with `vllm_importance_sampling_correction`, else None.
+
+    Returns:
+        The weights; and as importance_sampling_clipped the share of the sampled tokens whose weight was truncated or
+        set to 0.
+
+    Raises:
+        SparseOptError: the engine reports no log-probabilities.
+    """
+    if not config.vllm_importance_sampling_correction:
+        return None, {}
+    if sampled.engine_logprobs is None:
+        raise SparseOptError("vllm_importance_sampling_correction needs log-probabilities, which the engine lacks")
+    weights, clipped = importance_weights(
+        sampled.logprobs,
+        sampled.engine_logprobs,
+        sampled.mask,
+        mode=config.vllm_importance_sampling_mode,
+        clip_max=config.vllm_importance_sampling_clip_max,
+        clip_min=config.vllm_importance_sampling_clip_min,
+    )
+    return weights, {"importance_sampling_clipped": clipped.sum() / sampled.mask.sum()}
 
 
 def score_completions(

@@ -39,7 +39,7 @@ def sample_completions(run: TrainingRun, sequences: Sequence[TokenSequence]) -> 
     if limit is not None:
         longest = min(longest, limit - max(map(len, prompts)))
     engine = make_engine("generate", run.model, run.tokenizer, gather=run.config.gather_for_generation)
-    completions = engine.generate(prompts, 1, Sampling(max_new_tokens=longest, temperature=0.0))
+    completions = engine.generate(prompts, 1, Sampling(max_new_tokens=longest, temperature=0.0)).ids
     decode = run.tokenizer.decode
     return [
         {

@@ -26,6 +26,11 @@ class WholeState:
     def __init__(self, ranks: Ranks, model: Any, outline: Outline | None):
         self._ranks, self._model, self._outline = ranks, model, outline
 
+    @property
+    def live_model(self) -> Any:
+        """The model that is trained."""
+        return self._model
+
     def model(self) -> Any:
         """An ordinary model with the current weights on rank 0: the model itself if it is not sharded."""
         return self._model if self._outline is None else self._outline.gather(self._model)

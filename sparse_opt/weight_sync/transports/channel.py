@@ -169,9 +169,10 @@ class SenderChannel(ABC):
             control.post(remaining, {"do": "message", "header": message.header(), **self._offer(message, remaining)})
             failure = self._transfer(message)
             replies = self._collect(remaining, problems)
-            self._after(message, complete=failure is None)
-            states |= {r: reply for r, reply in replies.items() if "failed" not in reply}
-            remaining = [r for r, reply in replies.items() if "failed" in reply]
+            failed = [r for r, reply in replies.items() if "failed" in reply]
+            self._after(message, complete=failure is None and not failed and not problems.lost)
+            states |= {r: reply for r, reply in replies.items() if r not in failed}
+            remaining = failed
             if not remaining:
                 return states
             reason = failure or replies[remaining[0]]["failed"]
@@ -228,7 +229,7 @@ class ReceiverChannel(ABC):
     ) -> None:
         self.weights, self.timeout = weights, timeout
         self._control = ControlClient(address, timeout, name)
-        self._needs_state = False
+        self._has_mask = self._needs_state = False
 
     def request_state(self) -> None:
         """Let the sender send all active weights in its next round, as if this receiver had just joined."""
@@ -263,26 +264,28 @@ class ReceiverChannel(ABC):
                 self._control.reply(self._status())
                 continue
             try:
-                tensors = self._fetch(command)
-            except RuntimeError as error:  # of the transport; the sender sends the message again
-                self._control.reply({"failed": next(iter(str(error).splitlines()), type(error).__name__)})
-                continue
-            try:
+                try:
+                    tensors = self._fetch(command)
+                except RuntimeError as error:  # of the transport; the sender sends the message again
+                    self._control.reply({"failed": next(iter(str(error).splitlines()), type(error).__name__)})
+                    continue
                 message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
             except WeightSyncError as error:
                 self._needs_state = True
                 self._control.reply({"refused": str(error)})
                 raise
-            if message.kind == "state":
-                self._needs_state = False
+            self._has_mask |= message.kind == "mask"
+            self._needs_state &= message.kind != "state"
             status = self._status()
             self._control.reply(status)
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
 
     def _status(self) -> dict[str, Any]:
-        return {"mask": self.weights.mask_digest, "version": self.weights.version, "state": self._needs_state}
+        # A mask and a version of another sender say nothing about this one's.
+        mask = self.weights.mask_digest if self._has_mask else None
+        return {"mask": mask, "version": self.weights.version, "state": self._needs_state}
 
     @property
     @abstractmethod

@@ -33,8 +33,9 @@ import torch.distributed as dist
 from ...errors import WeightSyncError
 from ...tensors import compact_json
 
-# Seconds. The longest one delays an update by its half, on average; a poll takes about 20 us.
-_SHORTEST_POLL, _LONGEST_POLL = 0.0001, 0.0005
+# Seconds between two polls: a thousandth of the time waited so far, so that polls delay no round noticeably, and many
+# idle receivers do not keep the sender's store busy. A poll takes about 20 us.
+_SHORTEST_POLL, _LONGEST_POLL, _PART = 0.0001, 0.005, 0.001
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -169,12 +170,12 @@ def _appears(store: dist.Store, key: str, deadline: float) -> bool:
 
     Polls, since `Store.wait` cannot be interrupted and logs a warning at every timeout.
     """
-    pause = _SHORTEST_POLL
+    begin = time.monotonic()
     while not store.check([key]):
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL)
+        time.sleep(min(max(_SHORTEST_POLL, _PART * (now - begin)), _LONGEST_POLL))
     return True
 
 

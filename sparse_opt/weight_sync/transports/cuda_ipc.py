@@ -86,7 +86,7 @@ def open_shared(descriptor: Mapping[str, Any]) -> Message:
             (memory["numel"],),
             (1,),
             memory["first"],
-            torch.UntypedStorage,
+            torch.storage.TypedStorage,
             torch.uint8,
             device,
             _bytes(memory["handle"]),

@@ -125,7 +125,7 @@ def test_lora_ends_as_a_plain_model_with_its_adapters_beside(dpo_options, model_
     ],
 )
 def test_folders_named_by_default_and_under_the_mount(dpo_options, tmp_path, algorithm, output, log):
-    from sparse_opt.trainers.run.training_run import delta_log_folder, output_folder
+    from sparse_opt.trainers.run.run_files import delta_log_folder, output_folder
 
     config: DPOConfig = dpo_options(output_dir=None, delta_log_dir="auto")
     config.delta_log_dir = type(tmp_path)("auto")

@@ -1,0 +1,199 @@
+"""The rollout engine `vllm` with a vLLM server over HTTP instead of vLLM in the trainer's process.
+
+The server runs on the trainer's host, or shares the folder of temporary files with it:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
+        --worker-extension-cls sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension
+
+It has been run with vLLM 0.32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from sparse_opt.errors import ConfigError, SparseOptError
+
+from ..policy.models import causal_lm
+from ..ranks import world_size
+from .sampling import Completions, Sampling, require_room
+from .vllm import require_vllm_temperature
+from .vllm_weights import WeightSync, merged_weights
+
+# Requests in flight; the server puts them into batches itself.
+_CONNECTIONS = 64
+
+
+class VLLMServerEngine:
+    """A vLLM server with a copy of the policy's weights, which is updated before each call of `generate`.
+
+    The module docstring has the server's command. Only models whose weights vLLM uses in the form of the checkpoint can
+    be updated this way: no quantised models, no mixtures of experts.
+
+    Args:
+        model: a transformers causal language model, or a PEFT wrapper of one with LoRA-like adapters.
+        eos_ids: any of them ends a completion.
+        base_url: such as http://localhost:8000.
+        weight_sync: makes the `WeightSync` of a `VLLMServer`; None sends all weights each time, by `FolderReload`.
+
+    Raises:
+        ConfigError: no server with the needed settings responds there, or there are several processes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_ids: Sequence[int],
+        base_url: str,
+        weight_sync: Callable[[VLLMServer], WeightSync] | None = None,
+    ):
+        self.model = causal_lm(model)
+        self.eos_ids = tuple(eos_ids)
+        if world_size() > 1:
+            raise ConfigError(
+                f"rollout_engine vllm runs with a single process, and there are {world_size()}: use generate or "
+                "continuous_batching"
+            )
+        self._server = VLLMServer(base_url)
+        self._weights = FolderReload(self._server, self.model) if weight_sync is None else weight_sync(self._server)
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
+        """See `Engine.generate`. Each prompt has a seed of its own, drawn from torch's global random state.
+
+        Raises:
+            ConfigError: vLLM does not support the temperature, or a prompt with its completion exceeds the positions of
+                the model or of the server.
+            SparseOptError: the server failed, with its message.
+        """
+        require_vllm_temperature(sampling)
+        require_room(self.model, prompts, sampling)
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        if longest > self._server.max_model_len:  # the server would silently sample fewer tokens
+            raise ConfigError(
+                f"the longest prompt with its completion has {longest} tokens, more than the vLLM server's "
+                f"--max-model-len, {self._server.max_model_len}"
+            )
+        seeds = torch.randint(2**31, (len(prompts),), device="cpu").tolist()
+        self._weights.synchronize()
+        requests = [
+            {
+                "model": self._server.model,
+                "prompt": list(prompt),
+                "n": n,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": seed,
+                "max_tokens": sampling.max_new_tokens,
+                "min_tokens": sampling.min_new_tokens,
+                "stop_token_ids": list(self.eos_ids),
+                "ignore_eos": True,  # only the ids above end a completion
+                "logprobs": 0,  # of the sampled token alone
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            }
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            answers = list(pool.map(lambda request: self._server.post("/v1/completions", request), requests))
+        choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
+        return Completions(
+            [choice["token_ids"] for choice in choices], [choice["logprobs"]["token_logprobs"] for choice in choices]
+        )
+
+    def close(self) -> None:
+        """Remove the files of the weights. The server keeps running."""
+        self._weights.close()
+
+
+class FolderReload:
+    """Writes all weights to a temporary folder, from which each worker of the server loads them."""
+
+    needs_weights = False
+
+    def __init__(self, server: VLLMServer, model: torch.nn.Module):
+        self._server, self._model = server, model
+        self._folder = tempfile.TemporaryDirectory(prefix="sparse_opt_weights_")
+
+    def synchronize(self) -> None:
+        """See `WeightSync`.
+
+        Raises:
+            SparseOptError: some of vLLM's weights are not among the policy's, or the server failed.
+        """
+        file = Path(self._folder.name) / "model.safetensors"
+        save_file({name: weight.contiguous() for name, weight in merged_weights(self._model)}, file)
+        reload = {"method": "reload_policy", "args": [str(file)]}
+        for missing in self._server.post("/collective_rpc", reload)["results"]:
+            if missing:
+                raise SparseOptError(
+                    f"vLLM's {type(self._model).__name__} has {len(missing)} weights that the policy does not give it, "
+                    f"among them {min(missing)}"
+                )
+        if not self._server.post("/reset_prefix_cache")["success"]:
+            raise SparseOptError(f"the vLLM server {self._server.base_url} did not reset its prefix cache")
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+
+
+class VLLMServer:
+    """A vLLM server with its development routes.
+
+    Args:
+        base_url: such as http://localhost:8000.
+        timeout: seconds that one request may take.
+
+    Raises:
+        ConfigError: no server responds, or it lacks a needed setting, which the message names.
+    """
+
+    def __init__(self, base_url: str, *, timeout: float = 3600.0):
+        self.base_url = base_url.rstrip("/")
+        self._timeout = timeout
+        try:
+            self.model: str = self._request("GET", "/v1/models")["data"][0]["id"]
+            info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
+        except SparseOptError as error:
+            raise ConfigError(f"rollout_engine vllm needs a server with VLLM_SERVER_DEV_MODE=1: {error}") from error
+        self.max_model_len: int = info["model_config"]["max_model_len"]
+        mode = info["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise ConfigError(
+                f"the vLLM server {self.base_url} has --logprobs-mode {mode}, expected processed_logprobs"
+            )
+
+    def post(self, route: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON answer to a POST request.
+
+        Raises:
+            SparseOptError: no answer, or an error, with the server's message.
+        """
+        return self._request("POST", route, {} if body is None else body)
+
+    def _request(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.base_url + route, data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                return json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            message = error.read().decode(errors="replace")
+            raise SparseOptError(f"{self.base_url}{route} answered {error.code}: {message}") from error
+        except (OSError, ValueError) as error:
+            raise SparseOptError(f"{self.base_url}{route} does not answer: {error}") from error
