@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_opt import MaskSet
-from sparse_opt.tensors import named_parameters_of
 from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
@@ -137,7 +136,7 @@ class World:
 
     def _row(self, variant: Variant, training: Training | None, mask: MaskSet) -> Row:
         model = make_model(self.config, self.device, self.job["seed"]) if training is None else training.model
-        weights = {name: parameter.detach() for name, parameter in named_parameters_of(model).items()}
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         if variant.pattern is None:
 
             def broadcast() -> None:

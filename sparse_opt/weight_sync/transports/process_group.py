@@ -21,6 +21,7 @@ from ..message import Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 from .channel import ReceiverChannel, SenderChannel, empty_tensors
+from .control import BUSY_SECONDS
 
 Backend = Literal["gloo", "nccl"]
 
@@ -47,13 +48,15 @@ class _Group:
         They are contiguous, and on the group's device; those without elements are left out.
         """
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-        deadline = time.monotonic() + self._timeout
+        began = time.monotonic()
         for work in [self._backend.broadcast([part]) for part in parts]:
             while not work.is_completed():
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > self._timeout:
                     self.abort()
                     raise RuntimeError(f"a broadcast has not finished within {self._timeout:g} s")
-                time.sleep(0.0001)
+                if waited > BUSY_SECONDS:
+                    time.sleep(0.0001)
             work.wait()
 
     def abort(self) -> None:
