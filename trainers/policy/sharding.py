@@ -78,6 +78,8 @@ def gathered(model: Any) -> Iterator[None]:
         for unit in units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # engines may use other streams than this one, which waits for the gathers
         yield
     finally:
         for unit in units:
