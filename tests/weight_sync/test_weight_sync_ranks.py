@@ -12,7 +12,6 @@ from launch import BACKENDS, device, launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
@@ -81,10 +80,14 @@ def same_messages(rank: int, pattern: str, sharding: str) -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 whole[name].copy_(changed(whole[name], mask.bool(name), share, version))
-                new = whole[name].to(device())
-                if sharding != "replicate":
-                    new = distribute_tensor(new, parameter.device_mesh, parameter.placements)
-                parameter.copy_(new)
+                if sharding == "replicate":
+                    parameter.copy_(whole[name])
+                else:
+                    mesh = parameter.device_mesh
+                    shards = whole[name].chunk(mesh.size(mesh.ndim - 1))
+                    number = mesh.get_local_rank(mesh.ndim - 1)
+                    if number < len(shards):  # chunk makes no empty ones
+                        parameter.to_local().copy_(shards[number])
         message, expected = sender.update(), one.update()
         assert sender.version == version
         if rank == 0:
