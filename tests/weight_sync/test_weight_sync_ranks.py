@@ -38,6 +38,8 @@ class Uneven(nn.Module):
 def whole_weights(pattern: str) -> tuple[Uneven, MaskSet]:
     torch.manual_seed(0)
     model = Uneven()
+    if pattern == "one element":  # most ranks have none
+        return model, MaskSet({"scale": torch.tensor([0])}, {"scale": (1,)})
     mask = MaskSet.random(model, density=0.4, pattern=pattern)
     indices = dict(mask.indices)
     if pattern == "element":
@@ -79,7 +81,9 @@ def same_messages(rank: int, pattern: str, sharding: str) -> None:
     for version, share in enumerate([0.02, 1.0, 0.0], start=1):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                whole[name].copy_(changed(whole[name], mask.bool(name), share, version))
+                whole[name].copy_(
+                    changed(whole[name], mask.bool(name), share, version) if name in mask else whole[name]
+                )
                 if sharding == "replicate":
                     parameter.copy_(whole[name])
                 else:
@@ -111,6 +115,7 @@ def test_the_messages_of_two_ranks(backend: str) -> None:
 def three_shards(rank: int) -> None:
     same_messages(rank, "element", "fsdp")
     same_messages(rank, "tile64", "fsdp")
+    same_messages(rank, "one element", "fsdp")
     an_optimizer_under_fsdp(rank)
     a_channel_of_all_ranks(rank)
 
