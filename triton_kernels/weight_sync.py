@@ -338,7 +338,8 @@ def _weight_listed_sums_kernel(
     changed,  # [changes] bits
     slots,  # [changes] int64
     addresses,  # [changes] int64; 0 is nowhere
-    partials,  # [2, programs] int64
+    marked,  # [1] int64: set bits of the bitmap
+    partials,  # [3, programs] int64, whose sums are those of `check`
     changes: tl.int64,
     first: tl.int64,
     READ_OLD: tl.constexpr,
@@ -358,6 +359,7 @@ def _weight_listed_sums_kernel(
         held = tl.load(address.to(tl.pointer_type(BITS)), mask=inside, other=0)
         old = tl.where(inside, _mixed(numbers, held), 0)
     tl.store(partials + tl.num_programs(0) + program, tl.sum(old, axis=0))
+    tl.store(partials + 2 * tl.num_programs(0) + program, tl.where(program == 0, tl.load(marked), 0))
 
 
 @triton.jit(do_not_specialize=["changes"])
@@ -378,19 +380,20 @@ def _weight_listed_write_kernel(
 @triton.jit(do_not_specialize=["bits"])
 def _weight_count_kernel(
     bitmap,  # [bits / 8] uint8
-    counts,  # [blocks] int32
+    counts,  # [blocks + 1] int32; the first one is 0
     bits: tl.int64,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
-    tl.store(counts + block, tl.sum(_marked(bitmap, block, bits, BLOCK), axis=0))
+    tl.store(counts, 0, mask=block == 0)
+    tl.store(counts + 1 + block, tl.sum(_marked(bitmap, block, bits, BLOCK), axis=0))
 
 
 @triton.jit(do_not_specialize=["bits", "changes"])
 def _weight_select_kernel(
     values,  # [slots] bits
     bitmap,  # [bits / 8] uint8
-    ranks,  # [blocks] int64
+    ends,  # [blocks] int64: changed elements before the end of each block
     changed,  # [changes] bits
     bits: tl.int64,
     changes: tl.int64,
@@ -398,7 +401,7 @@ def _weight_select_kernel(
 ):
     block = tl.program_id(0).to(tl.int64)
     marked = _marked(bitmap, block, bits, BLOCK)
-    rank = tl.load(ranks + block) + tl.cumsum(marked, axis=0) - marked
+    rank = tl.load(ends + block) - tl.sum(marked, axis=0) + tl.cumsum(marked, axis=0) - marked
     mask = (marked != 0) & (rank < changes)
     value = tl.load(values + block * BLOCK + tl.arange(0, BLOCK), mask=mask, other=0)
     tl.store(changed + rank, value, mask=mask)
@@ -473,12 +476,11 @@ def digest_sum(values: Tensor, first: int) -> Tensor:
         return partials.sum()
 
 
-def compare(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """`sparse_opt.weight_sync.reference.compare` in one launch and a sum."""
+def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`sparse_opt.weight_sync.reference.compare` in one launch and a sum, and if there is capacity another of each."""
     with torch.cuda.device_of(new):
         partials = _partials(3, new)
-        size = triton.cdiv(new.numel(), 64) * 8
-        bitmap = torch.empty(size, dtype=torch.uint8, device=new.device)
+        bitmap = torch.empty(triton.cdiv(new.numel(), 64) * 8, dtype=torch.uint8, device=new.device)
         _weight_compare_kernel[(partials.shape[1],)](
             _bits(old),
             _bits(new),
@@ -486,23 +488,29 @@ def compare(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor]:
             partials,
             new.numel(),
             first,
-            size,
+            bitmap.numel(),
             BITS=_UNSIGNED[new.element_size()],
             BLOCK=VALUES,
             **OPTIONS,
         )
-        return bitmap, partials.sum(dim=1)
+        changed = torch.empty(capacity, dtype=new.dtype, device=new.device)
+        if capacity:
+            _select(new, bitmap, torch.cumsum(partials[2], 0), changed)
+        return bitmap, partials.sum(dim=1), changed
 
 
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     """`sparse_opt.weight_sync.reference.select` in two launches and a running sum."""
     with torch.cuda.device_of(new):
         changed = torch.empty(count, dtype=new.dtype, device=new.device)
-        ranks = ranks_of(bitmap, BLOCK)
-        _weight_select_kernel[(ranks.numel() - 1,)](
-            _bits(new), bitmap, ranks, _bits(changed), 8 * bitmap.numel(), count, BLOCK=BLOCK, **OPTIONS
-        )
+        _select(new, bitmap, ranks_of(bitmap, VALUES)[1:], changed)
         return changed
+
+
+def _select(new: Tensor, bitmap: Tensor, ends: Tensor, changed: Tensor) -> None:
+    _weight_select_kernel[(triton.cdiv(new.numel(), VALUES),)](
+        _bits(new), bitmap, ends, _bits(changed), 8 * bitmap.numel(), changed.numel(), BLOCK=VALUES, **OPTIONS
+    )
 
 
 def ranks_of(bitmap: Tensor, block: int) -> Tensor:
@@ -510,11 +518,9 @@ def ranks_of(bitmap: Tensor, block: int) -> Tensor:
     bits = 8 * bitmap.numel()
     with torch.cuda.device_of(bitmap):
         blocks = triton.cdiv(bits, block)
-        counts = torch.empty(blocks, dtype=torch.int32, device=bitmap.device)
+        counts = torch.empty(blocks + 1, dtype=torch.int32, device=bitmap.device)
         _weight_count_kernel[(blocks,)](bitmap, counts, bits, BLOCK=block, **OPTIONS)
-        ranks = torch.zeros(blocks + 1, dtype=torch.int64, device=bitmap.device)
-        torch.cumsum(counts, 0, out=ranks[1:])
-        return ranks
+        return torch.cumsum(counts, 0, dtype=torch.int64)
 
 
 def take(table: IndexTable, out: Tensor) -> None:
@@ -593,14 +599,17 @@ def list_changes(table: IndexTable, bitmap: Tensor, ranks: Tensor, slots: Tensor
         )
 
 
-def listed_sums(changed: Tensor, slots: Tensor, addresses: Tensor, first: int, *, read_old: bool) -> Tensor:
-    """`check` for all tables at once, after `list_changes`: [2] int64, in one launch and a sum."""
+def listed_sums(
+    changed: Tensor, slots: Tensor, addresses: Tensor, marked: Tensor, first: int, *, read_old: bool
+) -> Tensor:
+    """`check` for all tables at once, after `list_changes`: [3] int64 with `marked` [1], in one launch and a sum."""
     with torch.cuda.device_of(changed):
-        partials = torch.empty(2, max(triton.cdiv(changed.numel(), BLOCK), 1), dtype=torch.int64, device=changed.device)
+        partials = torch.empty(3, max(triton.cdiv(changed.numel(), BLOCK), 1), dtype=torch.int64, device=changed.device)
         _weight_listed_sums_kernel[(partials.shape[1],)](
             _bits(changed),
             slots,
             addresses,
+            marked,
             partials,
             changed.numel(),
             first,

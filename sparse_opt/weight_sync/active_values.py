@@ -64,12 +64,19 @@ class WeightsOf:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
             ValueError: a weight is not a plain tensor.
         """
+        require_current(self._source, self.mask)
+        values = self._taken()
+        # The host finds weights that have moved while the GPU reads. The old memory was alive: the indices hold it.
         weights = self._weights()
         addresses = {name: weight.data_ptr() for name, weight in weights.items()}
         if addresses != self._addresses:
             self._indices = self._build(weights)
             self._addresses = addresses
-        return {group.dtype: index.take() for group, index in zip(self.layout.groups, self._indices, strict=True)}
+            values = self._taken()
+        return values
+
+    def _taken(self) -> dict[str, Tensor]:
+        return {group.dtype: index.take() for group, index in zip(self.layout.groups, self._indices, strict=False)}
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights with active elements as they are now."""

@@ -42,7 +42,7 @@ class Backend(NamedTuple):
 
     name: str
     digest_sum: Callable[[Tensor, int], Tensor]
-    compare: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    compare: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
     select: Callable[[Tensor, Tensor, int], Tensor]
     build_index: IndexFactory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -60,6 +61,10 @@ class Message:
 
     def header(self) -> dict[str, str]:
         """Return everything but the tensors' data as strings, with a digest: for transports that move the tensors."""
+        return dict(self._header)
+
+    @cached_property
+    def _header(self) -> dict[str, str]:
         tensors = [[name, dtype_name(t), list(t.shape)] for name, t in self.tensors.items()]
         header = {
             "format": FORMAT,

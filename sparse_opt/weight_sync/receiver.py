@@ -175,13 +175,15 @@ class WeightReceiver:
         if message.mask_digest != mask.digest:
             raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
         self._check_order(message)
+        pairs = zip(mask.layout.groups, mask.indices, strict=True)
+        changes = [_change(message, group, index, mask.device) for group, index in pairs]
+        results = _sums(mask, changes)
+        # Checks of the host, while the device computes the digests.
+        _refuse_others(message, mask.layout)
         for name, address in mask.addresses.items():
             if self._weights[name].data_ptr() != address:
                 raise WeightSyncError(f"{name!r} has moved since the mask message: build a new WeightReceiver")
-        pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [_change(message, group, index, mask.device) for group, index in pairs]
-        _refuse_others(message, mask.layout)
-        sums = self._verify(mask, message, changes)
+        sums = self._verify(mask, message, changes, _to_host(results))
         for index, change in zip(mask.indices, changes, strict=True):
             if change.values is not None:
                 index.put(change.values)
@@ -204,15 +206,13 @@ class WeightReceiver:
                 f"the receiver has version {self._version} with digest {self._digest}: a state message is needed"
             )
 
-    def _verify(self, mask: _Mask, message: Message, changes: list[_Change]) -> list[int]:
-        """Return the new digest of each group, as far as it is known. Raises DamagedMessage."""
-        results = []
-        for group, change in zip(mask.layout.groups, changes, strict=True):
-            if change.values is not None:
-                results.append(mask.backend.digest_sum(change.values, group.first))
-            elif change.changes is not None:
-                results.append(change.changes.sums(read_old=mask.is_whole))
-        found = iter(_to_host(results))
+    def _verify(self, mask: _Mask, message: Message, changes: list[_Change], results: list[int]) -> list[int]:
+        """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
+
+        Args:
+            results: of `_sums`, flattened.
+        """
+        found = iter(results)
         sent, sums = 0, list(self._sums)
         for i, (group, change) in enumerate(zip(mask.layout.groups, changes, strict=True)):
             if change.values is not None:
@@ -242,9 +242,21 @@ class WeightReceiver:
         return sums
 
 
+def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
+    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
+    sums = []
+    for group, change in zip(mask.layout.groups, changes, strict=True):
+        if change.values is not None:
+            sums.append(mask.backend.digest_sum(change.values, group.first))
+        elif change.changes is not None:
+            sums.append(change.changes.sums(read_old=mask.is_whole))
+    return sums
+
+
 def _to_host(sums: Sequence[Tensor]) -> list[int]:
-    """Copy int64 tensors of one device to the host at once, flattened."""
-    found: list[int] = torch.cat([s.view(-1) for s in sums]).tolist() if sums else []
+    """Copy int64 tensors of one device to the host at once, flattened. Waits for the device."""
+    flat = [s.view(-1) for s in sums]
+    found: list[int] = [] if not flat else (flat[0] if len(flat) == 1 else torch.cat(flat)).tolist()
     return found
 
 

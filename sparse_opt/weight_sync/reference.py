@@ -26,21 +26,24 @@ def bitmap_bytes(nnz: int) -> int:
     return -(-nnz // 64) * 8
 
 
-def compare(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compare the values of consecutive elements bit by bit.
 
     Args:
         old, new: [n] values of one dtype.
         first: element number of the first one.
+        capacity: the most changed values to return.
 
     Returns:
-        The bitmap of the changed elements, [bitmap_bytes(n)] uint8, with element e as bit e % 8 of byte e // 8; and
-        [3] int64: the digest of `new`, the digest of its changed elements, and their number.
+        The bitmap of the changed elements, [bitmap_bytes(n)] uint8, with element e as bit e % 8 of byte e // 8;
+        [3] int64: the digest of `new`, the digest of its changed elements, and their number; and the first changed
+        values, in order. The last tensor may be longer than there are changes, and is not initialized behind them.
     """
     changed = _bits(old) != _bits(new)
     numbers = changed.nonzero().view(-1)
     sent = mix(numbers + first, zero_extended(new[numbers])).sum()
-    return _packed(changed), torch.stack([digest_sum(new, first), sent, changed.sum()])
+    totals = torch.stack([digest_sum(new, first), sent, changed.sum()])
+    return _packed(changed), totals, new[numbers[:capacity]]
 
 
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -68,7 +69,7 @@ class WeightSender:
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         sent = values.take()
-        totals = _Totals([self._whole(dtype, group) for dtype, group in sent.items()], self._device)
+        totals = _Totals([self._digest(dtype, group) for dtype, group in sent.items()], sent, self._device)
         self._sent = _Sent(0, sent, totals)
 
     @property
@@ -94,7 +95,7 @@ class WeightSender:
             kind="mask",
             version=sent.version,
             mask_digest=self._mask.digest,
-            result_digest=sent.totals.digest(),
+            result_digest=sent.totals.digest,
             payload_digest=to_hex(total),
             tensors=tensors,
             layout=self._layout.to_json(),
@@ -103,7 +104,7 @@ class WeightSender:
     def state_message(self) -> Message:
         """Return all active values of the current version, for receivers that join late or have lost an update."""
         sent = self._sent
-        digest = sent.totals.digest()  # the host has waited for the values then
+        digest = sent.totals.digest  # the host has waited for the values then
         if self._device.type == "cuda":
             for values in sent.values.values():
                 values.record_stream(torch.cuda.current_stream(self._device))
@@ -126,21 +127,25 @@ class WeightSender:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             for values in (*new.values(), *base.values.values()):
                 values.record_stream(self._stream)
-        bitmaps: dict[str, Tensor] = {}
+        changes: dict[str, tuple[Tensor, Tensor]] = {}
         totals = []
         with side:
             for dtype, values in new.items():
                 if self._encoding == "values":
-                    totals.append(self._whole(dtype, values))
+                    totals.append(self._digest(dtype, values))
                 else:
-                    bitmaps[dtype], found = self._backend.compare(base.values[dtype], values, self._first(dtype))
+                    # On a GPU before the number of changes is known: few are usual, and the host then waits once.
+                    capacity = 0 if self._stream is None else -(-values.numel() // 8)
+                    old = base.values[dtype]
+                    bitmap, found, changed = self._backend.compare(old, values, self._first(dtype), capacity)
+                    changes[dtype] = bitmap, changed
                     totals.append(found)
-            sent = _Sent(base.version + 1, new, _Totals(totals, self._device))
+            sent = _Sent(base.version + 1, new, _Totals(totals, new, self._device))
         self._sent = sent
         return PendingMessage(
             sent,
             base.totals,
-            bitmaps,
+            changes,
             mask_digest=self._mask.digest,
             encoding=self._encoding,
             backend=self._backend,
@@ -150,17 +155,22 @@ class WeightSender:
     def _first(self, dtype: str) -> int:
         return next(group.first for group in self._layout.groups if group.dtype == dtype)
 
-    def _whole(self, dtype: str, values: Tensor) -> Tensor:
-        """Return the totals of values that are all sent."""
-        total = self._backend.digest_sum(values, self._first(dtype))
-        return torch.stack([total, total, torch.full_like(total, values.numel())])
+    def _digest(self, dtype: str, values: Tensor) -> Tensor:
+        return self._backend.digest_sum(values, self._first(dtype))
 
 
 class _Totals:
-    """Digests and counts of one version, on their way to the host: for each dtype [3] int64, as `reference.compare`."""
+    """Digests and counts of one version, on their way to the host.
 
-    def __init__(self, totals: list[Tensor], device: torch.device) -> None:
-        self._host = torch.stack(totals) if totals else torch.zeros(0, 3, dtype=torch.int64, device="cpu")
+    Args:
+        totals: for each dtype [3] int64, as of `reference.compare`, or the digest alone.
+        values: all active values by dtype.
+    """
+
+    def __init__(self, totals: list[Tensor], values: Mapping[str, Tensor], device: torch.device) -> None:
+        flat = [t.view(-1) for t in totals] or [torch.empty(0, dtype=torch.int64, device="cpu")]
+        self._host = flat[0] if len(flat) == 1 else torch.cat(flat)
+        self._sizes = [(t.numel(), v.numel()) for t, v in zip(totals, values.values(), strict=True)]
         self._arrived: torch.cuda.Event | None = None
         if self._host.is_cuda:
             with torch.cuda.device(device):
@@ -170,15 +180,21 @@ class _Totals:
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
 
-    def rows(self) -> list[list[int]]:
-        """Return (digest, digest of the changed elements, their number) of each dtype; waits for the device."""
+    @cached_property
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows: list[list[int]] = self._host.tolist()
-        return rows
+        numbers = iter(self._host.tolist())
+        found = []
+        for totals, numel in self._sizes:
+            digest = next(numbers)
+            found.append((digest, digest, numel) if totals == 1 else (digest, next(numbers), next(numbers)))
+        return found
 
+    @cached_property
     def digest(self) -> str:
-        return to_hex(sum(row[0] for row in self.rows()))
+        return to_hex(sum(digest for digest, _, _ in self.rows))
 
 
 class _Sent(NamedTuple):
@@ -196,7 +212,7 @@ class PendingMessage:
         self,
         sent: _Sent,
         base: _Totals,
-        bitmaps: Mapping[str, Tensor],
+        changes: Mapping[str, tuple[Tensor, Tensor]],
         *,
         mask_digest: str,
         encoding: Encoding,
@@ -204,7 +220,7 @@ class PendingMessage:
         stream: torch.cuda.Stream | None,
     ) -> None:
         self.version = sent.version
-        self._sent, self._base, self._bitmaps = sent, base, bitmaps
+        self._sent, self._base, self._changes = sent, base, changes
         self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
@@ -234,13 +250,13 @@ class PendingMessage:
         with side, torch.no_grad():
             self._message = self._build()
             self._ready = None if self._stream is None else self._stream.record_event()
-        self._sent, self._bitmaps = self._sent._replace(values={}), {}  # frees the values that are not in the message
+        self._sent, self._changes = self._sent._replace(values={}), {}  # frees the values that are not in the message
         return self._message
 
     def _build(self) -> Message:
         tensors: dict[str, Tensor] = {}
         payload = 0
-        rows = self._sent.totals.rows()
+        rows = self._sent.totals.rows
         for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
             size, n = values.element_size(), values.numel()
             smaller = self._encoding == "bitmap" or count * size + bitmap_bytes(n) < n * size
@@ -248,16 +264,20 @@ class PendingMessage:
                 tensors[f"{dtype}.values"] = values
                 payload += whole
             elif count:
-                tensors[f"{dtype}.bitmap"] = self._bitmaps[dtype]
-                tensors[f"{dtype}.changed"] = self._backend.select(values, self._bitmaps[dtype], count)
+                bitmap, found = self._changes[dtype]
+                tensors[f"{dtype}.bitmap"] = bitmap
+                is_complete = count <= found.numel()
+                tensors[f"{dtype}.changed"] = (
+                    found[:count] if is_complete else self._backend.select(values, bitmap, count)
+                )
                 payload += changed
         return Message(
             kind="update",
             version=self.version,
             mask_digest=self._mask_digest,
-            result_digest=self._sent.totals.digest(),
+            result_digest=self._sent.totals.digest,
             payload_digest=to_hex(payload),
             tensors=tensors,
             base_version=self.version - 1,
-            base_digest=self._base.digest(),
+            base_digest=self._base.digest,
         )

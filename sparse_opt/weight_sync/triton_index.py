@@ -92,12 +92,12 @@ class _Changes:
     def sums(self, *, read_old: bool) -> Tensor:
         kernels = _kernels()
         if self._list is not None:
-            found = kernels.listed_sums(self._changed, *self._list, self._first, read_old=read_old)
-        else:
-            arguments = (self._bitmap, self._changed, self._ranks, self._first)
-            sums = [kernels.check(table, *arguments, read_old=read_old) for table in self._tables]
-            found = torch.stack(sums).sum(dim=0)
-        return torch.cat([found, self._ranks[-1:]])
+            marked = self._ranks[-1:]
+            sums: Tensor = kernels.listed_sums(self._changed, *self._list, marked, self._first, read_old=read_old)
+            return sums
+        arguments = (self._bitmap, self._changed, self._ranks, self._first)
+        parts = [kernels.check(table, *arguments, read_old=read_old) for table in self._tables]
+        return torch.cat([torch.stack(parts).sum(dim=0), self._ranks[-1:]])
 
     def write(self) -> None:
         kernels = _kernels()
