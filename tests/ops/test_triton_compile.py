@@ -200,14 +200,21 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 (
                     "listed-sums",
                     "listed_sums",
-                    {**_LISTED, "slots": "*i64", "partials": "*i64", "first": "i64", "READ_OLD": True},
+                    {
+                        **_LISTED,
+                        "slots": "*i64",
+                        "marked": "*i64",
+                        "partials": "*i64",
+                        "first": "i64",
+                        "READ_OLD": True,
+                    },
                 ),
                 ("listed-write", "listed_write", _LISTED),
                 ("count", "count", {**_BITMAP, "counts": "*i32"}),
                 (
                     "select",
                     "select",
-                    {**_BITMAP, "values": "*i16", "ranks": "*i64", "changed": "*i16", "changes": "i64"},
+                    {**_BITMAP, "values": "*i16", "ends": "*i64", "changed": "*i16", "changes": "i64", "BLOCK": 2048},
                 ),
                 ("digest", "digest", {**_CONSECUTIVE, "values": "*i16"}),
                 (
@@ -255,7 +262,7 @@ def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
         return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
     if name.startswith("weights"):
         tiled = expected.get("TILE", 0) > 0
-        blocks = {"digest": weight_sync.VALUES, "compare": weight_sync.VALUES}
+        blocks = dict.fromkeys(("digest", "compare", "select"), weight_sync.VALUES)
         assert expected["BLOCK"] == blocks.get(
             name.split("-")[1], weight_sync.TILE_BLOCK if tiled else weight_sync.BLOCK
         )

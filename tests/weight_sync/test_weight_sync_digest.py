@@ -12,6 +12,7 @@ from samples import change, make_weights
 from sparse_opt import MaskSet
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import WeightSender
+from sparse_opt.weight_sync.backend import choose
 
 UNSIGNED = {2: np.uint16, 4: np.uint32}
 
@@ -96,3 +97,22 @@ def test_messages(place, pattern):
     assert {dtype: bits_of(state.tensors[f"{dtype}.values"]).tolist() for dtype in new} == {
         dtype: values.tolist() for dtype, values in new.items()
     }
+
+
+@pytest.mark.parametrize("n", [1, 63, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_changed_values_up_to_a_capacity(place, n, dtype):
+    """On a GPU the sender packs changed values before it knows their number."""
+    device, backend = place[0], choose(torch.device(place[0]), place[1])
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(n, generator=generator).to(device, dtype)
+    changed = torch.rand(n, generator=generator).to(device) < 0.3
+    new = torch.where(changed, -old, old)
+    for capacity in (0, int(changed.sum()) // 2, n):
+        bitmap, totals, packed = backend.compare(old, new, 7, capacity)
+        count = int(totals[2])
+        assert count == int(changed.sum()) and packed.numel() <= capacity
+        known = min(count, capacity)
+        assert torch.equal(packed[:known], new[changed][:known])
+        assert torch.equal(backend.select(new, bitmap, count), new[changed])
+        assert int(totals[0]) % 2**64 == mixed(np.arange(7, 7 + n), bits_of(new))
