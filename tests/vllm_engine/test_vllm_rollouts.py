@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.masks import MaskSet
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, VLLMEngine, VLLMServerEngine, rollout
 
@@ -38,21 +39,26 @@ def model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def perturb(model, seed):
+def perturb(model, seed, mask=None):
+    """Change all weights, or the active elements of the mask."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.5 * parameter.std().item())
+        for name, parameter in model.named_parameters():
+            changed = parameter + 1.5 * parameter.std() * torch.randn_like(parameter)
+            if mask is None:
+                parameter.copy_(changed)
+            elif name in mask.names:
+                parameter.view(-1)[mask[name]] = changed.view(-1)[mask[name]]
 
 
-def assert_follows(engine, model):
+def assert_follows(engine, model, mask=None):
     """The engine writes what the policy would, before and after changes of all weights, and reports the same odds."""
     by_hand = GenerateEngine(model, pad_id=0, eos_ids=NEVER)
     found = []
     for seed in range(3):
         found.append(engine.generate(PROMPTS, 1, SAMPLING).ids)
         assert found[-1] == by_hand.generate(PROMPTS, 1, SAMPLING).ids
-        perturb(model, seed)
+        perturb(model, seed, mask)
     assert found[0] != found[1] != found[2]
     torch.manual_seed(3)
     sampling = Sampling(6, temperature=0.7)
@@ -68,6 +74,15 @@ def test_in_process(model):
     try:
         assert_follows(engine, model)
         lacks_a_weight(engine)
+    finally:
+        engine.close()
+
+
+def test_in_process_under_a_mask(model):
+    mask = MaskSet.random(model, density=0.5, seed=0)
+    engine = VLLMEngine(model, eos_ids=NEVER, max_length=64, enforce_eager=True, mask=mask)
+    try:
+        assert_follows(engine, model, mask)
     finally:
         engine.close()
 

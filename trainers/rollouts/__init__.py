@@ -15,8 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 from sparse_opt.errors import ConfigError
+from sparse_opt.masks import MaskSet
 
 from ..options import CompletionOptions, RolloutOptions
+from ..policy.optimizers import load_mask
 from ..policy.sharding import is_sharded
 from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
@@ -56,6 +58,7 @@ def make_engine(
     vllm_enforce_eager: bool = False,
     vllm_enable_prefix_caching: bool | None = None,
     vllm_server_base_url: str | None = None,
+    mask: MaskSet | None = None,
     at_once: int | None = None,
     gather: bool = True,
 ) -> Engine:
@@ -70,6 +73,7 @@ def make_engine(
             see `VLLMEngine`.
         vllm_server_base_url: for engine vllm: a server to use instead, see `VLLMServerEngine`; the other options of
             vLLM are then the server's own.
+        mask: for engine vllm: the mask of the run, outside of which no weight changes.
         at_once: completions sampled per call of the engine; None samples all of a call.
         gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time.
 
@@ -99,7 +103,7 @@ def make_engine(
     if name == "vllm":
         vllm: Engine
         if vllm_server_base_url is not None:
-            vllm = VLLMServerEngine(model, eos_ids=eos_ids, base_url=vllm_server_base_url)
+            vllm = VLLMServerEngine(model, eos_ids=eos_ids, base_url=vllm_server_base_url, mask=mask)
         else:
             vllm = VLLMEngine(
                 model,
@@ -109,6 +113,7 @@ def make_engine(
                 max_rows=max_rows,
                 enforce_eager=vllm_enforce_eager,
                 enable_prefix_caching=vllm_enable_prefix_caching,
+                mask=mask,
             )
         return vllm if at_once is None else InParts(vllm, at_once)
     raise ConfigError(f"rollout_engine is {name!r}, expected generate, continuous_batching or vllm")
@@ -122,6 +127,7 @@ def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any, *, at_
         tokenizer,
         max_length=config.max_prompt_length + config.max_completion_length,
         **vllm_settings(config),
+        mask=load_mask(config, model) if config.rollout_engine == "vllm" and config.mode == "sparse" else None,
         at_once=at_once,
         gather=config.gather_for_generation,
     )

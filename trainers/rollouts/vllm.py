@@ -12,32 +12,39 @@ import importlib
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.integrations.vllm.plugin import register
+from sparse_opt.masks import MaskSet
 
 from ..policy.models import causal_lm
 from ..ranks import world_size
 from .sampling import Completions, Sampling, require_room
-from .vllm_weights import FullReload, WeightSync
+from .vllm_weights import FullReload, SparseUpdates, WeightSync, merged_weights
 
 # Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
+_METADATA = {"format": "pt"}  # which loaders of checkpoints expect
 
 
 class VLLMEngine:
     """vLLM with a copy of the policy's weights, which is updated before each call of `generate`.
 
-    Between calls vLLM sleeps: the memory of its weights and cache is freed, so that the copy does not add to gradients
-    and activations; at level 2, or with a `WeightSync` that sends changes at level 1, which keeps the weights in the
-    host's memory. All weights come from the policy, none from disk; LoRA adapters are merged during the copy, a layer
-    at a time, and the policy is not modified. Only models whose weights vLLM uses in the form of the
+    Between calls vLLM sleeps at level 2: the memory of its weights and cache is freed, so that the copy does not add to
+    gradients and activations. All weights come from the policy, none from disk; LoRA adapters are merged during the
+    copy, a layer at a time, and the policy is not modified. Only models whose weights vLLM uses in the form of the
     checkpoint can be updated this way: no quantised models, no mixtures of experts.
+
+    With a mask vLLM loads the policy once, from a temporary folder, and then gets changed values only. It sleeps at
+    level 1, which moves its weights to the host's memory.
 
     vLLM initialises torch.distributed in this process, with a world size of 1.
 
@@ -50,7 +57,8 @@ class VLLMEngine:
         sleep: free memory between calls; None does so on a GPU.
         enforce_eager: run without torch.compile and CUDA graphs, which starts faster and generates more slowly.
         enable_prefix_caching: reuse keys and values of common beginnings of prompts; None for vLLM's default.
-        weight_sync: makes the `WeightSync` of a `vllm.LLM`; None sends all weights each time.
+        mask: the mask of the run; after the first call only changed values under it are sent. None sends all weights
+            each time.
 
     Raises:
         ConfigError: vLLM is not installed, or the policy is not on the first visible GPU or is a mixture of experts; or
@@ -68,7 +76,7 @@ class VLLMEngine:
         sleep: bool | None = None,
         enforce_eager: bool = False,
         enable_prefix_caching: bool | None = None,
-        weight_sync: Callable[[Any], WeightSync] | None = None,
+        mask: MaskSet | None = None,
     ):
         self.model = causal_lm(model)
         self.eos_ids = tuple(eos_ids)
@@ -93,15 +101,22 @@ class VLLMEngine:
         self._vllm = _import_vllm()
         self._sleeps = device.type == "cuda" if sleep is None else sleep
         self._folder = tempfile.TemporaryDirectory(prefix="sparse_opt_vllm_")
-        # vLLM reads only the configuration: the weights come from the policy, and prompts are token ids.
+        # Without a mask vLLM reads only the configuration: the policy's weights are written to it before each rollout.
         described = copy.deepcopy(config)
         described.architectures = [type(self.model).__name__]
         described.save_pretrained(self._folder.name)
+        transfer: dict[str, Any] = {"load_format": "dummy"}
+        if mask is not None:
+            save_file(dict(merged_weights(self.model)), Path(self._folder.name) / "model.safetensors", _METADATA)
+            transfer["load_format"] = "safetensors"
+            register()  # also where the package's entry points are not installed
+            transfer["weight_transfer_config"] = importlib.import_module("vllm.config").WeightTransferConfig(
+                backend="sparse_opt"
+            )
         with _random_states_kept(device), _in_process():
             self._llm = self._vllm.LLM(
                 model=self._folder.name,
                 skip_tokenizer_init=True,
-                load_format="dummy",
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",  # at the temperature, of the distribution that it samples from
@@ -111,9 +126,14 @@ class VLLMEngine:
                 enforce_eager=enforce_eager,
                 **({} if max_length is None else {"max_model_len": max_length}),
                 **({} if max_rows is None else {"max_num_seqs": max_rows}),
+                **transfer,
                 **({} if enable_prefix_caching is None else {"enable_prefix_caching": enable_prefix_caching}),
             )
-        self._weights = FullReload(self._llm, self.model) if weight_sync is None else weight_sync(self._llm)
+        self._weights: WeightSync
+        if mask is None:
+            self._weights = FullReload(self._llm, self.model)
+        else:
+            self._weights = SparseUpdates(self._llm, self.model, mask)
         self._sleep()
 
     @torch.no_grad()

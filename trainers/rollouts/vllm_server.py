@@ -3,7 +3,11 @@
 The server runs on the trainer's host, or shares the folder of temporary files with it:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
-        --worker-extension-cls sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension
+        --worker-extension-cls sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension \\
+        --weight-transfer-config '{"backend": "sparse_opt"}'
+
+The last option is for a policy that trains under a mask: MODEL must then be the checkpoint that the run starts from,
+and the server gets changed values only. Set `--max_logprob_difference` to stop a run whose server has another one.
 
 It has been run with vLLM 0.32 on a CPU.
 """
@@ -14,7 +18,7 @@ import json
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +27,13 @@ import torch
 from safetensors.torch import save_file
 
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.masks import MaskSet
 
 from ..policy.models import causal_lm
 from ..ranks import world_size
 from .sampling import Completions, Sampling, require_room
 from .vllm import require_vllm_temperature
-from .vllm_weights import WeightSync, merged_weights
+from .vllm_weights import SparseUpdates, WeightSync, merged_weights
 
 # Requests in flight; the server puts them into batches itself.
 _CONNECTIONS = 64
@@ -44,7 +49,8 @@ class VLLMServerEngine:
         model: a transformers causal language model, or a PEFT wrapper of one with LoRA-like adapters.
         eos_ids: any of them ends a completion.
         base_url: such as http://localhost:8000.
-        weight_sync: makes the `WeightSync` of a `VLLMServer`; None sends all weights each time, by `FolderReload`.
+        mask: the mask of the run: only changed values under it are sent, to a server that has loaded the policy's
+            checkpoint. None sends all weights each time.
 
     Raises:
         ConfigError: no server with the needed settings responds there, or there are several processes.
@@ -56,7 +62,7 @@ class VLLMServerEngine:
         *,
         eos_ids: Sequence[int],
         base_url: str,
-        weight_sync: Callable[[VLLMServer], WeightSync] | None = None,
+        mask: MaskSet | None = None,
     ):
         self.model = causal_lm(model)
         self.eos_ids = tuple(eos_ids)
@@ -66,7 +72,16 @@ class VLLMServerEngine:
                 "continuous_batching"
             )
         self._server = VLLMServer(base_url)
-        self._weights = FolderReload(self._server, self.model) if weight_sync is None else weight_sync(self._server)
+        self._weights: WeightSync
+        if mask is None:
+            self._weights = FolderReload(self._server, self.model)
+        else:
+            if self._server.weight_transfer != "sparse_opt":
+                raise ConfigError(
+                    f"the vLLM server {base_url} has the weight-transfer backend {self._server.weight_transfer}, and "
+                    'mode sparse needs --weight-transfer-config \'{"backend": "sparse_opt"}\''
+                )
+            self._weights = SparseUpdates(self._server.base_url, self.model, mask)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
@@ -169,6 +184,8 @@ class VLLMServer:
             info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
         except SparseOptError as error:
             raise ConfigError(f"rollout_engine vllm needs a server with VLLM_SERVER_DEV_MODE=1: {error}") from error
+        transfer = info["weight_transfer_config"]
+        self.weight_transfer: str | None = None if transfer is None else transfer["backend"]
         self.max_model_len: int = info["model_config"]["max_model_len"]
         mode = info["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":

@@ -1,4 +1,4 @@
-"""How vLLM gets the policy's weights: the interface `WeightSync`, and the transfer of all weights within a process."""
+"""How vLLM gets the policy's weights: all of them, or those that have changed under a mask."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparse_opt.errors import SparseOptError
+from sparse_opt.integrations.vllm.client import VLLMWeightSync
+from sparse_opt.masks import MaskSet
+from sparse_opt.weight_sync import WeightSender
 
 
 class WeightSync(Protocol):
@@ -56,6 +59,35 @@ class FullReload:
                 f"among them {min(missing)}"
             )
         self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Do nothing: no resources are held."""
+
+
+class SparseUpdates:
+    """Writes the active values of the run's mask once, and then only those that have changed.
+
+    Args:
+        engine: a `vllm.LLM` of this process or the URL of a server, with the weight-transfer backend `sparse_opt`. It
+            has loaded a checkpoint whose other values are those of the policy.
+        model: the policy.
+        mask: no weight outside of it changes.
+    """
+
+    needs_weights = True
+
+    def __init__(self, engine: Any, model: nn.Module, mask: MaskSet):
+        self._engine, self._model, self._mask = engine, model, mask
+        self._sync: VLLMWeightSync | None = None
+
+    def synchronize(self) -> None:
+        """See `WeightSync`."""
+        if self._sync is not None:
+            self._sync.update()
+            return
+        sync = VLLMWeightSync(WeightSender(self._model, self._mask), self._engine)
+        sync.connect()
+        self._sync = sync
 
     def close(self) -> None:
         """Do nothing: no resources are held."""
