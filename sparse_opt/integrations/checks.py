@@ -87,6 +87,8 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 
 
 def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
+    if options.vllm_weight_sync != "full":
+        raise ConfigError(f"vllm_weight_sync is {options.vllm_weight_sync!r}, expected 'full' with FSDP2")
     if options.grads != "compact":
         raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
     # transformers looks for the best checkpoint's folder on each process, before all of its sharded files are written.

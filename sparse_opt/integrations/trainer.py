@@ -24,6 +24,7 @@ from ..optim.options import SharedOptions
 from . import checks
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback, Weights
+from .colocated_updates import ColocatedUpdates, require_colocated
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -34,6 +35,7 @@ else:
 class SparseTrainer(_Trainer):
     """Mixin for a Trainer class, placed before it in the MRO by `sparse_trainer`, which documents the arguments."""
 
+    vllm_generation: Any  # of GRPO with use_vllm
     optimizer: Any  # the Trainer's attribute: `sparse_optimizer` wrapped by accelerate
 
     def __init__(self, *args: Any, mask: Mask, sparse: SparseArguments | None = None, **kwargs: Any) -> None:
@@ -44,12 +46,16 @@ class SparseTrainer(_Trainer):
             raise ConfigError("the mask has no active element")
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         checks.of_call(bound)
+        if self.sparse_arguments.vllm_weight_sync == "sparse":
+            require_colocated(checks.named(bound).get("args"))
         with self._without_reference(bound):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
+        if self.sparse_arguments.vllm_weight_sync == "sparse":
+            self.vllm_generation.sync_weights = ColocatedUpdates(self.vllm_generation, self.model, self.sparse_mask)
         self._sparse_callback = SparseCallback(self)
         self.add_callback(self._sparse_callback)
 

@@ -6,10 +6,12 @@ import json
 from statistics import mean
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from sparse_opt.cli.main import main
+from sparse_opt.masks import MaskSet
 from sparse_opt.trainers.arithmetic import make_arithmetic
 
 
@@ -31,13 +33,28 @@ def run(algorithm, folder, words):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_reward_rises(world):
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+def test_the_reward_rises(world, mode):
     words = ["--policy_name", world / "start" / "final", "--dataset", world / "arithmetic" / "data" / "train.jsonl"]
-    words += ["--n_steps", 40, "--batch_size", 128, "--n_generations", 8, "--learning_rate", 1e-3]
+    words += [
+        "--n_steps",
+        40,
+        "--batch_size",
+        128,
+        "--n_generations",
+        8,
+        "--learning_rate",
+        {"dense": 1e-3, "sparse": 3e-3}[mode],
+    ]
+    words += ["--learning_rate", {"dense": 1e-3, "sparse": 3e-3}[mode]]
     words += ["--max_prompt_length", 16, "--max_completion_length", 4, "--reward_functions", "exact_match"]
     words += ["--rollout_engine", "vllm", "--vllm_enforce_eager", "true", "--max_logprob_difference", 1e-4]
     words += ["--vllm_importance_sampling_correction", "true", "--lr_schedule", "constant"]
-    rows = run("grpo", world / "grpo", words)
+    if mode == "sparse":
+        model = AutoModelForCausalLM.from_pretrained(world / "start" / "final")
+        MaskSet.random(model, density=0.1, seed=0).save(world / "mask.safetensors")
+        words += ["--mode", "sparse", "--mask", world / "mask.safetensors"]
+    rows = run("grpo", world / mode, words)
     assert len(rows) == 40
     # The standard error of the difference of two means of 5 * 128 answers, each right or wrong, is 0.028 at most.
     rewards = [row["reward"] for row in rows]

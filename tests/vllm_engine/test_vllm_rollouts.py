@@ -99,7 +99,7 @@ def test_on_a_server(folder, model, tmp_path):
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
-    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "sparse_opt"}']
     command += ["--worker-extension-cls", "sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension"]
     log = tmp_path / "server.log"
     with log.open("w") as output:
@@ -111,6 +111,8 @@ def test_on_a_server(folder, model, tmp_path):
         with pytest.raises(ConfigError, match=r"needs a server with VLLM_SERVER_DEV_MODE=1: .* does not answer"):
             VLLMServerEngine(model, eos_ids=NEVER, base_url=url)
         wait_for(server, f"{url}/health", log)
+        mask = MaskSet.random(model, density=0.5, seed=0)
+        assert_follows(VLLMServerEngine(model, eos_ids=NEVER, base_url=url, mask=mask), model, mask)
         engine = VLLMServerEngine(model, eos_ids=NEVER, base_url=url)
         assert_follows(engine, model)
         with pytest.raises(ConfigError, match=r"has 66 tokens, more than the vLLM server's --max-model-len, 64"):

