@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from .layout import Group, Layout
 from .message import Message
 from .positions import checked_units
 from .reference import bitmap_bytes
+
+Destinations = Mapping[str, Sequence[Destination]]
 
 
 class _Mask(NamedTuple):
@@ -49,7 +51,8 @@ class WeightReceiver:
         weights: a module or its parameters by name, whole tensors with the sender's names, shapes and dtypes. Several
             names of one tensor are fine.
         destinations: for names that are not whole tensors of `weights`: where their parts are. They take precedence
-            over `weights`; an empty list means that this receiver has no part of the weight.
+            over `weights`; an empty list means that this receiver has no part of the weight. Or a function that returns
+            them for the layout of a mask message.
         backend: "reference" (plain torch), "triton", or None for the fastest on the device of the weights.
     """
 
@@ -57,11 +60,11 @@ class WeightReceiver:
         self,
         weights: nn.Module | Mapping[str, Tensor] | None,
         *,
-        destinations: Mapping[str, Sequence[Destination]] | None = None,
+        destinations: Destinations | Callable[[Layout], Destinations] | None = None,
         backend: str | None = None,
     ) -> None:
         self._weights = {} if weights is None else named_parameters_of(weights)
-        self._destinations = {name: tuple(parts) for name, parts in (destinations or {}).items()}
+        self._destinations = destinations or {}
         self._backend = backend
         self._mask: _Mask | None = None
         self._version: int | None = None
@@ -144,7 +147,8 @@ class WeightReceiver:
         self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
 
     def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
-        destinations: dict[str, Sequence[Destination]] = dict(self._destinations)
+        given = self._destinations(layout) if callable(self._destinations) else self._destinations
+        destinations = {name: list(parts) for name, parts in given.items()}
         addresses = {}
         for entry in layout.tensors:
             weight = self._weights.get(entry.name)

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm_lab import SIZES, make_model, saved
 
-from sparse_opt import MaskSet
+from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.vllm import VLLMWeightSync
+from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync
 from sparse_opt.weight_sync import WeightSender
+from sparse_opt.weight_sync.transports import ProcessGroupSender
 
 UPDATES = 20
 # One block of the KV cache is 128 tokens on CPUs, so that a prompt of 2 blocks and more is found in the prefix cache.
@@ -288,6 +290,39 @@ def test_messages_that_do_not_follow_are_refused(history, llm):
     assert tokens_of(llm) != history.tokens[1]
     llm.reset_prefix_cache()
     assert tokens_of(llm) == history.tokens[1]
+
+
+def test_updates_by_a_process_group(history, llm):
+    trainer = Trainer()
+    with closing(
+        ProcessGroupSender(WeightSender(trainer.model, trainer.mask), "127.0.0.1:0", backend="gloo")
+    ) as channel:
+        sync = VLLMChannelSync(channel, llm, transport="gloo")
+        assert sync.connect() == 0
+        assert tokens_of(llm) == history.tokens[0]
+        for version in range(1, 8):
+            trainer.step()
+            assert sync.update() == version
+            if version in history.tokens:
+                assert tokens_of(llm) == history.tokens[version]
+        assert llm.get_weight_version() == "7"
+    with pytest.raises(Exception, match="transport is 'pigeons', expected bytes"):
+        llm.init_weight_transfer_engine({"init_info": {"transport": "pigeons"}})
+
+
+def test_vllm_follows_a_folder(history, llm, tmp_path):
+    """Each step of the delta log is an update of vLLM without a message."""
+    trainer = Trainer()
+    log = DeltaLog.create(tmp_path / "log", trainer.model, mask=trainer.mask)
+    llm.init_weight_transfer_engine({"init_info": {"transport": "folder", "address": str(tmp_path / "log")}})
+    for version in (1, 2):
+        trainer.step()
+        log.append(version).wait()
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {}})
+        llm.finish_weight_update(str(version))
+        llm.reset_prefix_cache()
+        assert tokens_of(llm) == history.tokens[version]
 
 
 def test_vllm_has_loaded_the_plugin_once(llm):

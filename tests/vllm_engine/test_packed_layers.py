@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm_lab import make_model
 
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.vllm.destinations import TracedSlice, trace_destinations
+from sparse_opt.integrations.loader_trace import TracedSlice, trace_destinations
 from sparse_opt.integrations.vllm.packed_layers import PackedLayers
 from sparse_opt.masks.patterns import matrix_shape
 

@@ -18,6 +18,7 @@ this package is installed: it loads `plugin.register` as a plugin. This module d
 
 from __future__ import annotations
 
+from .channel_client import VLLMChannelSync
 from .client import VLLMWeightSync
 
-__all__ = ["VLLMWeightSync"]
+__all__ = ["VLLMChannelSync", "VLLMWeightSync"]

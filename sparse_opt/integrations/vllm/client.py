@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...errors import WeightSyncError, listed
 from ...weight_sync import DistributedWeightSender, PendingMessage, WeightSender
-from .connections import Connection, LocalEngine, Pause, Server
+from .connections import Connection, Pause, connections_to
 
 
 class VLLMWeightSync:
@@ -39,11 +39,7 @@ class VLLMWeightSync:
         timeout: float = 300.0,
     ) -> None:
         self.sender = sender
-        several = isinstance(engines, Sequence) and not isinstance(engines, str)
-        self._connections: list[Connection] = [
-            Server(engine, pause, timeout) if isinstance(engine, str) else LocalEngine(engine)
-            for engine in (engines if several else [engines])
-        ]
+        self._connections = connections_to(engines, pause, timeout)
 
     def connect(self) -> int:
         """Send the mask and all active values of the current version to all engines, and return the version.
@@ -106,7 +102,11 @@ def _whole(sender: WeightSender) -> list[bytes]:
 def _on_all(connections: Sequence[Connection], action: Callable[[Connection], None]) -> None:
     """Run an action for all engines at once, and raise one error for all that failed after the others have ended."""
     with ThreadPoolExecutor(len(connections)) as pool:
-        futures = [pool.submit(action, connection) for connection in connections]
+        raise_errors([pool.submit(action, connection) for connection in connections])
+
+
+def raise_errors(futures: Sequence[Future[None]]) -> None:
+    """Wait for all, and raise one WeightSyncError for all that failed; another error as it is."""
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in errors:
         if not isinstance(error, WeightSyncError):

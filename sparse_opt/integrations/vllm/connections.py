@@ -25,8 +25,20 @@ class Connection(ABC):
     def weight_version(self) -> str:
         """Return the version that vLLM reports with its outputs; "default" for an engine that has just started."""
 
-    def send(self, messages: Sequence[bytes], version: int) -> None:
-        """Apply messages in order, as one update of vLLM that sets the weight version and resets the prefix cache."""
+    @abstractmethod
+    def initialize(self, transport: str, address: str, timeout: float) -> None:
+        """Let the workers connect to a sender; see `engine.SparseInitInfo`."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """Return the number of workers."""
+
+    def send(self, messages: Sequence[bytes | None], version: int) -> None:
+        """Apply messages in order, as one update of vLLM that sets the weight version and resets the prefix cache.
+
+        Args:
+            messages: None is what the sender of the transport sends in a round.
+        """
         with self._paused():
             self._start()
             try:
@@ -49,7 +61,7 @@ class Connection(ABC):
     def _start(self) -> None: ...
 
     @abstractmethod
-    def _update(self, message: bytes) -> None: ...
+    def _update(self, message: bytes | None) -> None: ...
 
     @abstractmethod
     def _finish(self, version: str | None) -> None: ...
@@ -72,10 +84,17 @@ class LocalEngine(Connection):
     def weight_version(self) -> str:
         return self._call("get_weight_version")
 
+    def initialize(self, transport: str, address: str, timeout: float) -> None:
+        info = {"transport": transport, "address": address, "timeout": timeout}
+        self._call("init_weight_transfer_engine", {"init_info": info})
+
+    def world_size(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+
     def _start(self) -> None:
         self._call("start_weight_update")
 
-    def _update(self, message: bytes) -> None:
+    def _update(self, message: bytes | None) -> None:
         self._call("update_weights", {"update_info": {"message": message}})
 
     def _finish(self, version: str | None) -> None:
@@ -110,6 +129,13 @@ class Server(Connection):
     def weight_version(self) -> str:
         return str(self._call("weight_info", method="GET")["weight_version"])
 
+    def initialize(self, transport: str, address: str, timeout: float) -> None:
+        info = {"transport": transport, "address": address, "timeout": timeout}
+        self._call("init_weight_transfer_engine", {"init_info": info})
+
+    def world_size(self) -> int:
+        return int(self._call("get_world_size", method="GET")["world_size"])
+
     @contextmanager
     def _paused(self) -> Iterator[None]:
         if self._pause is None:
@@ -124,8 +150,9 @@ class Server(Connection):
     def _start(self) -> None:
         self._call("start_weight_update")
 
-    def _update(self, message: bytes) -> None:
-        self._call("update_weights", {"update_info": {"message": base64.b64encode(message).decode()}})
+    def _update(self, message: bytes | None) -> None:
+        content = None if message is None else base64.b64encode(message).decode()
+        self._call("update_weights", {"update_info": {"message": content}})
 
     def _finish(self, version: str | None) -> None:
         self._call("finish_weight_update", {"weight_version": version})
@@ -149,6 +176,15 @@ class Server(Connection):
         except (OSError, HTTPException) as error:
             raise WeightSyncError(f"{self._address}/{route} cannot be reached: {error}") from error
         return json.loads(body) if body else {}
+
+
+def connections_to(engines: Any, pause: Pause | None, timeout: float) -> list[Connection]:
+    """Return a connection for each engine: an `LLM`, the address of a server, or a list of these."""
+    several = isinstance(engines, Sequence) and not isinstance(engines, str)
+    return [
+        Server(engine, pause, timeout) if isinstance(engine, str) else LocalEngine(engine)
+        for engine in (engines if several else [engines])
+    ]
 
 
 def _message(body: bytes) -> str:

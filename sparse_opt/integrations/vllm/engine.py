@@ -1,8 +1,8 @@
 """The engine of vLLM's weight transfer that applies the messages of a `WeightSender` to a worker's model.
 
-vLLM creates one engine in each worker. A mask message builds its receiver: the tensors of the mask are found in the
-model (destinations.py), and packed layers get plain weights (packed_layers.py). The messages after it write to them. A
-message is checked before anything is written. If it is refused, `update_weights` raises, which also ends vLLM's update
+vLLM creates one engine in each worker. When a mask message arrives, the tensors of the mask are found in the model
+(loader_trace.py), and packed layers get plain weights (packed_layers.py). Later messages write to them. A message is
+checked before anything is written. If it is refused, `update_weights` raises, which also ends vLLM's update
 session; the weights and the version stay, and generation can go on. All work is done in `update_weights`, because an
 exception in `finish_weight_update` would leave vLLM's session open.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,27 +25,39 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ...errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
+from ...errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ...weight_sync import Destination, Message, WeightReceiver
 from ...weight_sync.layout import DTYPES, Layout
-from .destinations import trace_destinations
+from ...weight_sync.transports import CudaIpcReceiver, FolderReceiver, ProcessGroupReceiver
+from ...weight_sync.transports.channel import ReceiverChannel
+from ..loader_trace import trace_destinations
 from .packed_layers import PackedLayers
 
 
 @dataclass
 class SparseInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on before the first message."""
+    """How messages arrive.
+
+    Attributes:
+        transport: "bytes" (in the requests), or one of `weight_sync.transports`: "gloo", "nccl", "cuda_ipc", "folder".
+        address: host:port of the sender for gloo, nccl and cuda_ipc; the path of the delta log for folder.
+        timeout: seconds to connect, and to wait for messages during an update.
+    """
+
+    transport: str = "bytes"
+    address: str = ""
+    timeout: float = 60.0
 
 
 @dataclass
 class SparseUpdateInfo(WeightTransferUpdateInfo):
-    """One message.
+    """One message, or a round of the transport.
 
     Attributes:
-        message: `Message.to_bytes()`, as bytes or in base64 (for JSON).
+        message: `Message.to_bytes()`, as bytes or in base64 (for JSON); None for other transports than "bytes".
     """
 
-    message: str | bytes
+    message: str | bytes | None = None
 
 
 class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpdateInfo]):
@@ -56,11 +69,36 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._packed: PackedLayers | None = None
-        self._target: _Target | None = None
+        self._weights = VLLMReceiver(model, vllm_config)
+        self._channel: ReceiverChannel | FolderReceiver | None = None
+        self._timeout = 0.0
 
     def init_transfer_engine(self, init_info: SparseInitInfo) -> None:
-        """Do nothing: the first message brings the mask."""
+        """Connect to the sender; for the transport "bytes" there is nothing to do.
+
+        Raises:
+            WeightSyncError: no sender responds at the address.
+            ValueError: the transport is unknown.
+        """
+        self._disconnect()
+        self._timeout = init_info.timeout
+        transport, address = init_info.transport, init_info.address
+        name = f"rank {self.parallel_config.rank} of the vLLM engine on {socket.gethostname()}"
+        if transport in ("gloo", "nccl"):
+            self._channel = ProcessGroupReceiver(
+                self._weights,
+                address,
+                backend="nccl" if transport == "nccl" else "gloo",
+                device=self.device if transport == "nccl" else "cpu",
+                timeout=init_info.timeout,
+                name=name,
+            )
+        elif transport == "cuda_ipc":
+            self._channel = CudaIpcReceiver(self._weights, address, timeout=init_info.timeout, name=name)
+        elif transport == "folder":
+            self._channel = FolderReceiver(self._weights, address)
+        elif transport != "bytes":
+            raise ValueError(f"transport is {transport!r}, expected bytes, gloo, nccl, cuda_ipc or folder")
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""
@@ -69,68 +107,77 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         """Do nothing: `receive_weights` has finished its work when it returns."""
 
     def receive_weights(self, update_info: SparseUpdateInfo) -> None:
-        """Check and apply one message.
+        """Check and apply one message, or what the sender of the transport sends in its next round.
 
         Raises:
-            WeightSyncError: the message is damaged, out of order or foreign, or a weight of the mask cannot be updated
+            WeightSyncError: a message is damaged, out of order or foreign, or a weight of the mask cannot be updated
                 in this model. The weights and the version have not changed.
         """
-        message = Message.from_bytes(_decoded(update_info.message))
-        if message.kind == "mask":
-            target = self._new_target(message)
-            target.receiver.receive(message)
-            self._target = target
-            return
-        if self._target is None:
-            raise OutOfOrderMessage(
-                f"{message.kind} of version {message.version} reached a worker without a mask, expected a mask message"
-            )
-        self._target.receive(message)
-
-    def _new_target(self, message: Message) -> _Target:
-        if self._packed is None:
-            self._packed = PackedLayers(self.model)
-        layout = Layout.from_json(message.layout or "")
-        weights = {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz}
-        with self._packed.as_loaded():
-            slices = trace_destinations(self.model, weights)
-            for name, pieces in slices.items():
-                if not pieces and self.parallel_config.pipeline_parallel_size == 1:
-                    raise ForeignMessage(f"{type(self.model).__name__} has no weight {name!r}, which the mask names")
-                self._packed.require_known_layout(name, pieces)
-        slices = self._packed.keep(slices, self.vllm_config)
-        destinations: dict[str, list[Destination]] = {t.name: [] for t in layout.tensors}
-        holders = {}
-        for name, pieces in slices.items():
-            destinations[name] = [Destination(p.target, rows=p.rows, columns=p.columns) for p in pieces]
-            holders[name] = self._packed.holding(pieces)
-        return _Target(WeightReceiver(None, destinations=destinations), layout, self._packed, holders)
+        if update_info.message is not None:
+            self._weights.receive(_decoded(update_info.message))
+        elif self._channel is None:
+            raise WeightSyncError("an update came without a message, and the engine is connected to no sender")
+        elif self._channel.receive(self._timeout) is None:
+            raise WeightSyncError("the sender has closed its channel")
 
     def shutdown(self) -> None:
-        """Release the mask. The weights stay as they are; plain weights of packed layers are kept for the next mask."""
-        self._target = None
+        """Release the connection. The weights stay as they are."""
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if isinstance(channel, ReceiverChannel):
+            channel.close()
 
 
-class _Target:
-    """The receiver of one mask, and the layers that are packed again after an update.
+class VLLMReceiver(WeightReceiver):
+    """A receiver of the weights of a model in vLLM.
 
     Args:
-        holders: name of a weight -> the layers that compute with a packed copy of it.
+        model: as vLLM has loaded it.
+        vllm_config: vLLM's configuration of it.
     """
 
-    def __init__(
-        self, receiver: WeightReceiver, layout: Layout, packed: PackedLayers, holders: dict[str, list[nn.Module]]
-    ) -> None:
-        self.receiver = receiver
-        self.layout = layout
-        self.packed = packed
-        self.holders = holders
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        super().__init__(None, destinations=self._find)
+        self._model = model
+        self._vllm_config = vllm_config
+        self._packed: PackedLayers | None = None
+        # Of the last mask that was tried, and of the mask that is followed: the layout, and by name of the weight the
+        # layers that compute with a packed copy of it.
+        self._found: tuple[Layout, dict[str, list[nn.Module]]] | None = None
+        self._followed: tuple[Layout, dict[str, list[nn.Module]]] | None = None
 
-    def receive(self, message: Message) -> None:
-        self.receiver.receive(message)
-        if any(self.holders.values()):
-            names = _changed_names(message, self.layout)
-            self.packed.repack(dict.fromkeys(layer for name in names for layer in self.holders[name]))
+    def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
+        """Apply a message as `WeightReceiver.receive` does, and pack the layers again that it has changed."""
+        if not isinstance(message, Message):
+            message = Message.from_bytes(message)
+        version = super().receive(message)
+        if message.kind == "mask":
+            self._followed = self._found
+        elif self._packed is not None and self._followed is not None:
+            layout, holders = self._followed
+            names = _changed_names(message, layout) if any(holders.values()) else ()
+            self._packed.repack(dict.fromkeys(layer for name in names for layer in holders[name]))
+        return version
+
+    def _find(self, layout: Layout) -> dict[str, list[Destination]]:
+        """Return where vLLM has the weights of a mask."""
+        if self._packed is None:
+            self._packed = PackedLayers(self._model)
+        weights = {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz}
+        with self._packed.as_loaded():
+            slices = trace_destinations(self._model, weights)
+            for name, pieces in slices.items():
+                if not pieces and self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+                    raise ForeignMessage(f"{type(self._model).__name__} has no weight {name!r}, which the mask names")
+                self._packed.require_known_layout(name, pieces)
+        slices = self._packed.keep(slices, self._vllm_config)
+        self._found = layout, {name: self._packed.holding(pieces) for name, pieces in slices.items()}
+        return {
+            name: [Destination(piece.target, rows=piece.rows, columns=piece.columns) for piece in pieces]
+            for name, pieces in slices.items()
+        }
 
 
 def _changed_names(message: Message, layout: Layout) -> Iterator[str]:

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ...errors import WeightSyncError, listed
-from .destinations import TracedSlice, storage_key
+from ..loader_trace import TracedSlice, storage_key
 
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 

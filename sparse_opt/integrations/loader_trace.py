@@ -1,10 +1,10 @@
-"""Where vLLM keeps the weights of a checkpoint: a trace of vLLM's own weight loaders.
+"""Where an inference engine keeps the weights of a checkpoint: a trace of the engine's own weight loaders.
 
-vLLM fuses checkpoint tensors (q_proj, k_proj and v_proj into qkv_proj), slices them for tensor parallelism, pads
-vocabularies and ties heads, differently in each model. Its loaders know all of that: each of them takes views of the
-checkpoint tensor and copies them to views of runtime tensors. Here the loaders run on checkpoint tensors of the meta
-device, and their copies are recorded and not executed: offset and strides of the two views give the rows and columns of
-the checkpoint tensor and their place. No table of names is needed, and nothing is written to the model.
+vLLM and SGLang fuse checkpoint tensors (q_proj, k_proj and v_proj into qkv_proj), slice them for tensor parallelism,
+pad vocabularies and tie heads, differently in each model. Their loaders know all of that: each of them takes views of
+the checkpoint tensor and copies them to views of runtime tensors. Here the loaders run on checkpoint tensors of the
+meta device, and their copies are recorded and not executed: offset and strides of the two views give the rows and
+columns of the checkpoint tensor and their place. No table of names is needed, and nothing is written to the model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...errors import WeightSyncError
-from ...masks.patterns import matrix_shape
+from ..errors import WeightSyncError
+from ..masks.patterns import matrix_shape
 
 _aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def trace_destinations(
     """Return the places to which `model.load_weights` copies each weight.
 
     Args:
-        model: a model of vLLM, whose `load_weights` takes (name, tensor) pairs. It is not changed.
+        model: a model of vLLM or SGLang, whose `load_weights` takes (name, tensor) pairs. It is not changed.
         weights: name in the checkpoint -> shape and dtype of the checkpoint tensor.
 
     Returns:
@@ -74,9 +74,9 @@ def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dty
             model.load_weights([(name, source)])  # type: ignore[operator]
     except WeightSyncError:
         raise
-    except Exception as error:  # the loaders of vLLM raise whatever they like; the message names the weight
+    except Exception as error:  # loaders raise anything; the message names the weight
         raise WeightSyncError(
-            f"vLLM's loader of {type(model).__name__} fails for weight {name} of shape {list(shape)}: "
+            f"the engine's loader of {type(model).__name__} fails for weight {name} of shape {list(shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     return [piece for target, view in trace.copies for piece in _as_matrices(name, target, view, *matrix_shape(shape))]
@@ -126,7 +126,7 @@ class _CopyTrace(TorchDispatchMode):
 
     def _refuse(self, action: str) -> None:
         raise WeightSyncError(
-            f"weight {self.name} cannot be updated in place: vLLM's loader {action}, expected copies of slices only"
+            f"weight {self.name} cannot be updated in place: the engine's loader {action}, expected copies of slices"
         )
 
 
@@ -142,7 +142,7 @@ class _RefuseReplacedData(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise WeightSyncError(
-                f"weight {self.name} cannot be updated in place: vLLM's loader replaces the data of a parameter, "
+                f"weight {self.name} cannot be updated in place: the engine's loader replaces the data of a parameter, "
                 "expected copies of slices only"
             )
         return func(*args, **(kwargs or {}))
@@ -199,6 +199,6 @@ def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def _not_a_block(name: str, view: Tensor) -> WeightSyncError:
     return WeightSyncError(
-        f"weight {name} cannot be updated in place: vLLM's loader copies a view of shape {list(view.shape)} with "
+        f"weight {name} cannot be updated in place: the engine's loader copies a view of shape {list(view.shape)} with "
         f"strides {list(view.stride())}, expected a block of rows and columns"
     )

@@ -14,7 +14,7 @@ from vllm.distributed import parallel_state
 from vllm_lab import make_model
 
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.vllm.destinations import TracedSlice, trace_destinations
+from sparse_opt.integrations.loader_trace import TracedSlice, trace_destinations
 from sparse_opt.masks.patterns import matrix_shape
 
 MODELS = {

@@ -1,0 +1,102 @@
+"""The trainer's side of weight updates for vLLM whose values travel by a transport: NCCL, gloo or CUDA IPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from ...weight_sync import DistributedWeightSender
+from ...weight_sync.transports.channel import SenderChannel
+from .client import raise_errors
+from .connections import Connection, Pause, connections_to
+
+Transport = Literal["nccl", "gloo", "cuda_ipc"]
+
+
+class VLLMChannelSync:
+    """Sends the weights of a masked run to vLLM engines by a channel, from GPU to GPU with NCCL or CUDA IPC.
+
+    Requests to the engines only start and end each update. Every worker of an engine is a receiver of the channel.
+
+        channel = ProcessGroupSender(WeightSender(optimizer), "10.0.0.1:29600", backend="nccl")
+        sync = VLLMChannelSync(channel, "http://10.0.0.2:8000", transport="nccl")
+        sync.connect()
+        ...
+        sync.update()
+
+    Args:
+        channel: with a `DistributedWeightSender`, create this object on all ranks and call its methods alike.
+        engines, pause, timeout: see `VLLMWeightSync`.
+        transport: the one of the channel.
+    """
+
+    def __init__(
+        self,
+        channel: SenderChannel,
+        engines: Any,
+        *,
+        transport: Transport,
+        pause: Pause | None = "keep",
+        timeout: float = 300.0,
+    ) -> None:
+        self.channel = channel
+        self._transport = transport
+        self._connections = connections_to(engines, pause, timeout)
+
+    def connect(self) -> int:
+        """Bring all engines to the current version, and return it.
+
+        Raises:
+            WeightSyncError: an engine cannot be reached or refuses the weights; gives its message.
+        """
+        workers: list[int] = []
+
+        def initialize() -> None:
+            for connection in self._connections:
+                self._initialize(connection)
+                workers.append(connection.world_size())
+
+        self._on_sender(initialize)
+        version = self.channel.weights.version
+        self._round(lambda: self.channel.wait_for_receivers(sum(workers)), version)
+        return version
+
+    def update(self) -> int:
+        """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
+
+        Engines that have restarted are connected again, and get the mask and all active values.
+
+        Raises:
+            WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost; gives the
+                messages. Engines without an error have the version; the next call brings the others to it.
+        """
+
+        def reconnect() -> None:
+            for connection in self._connections:
+                if connection.weight_version() == "default":
+                    self._initialize(connection)
+
+        self._on_sender(reconnect)
+        version = self.channel.weights.version + 1
+        self._round(lambda: self.channel.update(), version)
+        return version
+
+    def _initialize(self, connection: Connection) -> None:
+        connection.initialize(self._transport, self.channel.address, self.channel.timeout)
+
+    def _round(self, action: Callable[[], object], version: int) -> None:
+        """Run a round of the channel while the engines are in an update."""
+        is_sender = self.channel.address != ""
+        with ThreadPoolExecutor(len(self._connections)) as pool:
+            futures = [pool.submit(c.send, [None], version) for c in self._connections if is_sender]
+            action()
+        self._on_sender(lambda: raise_errors(futures))
+
+    def _on_sender(self, function: Callable[[], None]) -> None:
+        """Call a function on the rank that sends, and raise its errors on all ranks."""
+        weights = self.channel.weights
+        if isinstance(weights, DistributedWeightSender):
+            weights.on_rank_0(function)
+        else:
+            function()
