@@ -27,14 +27,15 @@ def plot(report: Report, path: Path) -> None:
     for k, network in enumerate(networks):
         found = [(i + height * k, find(report, network, name)) for i, name in enumerate(names)]
         shown = [(y, row["ms"]) for y, row in found if row is not None]
-        axes.barh(*zip(*shown, strict=True), height=0.9 * height, color=COLOURS[k], label=network)
+        places, times = zip(*shown, strict=True)
+        axes.barh(places, times, height=0.9 * height, color=COLOURS[k], label=network)
         for y, ms in shown:
             axes.text(1.05 * ms, y, f"{ms:.3g}", va="center", fontsize=8)
     axes.set_yticks([i + height * (len(networks) - 1) / 2 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="ms until the receiver has verified and written the new weights (logarithmic)")
-    times = [row["ms"] for row in rows]
-    axes.set_xlim(0.5 * min(times), 2 * max(times))
+    limits = [row["ms"] for row in rows]
+    axes.set_xlim(0.5 * min(limits), 2 * max(limits))
     axes.legend(title="network", frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8)

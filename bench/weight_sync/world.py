@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_opt import MaskSet
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
@@ -40,7 +40,7 @@ class Counted(WeightReceiver):
 
     sizes: dict[str, int]
 
-    def receive(self, message: Message | bytes) -> int | None:
+    def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
         assert isinstance(message, Message)
         if message.kind == "update":
             header = sum(len(key) + len(value) for key, value in message.header().items())
@@ -147,6 +147,7 @@ class World:
         box: list[Any] = [None]
         backend: Any = "nccl" if self.on_gpu else "gloo"
         if training is not None:
+            assert isinstance(training.optimizer, SparseAdamW)
             encoding: Any = "values" if variant.encoding == "values" else "auto"
             sender = WeightSender(training.optimizer, encoding=encoding)
             if variant.transport == "ipc":
