@@ -467,11 +467,6 @@ def train(config: PPOConfig) -> dict[str, Any]:
     """
     scorer = Scorer(config)  # before the run writes files, so that a failed load leaves none
     run = TrainingRun(config, "ppo", load_prompt_data(config))
-    if config.statistics_steps is not None and run.ranks.sharded:
-        raise ConfigError(
-            f"option 'statistics_steps' is {config.statistics_steps}: update statistics need whole weights, which "
-            "parallel fsdp shards; compare checkpoints with: sparse-opt analyze"
-        )
     reference = run.reference()
     critic = ValueHeadTrainer(
         ValueHead.of(run.model, config.seed),
@@ -482,8 +477,11 @@ def train(config: PPOConfig) -> dict[str, Any]:
     run.keep("value_head", critic)
     run.keep("kl_controller", controller)
     statistics = statistics_file = None
-    if config.statistics_steps is not None and run.ranks.is_main:
-        statistics = UpdateStatistics(run.model, include=config.statistics_include, method=config.statistics_method)
+    if config.statistics_steps is not None:
+        start = run.whole_model()
+        if run.ranks.is_main:
+            statistics = UpdateStatistics(start, include=config.statistics_include, method=config.statistics_method)
+        del start
     engine = configured_engine(config, run.model, run.tokenizer)
     with closing(engine), run:
         if statistics is not None:
@@ -511,12 +509,15 @@ def train(config: PPOConfig) -> dict[str, Any]:
             coefficient = controller.coefficient
             controller.update(kl.item(), len(rollout))
             critic.scheduler.step()
-            if statistics is not None and statistics_file is not None and _statistics_due(step, config):
+            if _statistics_due(step, config):
                 with run.time("statistics"):
-                    row = statistics.measure()
-                statistics_file.write({"step": step, **row})
-                metrics["update_share"] = row["share_changed"]
-                metrics["update_effective_rank_share"] = row["effective_rank_share"]
+                    whole = run.whole_model()
+                    row = None if statistics is None else statistics.measure(whole)
+                    del whole
+                if row is not None and statistics_file is not None:
+                    statistics_file.write({"step": step, **row})
+                    metrics["update_share"] = row["share_changed"]
+                    metrics["update_effective_rank_share"] = row["effective_rank_share"]
             if run.samples_due(step):
                 decode = run.tokenizer.batch_decode
                 prompts = decode([sequence.ids[: sequence.prompt_length] for sequence in rollout.sequences])
@@ -543,4 +544,5 @@ def train(config: PPOConfig) -> dict[str, Any]:
 
 def _statistics_due(step: int, config: PPOConfig) -> bool:
     """Whether the update is measured at this step: every `statistics_steps` steps, and at the last one."""
-    return step == config.n_steps or (config.statistics_steps is not None and step % config.statistics_steps == 0)
+    every = config.statistics_steps
+    return every is not None and (step == config.n_steps or step % every == 0)

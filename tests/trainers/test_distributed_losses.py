@@ -22,6 +22,7 @@ from sparse_opt.trainers.rollouts import Completions, GenerateEngine
 SUPERVISED = {"n_steps": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "eval_subset_size": 2, "max_length": 64}
 # An optimizer step has three examples of one forward pass each: one and two on 2 ranks.
 UNEVEN = {"batch_size": 1, "gradient_accumulation_steps": 3, "n_minibatches": 4}
+REWARD = {"reward_functions": ["token_rewards:even_tokens"]}
 CASES = {
     "sft": ("sft", {"batch_size": 1, "gradient_accumulation_steps": 3}),
     "sft-packing": ("sft", {"packing": True}),
@@ -32,8 +33,8 @@ CASES = {
     "dpo-precomputed": ("dpo", {"reference": "precomputed", "log_margins": True}),
     "grpo": ("grpo", {"mask_truncated_completions": True}),
     "grpo-sparse": ("grpo", {"mode": "sparse", "beta": 0.1, "scale_rewards": "batch", "loss_type": "grpo", **UNEVEN}),
-    "ppo": ("ppo", {**UNEVEN, "kl_target": 0.1, "kl_horizon": 50.0, "reward_functions": ["token_rewards:even_tokens"]}),
-    "ppo-sparse": ("ppo", {"mode": "sparse", "reward_functions": ["token_rewards:even_tokens"]}),
+    "ppo": ("ppo", {**UNEVEN, "kl_target": 0.1, "kl_horizon": 50.0, **REWARD, "statistics_steps": 2}),
+    "ppo-sparse": ("ppo", {"mode": "sparse", **REWARD}),
     "rlt": ("rlt", {"activate_debugging_logs": True, **TEMPLATES}),
 }
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "ppo": "PPOConfig", "rlt": "RLTConfig"}
@@ -75,7 +76,7 @@ def options(model_folder, pairs_file, mask_file, tmp_path_factory):
     MaskSet.random(LlamaForCausalLM.from_pretrained(model_folder), density=0.2, pattern="tile64", seed=3).save(tiles)
     masks = {"sparse": str(mask_file), "tile64": str(tiles)}
     own = {
-        "grpo": {**ROLLOUTS, "reward_functions": ["token_rewards:even_tokens"]},
+        "grpo": {**ROLLOUTS, **REWARD},
         "ppo": {**ROLLOUTS, "learning_rate": 1e-4},
         "rlt": {**ROLLOUTS, "dataset": str(lessons), "eval_dataset": str(lessons)},
     }

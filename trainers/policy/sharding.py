@@ -45,8 +45,8 @@ def _call(model: nn.Module, function: Callable[[], ResultT]) -> ResultT:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether the model is sharded by `shard`."""
-    return isinstance(causal_lm(model), FSDPModule)
+    """Whether the model was sharded by `shard`."""
+    return "in_forward" in vars(causal_lm(model))
 
 
 def unsharded_class(model: nn.Module) -> type[nn.Module]:

@@ -41,7 +41,6 @@ class UpdateStatistics:
     """
 
     def __init__(self, model: Any, *, include: Sequence[str] | None = None, method: Method = "gram"):
-        self.model = model
         self.method = method
         self._is_peft = hasattr(model, "peft_config")
         parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
@@ -62,8 +61,8 @@ class UpdateStatistics:
             raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Any]:
-        """The current statistics, as one row of JSON.
+    def measure(self, model: Any) -> dict[str, Any]:
+        """The statistics of the model, or of a copy of it, as one row of JSON.
 
         Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
 
@@ -81,7 +80,7 @@ class UpdateStatistics:
         """
         stored, rounded, squares = [], [], 0.0
         matrices: dict[str, dict[str, Any]] = {}
-        for name, before, after in self._changes():
+        for name, before, after in self._changes(model):
             device = after.device
             counts = count_changes(before, after, _TOLERANCES, device=device)
             stored.append(counts)
@@ -117,14 +116,14 @@ class UpdateStatistics:
     def _share(self, counts: list[ChangeCounts]) -> float | None:
         return sum_changes(counts).changed / self.n_weights if counts else None
 
-    def _changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _changes(self, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, initial weight, current weight) of all weights that can have changed."""
         if self._is_peft:
-            for name, module in _adapted(self.model):
+            for name, module in _adapted(model):
                 weight = module.get_base_layer().weight.detach()
                 yield name, weight, weight + _change(module).to(weight.dtype)
             return
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(model.named_parameters())
         for name, before in self._start.items():
             yield name, before, parameters[name].detach()
 

@@ -160,6 +160,13 @@ class TrainingRun:
             self.config, self.model, self.optimizer, self.device, offload=offload, sharded=self.ranks.sharded
         )
 
+    def whole_model(self) -> Any:
+        """The model, or if it is sharded an ordinary copy of it, on the CPU of rank 0, and None on the other ranks.
+
+        All ranks must call it.
+        """
+        return self._whole.model()
+
     def row_file(self, name: str) -> RowFile:
         """A file of JSON rows with a `step` each, in the output folder, which rank 0 writes. Call this before `steps`.
 

@@ -34,7 +34,7 @@ def test_figures_are_numpys(config_class, dtype):
     model = small(config_class).to(dtype)
     statistics = UpdateStatistics(model, method="exact")
     changes = moved(model, 2e-6 if dtype == torch.float32 else 1e-3, 0.3)
-    row = statistics.measure()
+    row = statistics.measure(model)
     n_weights = sum(change.size for change in changes.values())
     assert row["n_weights"] == n_weights
     assert row["share_changed"] == sum(int((change != 0).sum()) for change in changes.values()) / n_weights
@@ -61,7 +61,8 @@ def test_figures_are_numpys(config_class, dtype):
 
 
 def test_a_model_that_has_not_moved():
-    row = UpdateStatistics(small(LlamaConfig)).measure()
+    model = small(LlamaConfig)
+    row = UpdateStatistics(model).measure(model)
     assert row["share_changed"] == row["share_above_1e-6"] == row["frobenius_norm"] == row["effective_rank_share"] == 0
     assert all(matrix["rank"] == 0 for matrix in row["matrices"].values())
 
@@ -75,7 +76,7 @@ def test_frozen_weights_count_but_are_not_copied():
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.add_(1.0)
     n_weights = sum(parameter.numel() for parameter in model.parameters())
-    assert statistics.measure()["share_changed"] == model.model.layers[0].mlp.up_proj.weight.numel() / n_weights
+    assert statistics.measure(model)["share_changed"] == model.model.layers[0].mlp.up_proj.weight.numel() / n_weights
 
 
 def test_adapters_count_as_the_weights_they_are_merged_into():
@@ -83,12 +84,12 @@ def test_adapters_count_as_the_weights_they_are_merged_into():
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapted = add_lora(model, rank=2)
     statistics = UpdateStatistics(adapted)
-    assert statistics.measure()["share_changed"] == 0.0  # adapters start as no change
+    assert statistics.measure(adapted)["share_changed"] == 0.0  # adapters start as no change
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(1))
-    row = statistics.measure()
+    row = statistics.measure(adapted)
     merged = dict(adapted.merge_and_unload().named_parameters())
     changed = sum(int((merged[name] != before).sum()) for name, before in start.items())
     n_weights = sum(before.numel() for before in start.values())
