@@ -66,7 +66,7 @@ class WeightsOf:
         """
         require_current(self._source, self.mask)
         values = self._taken()
-        # The host finds weights that have moved while the GPU reads. The old memory was alive: the indices hold it.
+        # The host looks for moved weights while the GPU reads; the indices keep the memory that they read alive.
         weights = self._weights()
         addresses = {name: weight.data_ptr() for name, weight in weights.items()}
         if addresses != self._addresses:
@@ -85,7 +85,8 @@ class WeightsOf:
         weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
         for name, weight in weights.items():
             if is_wrapper(weight):
-                raise ValueError(f"{name!r} is a {type(weight).__name__}, expected a plain tensor")
+                kind = type(weight).__name__
+                raise ValueError(f"{name!r} is a {kind}, expected a plain tensor; see DistributedWeightSender")
         return weights
 
     def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:

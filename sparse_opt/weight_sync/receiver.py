@@ -102,7 +102,7 @@ class WeightReceiver:
                 total[purpose] = total.get(purpose, 0) + size
         return total
 
-    @torch.inference_mode()  # an engine may have loaded its weights in it, and they can be written in it alone
+    @torch.inference_mode()  # weights that an engine has loaded in inference mode can only be written in it
     def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
         """Verify a message and apply it; waits for the device once for a state or an update.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..errors import ForeignMessage
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from .destinations import Placed, PlacedTensor
 from .layout import Group
@@ -169,6 +170,8 @@ def _tiled(
     count, wide = 0, False
     for i, tensor in enumerate(tensors):
         rows_of, columns_of = tensor.entry.matrix
+        if rows_of >= _INT32_END:
+            raise ForeignMessage(f"{tensor.entry.name!r} has {rows_of} rows, expected fewer than 2**31 in a tile mask")
         across = unit_grid(tensor.entry.shape, pattern)[1]
         numbers = units[i].to(device, torch.int64)
         row, column = numbers // across, numbers % across
