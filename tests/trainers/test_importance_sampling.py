@@ -13,10 +13,10 @@ from stopping import rows
 from transformers import LlamaConfig
 
 from sparse_opt.errors import ConfigError, SparseOptError
-from sparse_opt.trainers import grpo
+from sparse_opt.trainers import grpo, ppo
 from sparse_opt.trainers.grpo import GRPOConfig, grpo_loss
-from sparse_opt.trainers.ppo import policy_loss
-from sparse_opt.trainers.rollouts import Completions, GenerateEngine, Sampling, rollout
+from sparse_opt.trainers.ppo import PPOConfig, policy_loss
+from sparse_opt.trainers.rollouts import Completions, GenerateEngine, Sampling, joined, rollout
 from sparse_opt.trainers.rollouts.importance import (
     importance_weights,
     logprob_differences,
@@ -141,7 +141,7 @@ def train(tmp_path, monkeypatch, model_folder, pairs):
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in pairs))
 
-    def train(off, engine="vllm", **options):
+    def train(off, engine="vllm", algorithm=grpo, **options):
         monkeypatch.setattr(Biased, "off", off)
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         settings = {
@@ -161,8 +161,9 @@ def train(tmp_path, monkeypatch, model_folder, pairs):
         }
         with monkeypatch.context() as patch:
             if engine == "vllm":
-                patch.setattr(grpo, "configured_engine", configured_biased)
-            grpo.train(GRPOConfig(**{**settings, **options}))
+                patch.setattr(algorithm, "configured_engine", configured_biased)
+            config = GRPOConfig if algorithm is grpo else PPOConfig
+            algorithm.train(config(**{**settings, **options}))
         return rows(folder / "metrics.jsonl"), load_file(folder / "final" / "model.safetensors")
 
     return train
@@ -201,6 +202,18 @@ def test_the_correction_changes_the_update_where_the_engine_differs(train):
     assert first["importance_sampling_clipped"] == 0
 
 
+def test_ppo_is_corrected_too(train):
+    options = {"algorithm": ppo, "kl_coefficient": 0.05, "learning_rate": 1e-3, "n_generations": 1}
+    _, expected = train(off=0.0, engine="generate", **options)
+    (first, _), weights = train(off=1.0, **options)
+    assert first["sampling_logp_difference_mean"] == pytest.approx(1, abs=1e-5)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    correction = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_mask"}
+    (first, _), weights = train(off=1.2, **correction, **options)  # exp(1.2) is above the bound, 3
+    assert 0 < first["importance_sampling_clipped"] <= 0.5
+    assert any(not torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def test_a_run_stops_if_the_engine_has_other_weights(train):
     train(off=0.1, max_logprob_difference=0.2)
     with pytest.raises(SparseOptError, match=r"differ by 0\.3 on average, more than max_logprob_difference 0\.2"):
@@ -230,6 +243,12 @@ def test_bounds_that_make_no_sense_are_refused(train, options, message):
     options = {f"vllm_importance_sampling_{name}": value for name, value in options.items()}
     with pytest.raises(ConfigError, match=message):
         train(0.0, vllm_importance_sampling_correction=True, **options)
+
+
+def test_parts_are_joined_with_their_log_probabilities():
+    first, second = Completions([[5], [6, 7]], [[-1.0], [-2.0, -3.0]]), Completions([[8]], [[-4.0]])
+    assert joined([first, Completions([]), second]) == Completions([[5], [6, 7], [8]], [[-1.0], [-2.0, -3.0], [-4.0]])
+    assert joined([first, Completions([[8]])]) == Completions([[5], [6, 7], [8]])
 
 
 @pytest.mark.parametrize(

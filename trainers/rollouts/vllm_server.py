@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.masks import MaskSet
@@ -33,7 +32,7 @@ from ..policy.models import causal_lm
 from ..ranks import world_size
 from .sampling import Completions, Sampling, require_room
 from .vllm import require_vllm_temperature
-from .vllm_weights import SparseUpdates, WeightSync, merged_weights
+from .vllm_weights import SparseUpdates, WeightSync, save_weights
 
 # Requests in flight; the server puts them into batches itself.
 _CONNECTIONS = 64
@@ -149,7 +148,7 @@ class FolderReload:
             SparseOptError: some of vLLM's weights are not among the policy's, or the server failed.
         """
         file = Path(self._folder.name) / "model.safetensors"
-        save_file({name: weight.contiguous() for name, weight in merged_weights(self._model)}, file)
+        save_weights(self._model, file)
         reload = {"method": "reload_policy", "args": [str(file)]}
         for missing in self._server.post("/collective_rpc", reload)["results"]:
             if missing:

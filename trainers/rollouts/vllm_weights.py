@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparse_opt.errors import SparseOptError
@@ -114,6 +116,12 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{layer}.{rest}", weight
         elif not any(name.startswith(f"{layer}.") for layer in adapted):
             yield name, parameter.detach()
+
+
+def save_weights(model: nn.Module, file: Path) -> None:
+    """Write `merged_weights` to a safetensors file, as a checkpoint has them."""
+    weights = {name: weight.contiguous() for name, weight in merged_weights(model)}
+    save_file(weights, file, {"format": "pt"})
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
