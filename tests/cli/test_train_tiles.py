@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.cli.quickstart import data as quickstart_data
-from sparse_opt.optim import tile_linears
+from sparse_opt.optim.gradients import tile_linears
 from sparse_opt.trainers.arithmetic import make_tokenizer
 
 EPS32 = torch.finfo(torch.float32).eps
