@@ -147,6 +147,8 @@ class VLLMReceiver(WeightReceiver):
         # layers that compute with a packed copy of it.
         self._found: tuple[Layout, dict[str, list[nn.Module]]] | None = None
         self._followed: tuple[Layout, dict[str, list[nn.Module]]] | None = None
+        # Layers that are to be packed again; they remain here if vLLM fails to pack one of them.
+        self._stale: dict[nn.Module, None] = {}
 
     def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
         """Apply a message as `WeightReceiver.receive` does, and pack the layers again that it has changed."""
@@ -158,7 +160,9 @@ class VLLMReceiver(WeightReceiver):
         elif self._packed is not None and self._followed is not None:
             layout, holders = self._followed
             names = _changed_names(message, layout) if any(holders.values()) else ()
-            self._packed.repack(dict.fromkeys(layer for name in names for layer in holders[name]))
+            self._stale.update(dict.fromkeys(layer for name in names for layer in holders[name]))
+            self._packed.repack(self._stale)
+            self._stale.clear()
         return version
 
     def _find(self, layout: Layout) -> dict[str, list[Destination]]:
