@@ -30,7 +30,7 @@ def plot(report: Report, path: Path) -> None:
         places, times = zip(*shown, strict=True)
         axes.barh(places, times, height=0.9 * height, color=COLOURS[k], label=network)
         for y, ms in shown:
-            axes.text(1.05 * ms, y, f"{ms:.3g}", va="center", fontsize=8)
+            axes.text(1.05 * ms, y, f"{ms:.1f}" if ms < 100 else f"{ms:.0f}", va="center", fontsize=8)
     axes.set_yticks([i + height * (len(networks) - 1) / 2 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="ms until the receiver has verified and written the new weights (logarithmic)")
