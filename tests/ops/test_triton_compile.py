@@ -125,6 +125,12 @@ STEPS = {
 
 
 # name -> module, kernel, parameters
+_FILE_OF_WEIGHT_KERNEL = {
+    **dict.fromkeys(("digest", "compare", "count", "select"), "values"),
+    **dict.fromkeys(("take", "put"), "index"),
+    **dict.fromkeys(("check", "write", "list", "listed_sums", "listed_write"), "changes"),
+}
+
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     name: (module, f"_{kernel}_kernel", parameters)
     for name, module, kernel, parameters in [
@@ -178,7 +184,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
         ("delta-apply", "delta_codec", "delta_apply", {**_DELTA_APPLY, "values": "*i16"}),
         *[
-            (f"weights-{name}", "weight_sync", f"weight_{kernel}", parameters)
+            (f"weights-{name}", f"weight_sync.{_FILE_OF_WEIGHT_KERNEL[kernel]}", f"weight_{kernel}", parameters)
             for name, kernel, parameters in [
                 ("take", "take", {**_WEIGHTS, "out": "*i16"}),
                 ("take-runs", "take", {**_WEIGHTS, "out": "*i16", "RUN": 32}),
