@@ -77,7 +77,28 @@ def _launch_all() -> list[str]:
                     operands = [torch.zeros(tokens, tile_size, dtype=dtype)]
                     tiles, out = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(tile_size**2)
                     ops.tile_weight_grad_(out, operands, operands, tiles, [0], [1], tile_size=tile_size)
+        _launch_weight_sync(ops.weight_sync)
     return sorted(launched)
+
+
+def _launch_weight_sync(kernels: Any) -> None:
+    """In the child: all launchers of `triton_kernels.weight_sync`, with tables for one program."""
+    values, longs = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(1, 8, dtype=torch.int64)
+    bitmap, ranks = torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    kernels.digest_sum(values, 0)
+    kernels.compare(values, values, 0, 8)
+    kernels.select(values, bitmap, 1)
+    listed = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(64, dtype=torch.int16), None, longs, 1, 0
+    tiled = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), longs, longs, 1, 64
+    for programs, tables in ((longs[:, :3], listed), (longs[0, :1], tiled)):
+        table = kernels.IndexTable(programs, *tables, wide=False, element_size=2, single=True)
+        kernels.take(table, values)
+        kernels.put(table, values)
+        kernels.check(table, bitmap, values, ranks, 0, read_old=True)
+        kernels.write(table, bitmap, values, ranks)
+        kernels.list_changes(table, bitmap, ranks, *torch.zeros(2, 64, dtype=torch.int64))
+    kernels.listed_sums(values, *torch.zeros(2, 64, dtype=torch.int64), ranks[:1], 0, read_old=True)
+    kernels.listed_write(values, torch.zeros(64, dtype=torch.int64))
 
 
 def _compile_delta_encode() -> list[str]:

@@ -15,7 +15,8 @@ from launch import device, launch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
-from sparse_opt.optim import OPTIMIZERS, binding, reduction
+from sparse_opt.optim import OPTIMIZERS, binding
+from sparse_opt.optim.gradients import reduction
 from sparse_opt.optim.gradients.backward_notifier import PythonBackwardNotifier
 
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64

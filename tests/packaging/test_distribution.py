@@ -39,12 +39,17 @@ def test_the_only_top_level_name_is_sparse_opt(wheel_files):
 
 
 def test_nothing_of_it_runs_before_it_is_imported(wheel, wheel_files):
-    """No .pth file, which Python runs when it starts, and no entry point, which other packages look for and load."""
+    """No .pth file, which Python runs when it starts; of entry points for other packages, vLLM's plugin only."""
     assert [name for name in wheel_files if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))] == []
     (name,) = (name for name in wheel_files if name.endswith(".dist-info/entry_points.txt"))
     with zipfile.ZipFile(wheel) as archive:
         lines = archive.read(name).decode().split("\n")
-    assert [line for line in lines if line] == ["[console_scripts]", "sparse-opt = sparse_opt.cli.main:main"]
+    assert [line for line in lines if line] == [
+        "[console_scripts]",
+        "sparse-opt = sparse_opt.cli.main:main",
+        "[vllm.general_plugins]",
+        "sparse_opt = sparse_opt.integrations.vllm.plugin:register",
+    ]
 
 
 @pytest.mark.parametrize("folder", MAPPED)

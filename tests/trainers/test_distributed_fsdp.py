@@ -90,6 +90,15 @@ def train_until(rank, options, last):
                 continue
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in processes of `launch`: sums of several threads are in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def of_ranks(options, folder, model_folder):
     """The completions of two ranks, by `generate`; they also train until step 3, in one launch."""
