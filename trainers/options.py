@@ -186,8 +186,8 @@ class CompletionOptions(ModelOptions):
     )
     vllm_server_base_url: str | None = option(
         None,
-        "URL of a vLLM server on this host to sample with, instead of vLLM in the same process; it needs "
-        "VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs",
+        "URL of a vLLM server on this host to sample with, instead of vLLM in the same process, also with several "
+        "processes; it needs VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs",
         aliases=("rollout_server",),
     )
     reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")

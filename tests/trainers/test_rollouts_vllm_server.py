@@ -1,16 +1,12 @@
-"""The engine on a vLLM server, with a stand-in that answers as vLLM 0.32 does. vLLM itself: tests/vllm_engine."""
+"""The engine on a vLLM server, with a stand-in for vLLM."""
 
 from __future__ import annotations
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_models import small
 from transformers import LlamaConfig
+from vllm_stand_in import serving
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.masks import MaskSet
@@ -21,73 +17,10 @@ NEVER = [210]
 PROMPTS = [[5, 6, 7], [8], [9, 9, 10]]
 
 
-class Server(ThreadingHTTPServer):
-    """Samples greedily from the weights that it has loaded, and reports the log-probability of each token."""
-
-    daemon_threads = True
-
-    def __init__(self, model):
-        super().__init__(("localhost", 0), Handler)
-        self.model, self.missing, self.logprobs_mode, self.cached = model, [], "processed_logprobs", False
-        self.lock = threading.Lock()
-        self.url = f"http://localhost:{self.server_address[1]}"
-
-    def answer(self, route, body):
-        if route == "/v1/models":
-            return {"data": [{"id": "policy"}]}
-        if route.startswith("/server_info"):
-            model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 16}
-            return {"vllm_config": {"model_config": model, "weight_transfer_config": None}}
-        if route == "/collective_rpc":
-            assert body["method"] == "reload_policy"
-            self.model.load_state_dict(load_file(*body["args"]), strict=False)
-            return {"results": [self.missing]}
-        if route == "/reset_prefix_cache":
-            self.cached = False
-            return {"success": True}
-        assert route == "/v1/completions" and body["model"] == "policy" and body["logprobs"] == 0
-        with self.lock:
-            choices = [self.choice(body, index) for index in range(body["n"])]
-        return {"choices": choices[::-1]}
-
-    def choice(self, body, index):
-        sampling = Sampling(body["max_tokens"], temperature=0.0)
-        ids = GenerateEngine(self.model, pad_id=0, eos_ids=NEVER).generate([body["prompt"]], 1, sampling).ids[0]
-        with torch.no_grad():
-            table = (
-                self.model(torch.tensor([body["prompt"] + ids])).logits[0, len(body["prompt"]) - 1 :].log_softmax(-1)
-            )
-        logprobs = [float(table[i, token]) for i, token in enumerate(ids)]
-        return {"index": index, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.respond(None)
-
-    def do_POST(self):
-        self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-    def respond(self, body):
-        found = self.server.answer(self.path, body)
-        data = json.dumps({"error": {"message": "no such route"}} if found is None else found).encode()
-        self.send_response(404 if found is None else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server():
-    with Server(small(LlamaConfig)) as found:
-        thread = threading.Thread(target=found.serve_forever, args=(0.05,))
-        thread.start()
+    with serving(small(LlamaConfig)) as found:
         yield found
-        found.shutdown()
-        thread.join()
 
 
 def test_it_samples_from_the_policy_as_it_is_now(server):

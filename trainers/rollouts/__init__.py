@@ -20,6 +20,7 @@ from sparse_opt.masks import MaskSet
 from ..options import CompletionOptions, RolloutOptions
 from ..policy.optimizers import load_mask
 from ..policy.sharding import is_sharded
+from ..ranks import ONE_RANK, Ranks
 from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
 from .sampling import Completions, Engine, InParts, Rollout, Sampling, joined, rollout, sample, stop_ids
@@ -61,6 +62,7 @@ def make_engine(
     mask: MaskSet | None = None,
     at_once: int | None = None,
     gather: bool = True,
+    ranks: Ranks = ONE_RANK,
 ) -> Engine:
     """Make the engine of this name for a policy and its tokenizer.
 
@@ -75,13 +77,19 @@ def make_engine(
             vLLM are then the server's own.
         mask: for engine vllm: the mask of the run, outside of which no weight changes.
         at_once: completions sampled per call of the engine; None samples all of a call.
-        gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time.
+        gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time. A vLLM
+            server needs neither.
+        ranks: the processes that call the engine together; needed for a vLLM server.
 
     Raises:
         ConfigError: the name is unknown, neither model nor tokenizer has an EOS token, or the engine cannot run here.
     """
     eos_ids = stop_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
+    if name == "vllm" and vllm_server_base_url is not None:
+        return VLLMServerEngine(
+            model, eos_ids=eos_ids, base_url=vllm_server_base_url, mask=mask, at_once=at_once, ranks=ranks
+        )
     if is_sharded(model) and not gather:
         if name != "generate":
             raise ConfigError(
@@ -101,20 +109,16 @@ def make_engine(
             engine = InParts(engine, at_once)
         return GatheredEngine(engine, model) if is_sharded(model) else engine
     if name == "vllm":
-        vllm: Engine
-        if vllm_server_base_url is not None:
-            vllm = VLLMServerEngine(model, eos_ids=eos_ids, base_url=vllm_server_base_url, mask=mask)
-        else:
-            vllm = VLLMEngine(
-                model,
-                eos_ids=eos_ids,
-                gpu_memory_utilization=vllm_gpu_memory_utilization,
-                max_length=max_length,
-                max_rows=max_rows,
-                enforce_eager=vllm_enforce_eager,
-                enable_prefix_caching=vllm_enable_prefix_caching,
-                mask=mask,
-            )
+        vllm = VLLMEngine(
+            model,
+            eos_ids=eos_ids,
+            gpu_memory_utilization=vllm_gpu_memory_utilization,
+            max_length=max_length,
+            max_rows=max_rows,
+            enforce_eager=vllm_enforce_eager,
+            enable_prefix_caching=vllm_enable_prefix_caching,
+            mask=mask,
+        )
         return vllm if at_once is None else InParts(vllm, at_once)
     raise ConfigError(f"rollout_engine is {name!r}, expected generate, continuous_batching or vllm")
 
@@ -130,6 +134,7 @@ def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any, *, at_
         mask=load_mask(config, model) if config.rollout_engine == "vllm" and config.mode == "sparse" else None,
         at_once=at_once,
         gather=config.gather_for_generation,
+        ranks=Ranks.of(config.parallel),
     )
 
 

@@ -83,6 +83,8 @@ class ContinuousBatchingEngine:
             raise ConfigError(
                 f"min_new_tokens is {sampling.min_new_tokens}: rollout_engine continuous_batching cannot suppress EOS"
             )
+        if not prompts:
+            return Completions([])
         require_room(self.model, prompts, sampling)
         config = generation_config(sampling, self.pad_id, self.eos_ids)
         device = self.model.device

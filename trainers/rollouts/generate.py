@@ -51,6 +51,8 @@ class GenerateEngine:
         Raises:
             ConfigError: a prompt with its completion exceeds the model's positions.
         """
+        if not prompts:
+            return Completions([])
         require_room(self.model, prompts, sampling)
         rows = [prompt for prompt in prompts for _ in range(n)]
         completions = []

@@ -79,7 +79,8 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """`n` completions of each prompt, grouped by prompt: len(prompts) * n rows.
 
-        A completion ends with its first EOS, which is included, or at `max_new_tokens`.
+        A completion ends with its first EOS, which is included, or at `max_new_tokens`. With several ranks, each calls
+        it with its own prompts, which may be none.
         """
 
     def close(self) -> None:
@@ -250,10 +251,8 @@ def sample(
         completions = engine.generate(prompts, n_generations, sampling)
     else:
         share = ranks.share(0, len(repeated))
-        own = None
-        if share or ranks.sharded:
-            own = engine.generate([repeated[row] for row in share], 1, sampling)
-        completions = joined([part for part in ranks.gather(own) if part is not None])
+        own = engine.generate([repeated[row] for row in share], 1, sampling)
+        completions = joined(ranks.gather(own))
     _check(completions, len(repeated), sampling.max_new_tokens)
     sequences = [
         TokenSequence([*prompt, *completion], len(prompt))

@@ -24,7 +24,7 @@ class GatheredEngine:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`."""
         with gathered(self._model):
-            return self._engine.generate(prompts, n, sampling) if prompts else Completions([])
+            return self._engine.generate(prompts, n, sampling)
 
     def close(self) -> None:
         """See `Engine.close`."""

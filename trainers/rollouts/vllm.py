@@ -27,7 +27,7 @@ from sparse_opt.masks import MaskSet
 from ..policy.models import causal_lm
 from ..ranks import world_size
 from .sampling import Completions, Sampling, require_room
-from .vllm_weights import FullReload, SparseUpdates, WeightSync, save_weights
+from .vllm_weights import FullReload, SparseUpdates, WeightSync, merged_weights, save_weights
 
 # Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
@@ -93,8 +93,8 @@ class VLLMEngine:
             )
         if world_size() > 1:
             raise ConfigError(
-                f"rollout_engine vllm runs in a single process, and there are {world_size()}: use generate or "
-                "continuous_batching"
+                f"rollout_engine vllm without a server runs in a single process, and there are {world_size()}: set "
+                "--vllm_server_base_url, or use generate or continuous_batching"
             )
         self._vllm = _import_vllm()
         self._sleeps = device.type == "cuda" if sleep is None else sleep
@@ -105,7 +105,7 @@ class VLLMEngine:
         described.save_pretrained(self._folder.name)
         transfer: dict[str, Any] = {"load_format": "dummy"}
         if mask is not None:
-            save_weights(self.model, Path(self._folder.name) / "model.safetensors")
+            save_weights(merged_weights(self.model), Path(self._folder.name) / "model.safetensors")
             transfer["load_format"] = "safetensors"
             register()  # also where the package's entry points are not installed
             transfer["weight_transfer_config"] = importlib.import_module("vllm.config").WeightTransferConfig(

@@ -9,6 +9,8 @@ The server runs on the trainer's host, or shares the folder of temporary files w
 The last option is for a policy that trains under a mask: MODEL must then be the checkpoint that the run starts from,
 and the server gets changed values only. Set `--max_logprob_difference` to stop a run whose server has another one.
 
+Several processes use one server: rank 0 sends the weights, and then each rank sends its own prompts.
+
 It has been run with vLLM 0.32 on a CPU.
 """
 
@@ -18,21 +20,25 @@ import json
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.masks import MaskSet
+from sparse_opt.optim.ranks.sharding import reshard
 
 from ..policy.models import causal_lm
-from ..ranks import world_size
+from ..policy.sharding import is_sharded, unsharded_class
+from ..policy.whole_model import gather
+from ..ranks import ONE_RANK, Ranks, world_size
 from .sampling import Completions, Sampling, require_room
 from .vllm import require_vllm_temperature
-from .vllm_weights import SparseUpdates, WeightSync, save_weights
+from .vllm_weights import SparseUpdates, WeightSync, merged_weights, save_weights
 
 # Requests in flight; the server puts them into batches itself.
 _CONNECTIONS = 64
@@ -50,9 +56,13 @@ class VLLMServerEngine:
         base_url: such as http://localhost:8000.
         mask: the mask of the run: only changed values under it are sent, to a server that has loaded the policy's
             checkpoint. None sends all weights each time.
+        at_once: completions in flight at once on each rank; None for the requests of up to 64 prompts.
+        ranks: the processes that train the policy. All must construct the engine and call `generate` together; a rank
+            may have no prompts.
 
     Raises:
-        ConfigError: no server with the needed settings responds there, or there are several processes.
+        ConfigError: no server with the needed settings responds there; there are more processes than `ranks`; or all
+            weights would be sent of a sharded policy with adapters.
     """
 
     def __init__(
@@ -62,29 +72,40 @@ class VLLMServerEngine:
         eos_ids: Sequence[int],
         base_url: str,
         mask: MaskSet | None = None,
+        at_once: int | None = None,
+        ranks: Ranks = ONE_RANK,
     ):
         self.model = causal_lm(model)
         self.eos_ids = tuple(eos_ids)
-        if world_size() > 1:
+        self._at_once, self._ranks = at_once, ranks
+        if world_size() > ranks.size:
             raise ConfigError(
-                f"rollout_engine vllm runs with a single process, and there are {world_size()}: use generate or "
-                "continuous_batching"
+                f"rollout_engine vllm on a server: each of {world_size()} processes samples by itself, and would send "
+                "its weights while others sample: expected one process, generate or continuous_batching"
+            )
+        if mask is None and is_sharded(model) and self.model is not model:
+            raise ConfigError(
+                "rollout_engine vllm cannot merge the adapters of a sharded policy: expected --parallel replicate, "
+                "mode dense or sparse, or rollout_engine generate"
             )
         self._server = VLLMServer(base_url)
         self._weights: WeightSync
         if mask is None:
-            self._weights = FolderReload(self._server, self.model)
+            self._weights = FolderReload(self._server, self.model, ranks)
         else:
             if self._server.weight_transfer != "sparse_opt":
                 raise ConfigError(
                     f"the vLLM server {base_url} has the weight-transfer backend {self._server.weight_transfer}, and "
                     'mode sparse needs --weight-transfer-config \'{"backend": "sparse_opt"}\''
                 )
-            self._weights = SparseUpdates(self._server.base_url, self.model, mask)
+            self._weights = SparseUpdates(self._server.base_url, self.model, mask, ranks)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`. Each prompt has a seed of its own, drawn from torch's global random state.
+
+        The weights are sent after all ranks have called this, and so have the completions of their previous call; no
+        rank samples before the server has them.
 
         Raises:
             ConfigError: vLLM does not support the temperature, or a prompt with its completion exceeds the positions of
@@ -92,14 +113,10 @@ class VLLMServerEngine:
             SparseOptError: the server failed, with its message.
         """
         require_vllm_temperature(sampling)
-        require_room(self.model, prompts, sampling)
-        longest = max(map(len, prompts)) + sampling.max_new_tokens
-        if longest > self._server.max_model_len:  # the server would silently sample fewer tokens
-            raise ConfigError(
-                f"the longest prompt with its completion has {longest} tokens, more than the vLLM server's "
-                f"--max-model-len, {self._server.max_model_len}"
-            )
+        if prompts:
+            self._require_room(prompts, sampling)
         seeds = torch.randint(2**31, (len(prompts),), device="cpu").tolist()
+        self._ranks.barrier()
         self._weights.synchronize()
         requests = [
             {
@@ -120,12 +137,22 @@ class VLLMServerEngine:
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        connections = _CONNECTIONS if self._at_once is None else min(_CONNECTIONS, max(1, self._at_once // n))
+        with ThreadPoolExecutor(connections) as pool:
             answers = list(pool.map(lambda request: self._server.post("/v1/completions", request), requests))
         choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
         return Completions(
             [choice["token_ids"] for choice in choices], [choice["logprobs"]["token_logprobs"] for choice in choices]
         )
+
+    def _require_room(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        require_room(self.model, prompts, sampling)
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        if longest > self._server.max_model_len:  # the server would silently sample fewer tokens
+            raise ConfigError(
+                f"the longest prompt with its completion has {longest} tokens, more than the vLLM server's "
+                f"--max-model-len, {self._server.max_model_len}"
+            )
 
     def close(self) -> None:
         """Remove the files of the weights. The server keeps running."""
@@ -133,12 +160,15 @@ class VLLMServerEngine:
 
 
 class FolderReload:
-    """Writes all weights to a temporary folder, from which each worker of the server loads them."""
+    """Writes all weights to a temporary folder, from which each worker of the server loads them.
+
+    Rank 0 writes them. Those of a sharded policy are gathered one after the other on its CPU, which needs the memory.
+    """
 
     needs_weights = False
 
-    def __init__(self, server: VLLMServer, model: torch.nn.Module):
-        self._server, self._model = server, model
+    def __init__(self, server: VLLMServer, model: torch.nn.Module, ranks: Ranks):
+        self._server, self._model, self._ranks = server, model, ranks
         self._folder = tempfile.TemporaryDirectory(prefix="sparse_opt_weights_")
 
     def synchronize(self) -> None:
@@ -147,14 +177,21 @@ class FolderReload:
         Raises:
             SparseOptError: some of vLLM's weights are not among the policy's, or the server failed.
         """
+        weights: Iterable[tuple[str, Tensor]] = merged_weights(self._model)
+        if is_sharded(self._model):
+            reshard(self._model)
+            weights = gather(dict(weights)).items()
+        self._ranks.on_main(lambda: self._reload(weights))
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         file = Path(self._folder.name) / "model.safetensors"
-        save_weights(self._model, file)
+        save_weights(weights, file)
         reload = {"method": "reload_policy", "args": [str(file)]}
         for missing in self._server.post("/collective_rpc", reload)["results"]:
             if missing:
                 raise SparseOptError(
-                    f"vLLM's {type(self._model).__name__} has {len(missing)} weights that the policy does not give it, "
-                    f"among them {min(missing)}"
+                    f"vLLM's {unsharded_class(self._model).__name__} has {len(missing)} weights that the policy does "
+                    f"not give it, among them {min(missing)}"
                 )
         if not self._server.post("/reset_prefix_cache")["success"]:
             raise SparseOptError(f"the vLLM server {self._server.base_url} did not reset its prefix cache")

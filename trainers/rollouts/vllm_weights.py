@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from sparse_opt.errors import SparseOptError
 from sparse_opt.integrations.vllm.client import VLLMWeightSync
 from sparse_opt.masks import MaskSet
-from sparse_opt.weight_sync import WeightSender
+from sparse_opt.weight_sync import DistributedWeightSender, WeightSender
+
+from ..ranks import ONE_RANK, Ranks
 
 
 class WeightSync(Protocol):
-    """Gives an engine the weights that the policy has."""
+    """Gives an engine the weights that the policy has; with several ranks, all call its methods."""
 
     # Whether `synchronize` writes changes to weights that the engine must still have, so that it may not discard them.
     needs_weights: bool
@@ -69,17 +71,20 @@ class FullReload:
 class SparseUpdates:
     """Writes the active values of the run's mask once, and then only those that have changed.
 
+    With several ranks, rank 0 sends; of a sharded policy it collects the active values, never whole weights.
+
     Args:
         engine: a `vllm.LLM` of this process or the URL of a server, with the weight-transfer backend `sparse_opt`. It
             has loaded a checkpoint whose other values are those of the policy.
         model: the policy.
         mask: no weight outside of it changes.
+        ranks: the processes that train the policy; several need a server.
     """
 
     needs_weights = True
 
-    def __init__(self, engine: Any, model: nn.Module, mask: MaskSet):
-        self._engine, self._model, self._mask = engine, model, mask
+    def __init__(self, engine: Any, model: nn.Module, mask: MaskSet, ranks: Ranks = ONE_RANK):
+        self._engine, self._model, self._mask, self._ranks = engine, model, mask, ranks
         self._sync: VLLMWeightSync | None = None
 
     def synchronize(self) -> None:
@@ -87,7 +92,8 @@ class SparseUpdates:
         if self._sync is not None:
             self._sync.update()
             return
-        sync = VLLMWeightSync(WeightSender(self._model, self._mask), self._engine)
+        kind = WeightSender if self._ranks.size == 1 else DistributedWeightSender
+        sync = VLLMWeightSync(kind(self._model, self._mask), self._engine)
         sync.connect()
         self._sync = sync
 
@@ -118,10 +124,9 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
-def save_weights(model: nn.Module, file: Path) -> None:
-    """Write `merged_weights` to a safetensors file, as a checkpoint has them."""
-    weights = {name: weight.contiguous() for name, weight in merged_weights(model)}
-    save_file(weights, file, {"format": "pt"})
+def save_weights(weights: Iterable[tuple[str, Tensor]], file: Path) -> None:
+    """Write weights to a safetensors file, as a checkpoint has them."""
+    save_file({name: weight.contiguous() for name, weight in weights}, file, {"format": "pt"})
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
