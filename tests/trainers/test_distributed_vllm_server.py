@@ -16,8 +16,9 @@ from vllm_stand_in import serving
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import grpo
+from sparse_opt.trainers.ranks import Ranks
 from sparse_opt.trainers.rft import datagen
-from sparse_opt.trainers.rollouts import make_engine
+from sparse_opt.trainers.rollouts import Sampling, make_engine
 
 # Name: mode and parallel.
 CASES = {
@@ -117,7 +118,7 @@ def timed(key):
     return key.endswith(("_time_s", "_s", "_bytes", "_per_s", "_percent"))
 
 
-def refuse(rank, options, model_folder, url):
+def refuse(rank, options, model_folder):
     """What several processes cannot do with vLLM raises on every rank."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -136,7 +137,24 @@ def refuse(rank, options, model_folder, url):
 
 def test_what_several_processes_cannot_do(options, server_of, model_folder, tmp_path):
     url = server_of().url
-    launch(refuse, 2, options("dense", tmp_path / "refused", url), str(model_folder), url)
+    launch(refuse, 2, options("dense", tmp_path / "refused", url), str(model_folder))
+
+
+def sample_unevenly(rank, model_folder, url):
+    """Rank 0 has no prompts in the first rollout, and would begin the second one while rank 1 samples."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    engine = make_engine("vllm", model, tokenizer, vllm_server_base_url=url, ranks=Ranks(rank, 2))
+    sampling = Sampling(6)
+    assert len(engine.generate([[5, 6, 7]] * 8 * rank, 2, sampling).ids) == 16 * rank
+    assert len(engine.generate([[5, 6, 7]], 1, sampling).ids) == 1
+    engine.close()
+
+
+def test_the_weights_do_not_change_while_a_process_samples(server_of, model_folder):
+    server = server_of()
+    launch(sample_unevenly, 2, str(model_folder), server.url)
+    assert server.served == [16, 2]
 
 
 @pytest.mark.parametrize(

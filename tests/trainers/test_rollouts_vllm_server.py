@@ -11,7 +11,7 @@ from vllm_stand_in import serving
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.masks import MaskSet
 from sparse_opt.trainers.policy.pretrained import max_positions
-from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, VLLMServerEngine, rollout
+from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, VLLMServerEngine, make_engine, rollout
 
 NEVER = [210]
 PROMPTS = [[5, 6, 7], [8], [9, 9, 10]]
@@ -36,6 +36,18 @@ def test_it_samples_from_the_policy_as_it_is_now(server):
         # Two fp32 computations of the same logits, in batches of other sizes.
         torch.testing.assert_close(found.engine_logprobs, found.logprobs, atol=1e-5, rtol=0)
     engine.close()
+
+
+def test_completions_in_flight_are_limited_and_the_weights_sent_once(server):
+    model = small(LlamaConfig)
+    engine = make_engine("vllm", model, Tokenizer, vllm_server_base_url=server.url, at_once=4)
+    assert len(engine.generate(PROMPTS * 3, 2, Sampling(6)).ids) == 18
+    assert server.served == [18] and 1 <= server.most_in_flight <= 2
+    engine.close()
+
+
+class Tokenizer:
+    eos_token_id, pad_token_id = NEVER[0], 0
 
 
 def test_a_weight_that_the_policy_does_not_give_is_an_error(server):

@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
         self.fails = None  # a route that answers with an error
         self.receiver, self.version = WeightReceiver(model), "default"
         self.lock = threading.Lock()
-        self.in_flight = 0  # requests for completions
+        self.in_flight = self.most_in_flight = 0  # requests for completions
         self.old_cache = False  # the prefix cache is of other weights
         self.drawn = Counter()  # completions of each prompt, of these weights
         self.served = []  # for each version of the weights that was sent, the number of its completions
@@ -82,6 +82,7 @@ class Server(ThreadingHTTPServer):
         assert body["model"] == "policy" and body["logprobs"] == 0
         with self.lock:
             self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
         with self.lock:
             assert not self.old_cache, "a process samples before the weights are complete"
             choices = [self.choice(body, index) for index in range(body["n"])]
