@@ -26,7 +26,10 @@ class DataError(SparseOptError, ValueError):
 
 
 class WeightSyncError(SparseOptError, ValueError):
-    """A message of `sparse_opt.weight_sync` was refused; the receiver's weights and version have not changed."""
+    """Weights could not be shipped: a message was refused, or a sender or receiver is lost; names it.
+
+    A receiver that refuses a message keeps its weights and its version.
+    """
 
 
 class DamagedMessage(WeightSyncError):

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .backend import Backend, Changes, Index, choose
-from .destinations import Destination, place, whole_weight
+from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import digest_sum, to_hex
 from .layout import Group, Layout
 from .message import Message
 from .positions import checked_units
 from .reference import bitmap_bytes
+from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
 
@@ -63,7 +64,7 @@ class WeightReceiver:
         destinations: Destinations | Callable[[Layout], Destinations] | None = None,
         backend: str | None = None,
     ) -> None:
-        self._weights = {} if weights is None else named_parameters_of(weights)
+        self._weights: nn.Module | Mapping[str, Tensor] = {} if weights is None else weights
         self._destinations = destinations or {}
         self._backend = backend
         self._mask: _Mask | None = None
@@ -103,8 +104,10 @@ class WeightReceiver:
         return total
 
     @torch.inference_mode()  # weights that an engine has loaded in inference mode can only be written in it
-    def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
+    def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
         """Verify a message and apply it; waits for the device once for a state or an update.
+
+        The writes follow the verification on the current stream, and may not have ended when this returns.
 
         Args:
             message: its tensors may be on any device; those of values are copied to the device of the weights.
@@ -118,13 +121,33 @@ class WeightReceiver:
             OutOfOrderMessage: an update does not follow the version of this receiver.
             ForeignMessage: the message is for another mask, or this receiver lacks a weight of the mask.
         """
-        if not isinstance(message, Message):
-            message = Message.from_bytes(message)
+        message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
         if message.kind == "mask":
             self._receive_mask(message)
         else:
             self._receive_values(message)
         return self._version
+
+    @torch.inference_mode()
+    def verify(self) -> None:
+        """Read all active weights, and compare their digest with that of this version. Waits for the device.
+
+        An update compares only the weights that a bitmap marks, so that it does not notice others that were changed.
+
+        Raises:
+            WeightSyncError: the weights differ; or there is no version yet, or only a part of the weights is here.
+        """
+        mask = self._mask
+        if mask is None or self._version is None or not mask.is_whole:
+            found = "has no version" if self._version is None else "has only parts of the weights"
+            raise WeightSyncError(f"the weights cannot be verified: the receiver {found}")
+        pairs = zip(mask.layout.groups, mask.indices, strict=True)
+        sums = _to_host([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs])
+        if to_hex(sum(sums)) != self._digest:
+            raise WeightSyncError(
+                f"the active weights have digest {to_hex(sum(sums))}, expected {self._digest} at version "
+                f"{self._version}: they were changed by others"
+            )
 
     def _receive_mask(self, message: Message) -> None:
         layout = Layout.from_json(message.layout or "")
@@ -149,9 +172,10 @@ class WeightReceiver:
     def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
         given = self._destinations(layout) if callable(self._destinations) else self._destinations
         destinations = {name: list(parts) for name, parts in given.items()}
-        addresses = {}
+        addresses: dict[str, int] = {}
+        weights = named_parameters_of(self._weights)
         for entry in layout.tensors:
-            weight = self._weights.get(entry.name)
+            weight = weights.get(entry.name)
             if entry.nnz and entry.name not in destinations and weight is not None:
                 if tuple(weight.shape) != entry.shape:
                     raise ForeignMessage(
@@ -160,8 +184,9 @@ class WeightReceiver:
                 destinations[entry.name] = [whole_weight(entry.name, weight)]
                 addresses[entry.name] = weight.data_ptr()
         placed = place(layout, destinations)
+        _refuse_shared(placed)
         tensors = [part.tensor for tensor in placed.values() for part in tensor.destinations]
-        tensors = tensors or [*self._weights.values()]  # the mask is empty
+        tensors = tensors or [*weights.values()]  # the mask is empty
         device = tensors[0].device if tensors else torch.device("cpu")
         backend = choose(device, self._backend)
         names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]
@@ -184,9 +209,10 @@ class WeightReceiver:
         results = _sums(mask, changes)
         # Checks of the host, while the device computes the digests.
         _refuse_others(message, mask.layout)
+        weights = named_parameters_of(self._weights)
         for name, address in mask.addresses.items():
-            if self._weights[name].data_ptr() != address:
-                raise WeightSyncError(f"{name!r} has moved since the mask message: build a new WeightReceiver")
+            if name not in weights or weights[name].data_ptr() != address:
+                raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
         sums = self._verify(mask, message, changes, _to_host(results))
         for index, change in zip(mask.indices, changes, strict=True):
             if change.values is not None:
@@ -255,6 +281,21 @@ def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
         elif change.changes is not None:
             sums.append(change.changes.sums(read_old=mask.is_whole))
     return sums
+
+
+def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
+    """Raise ForeignMessage if two weights with active elements are in one place: the second would overwrite the first."""
+    names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    for name, tensor in placed.items():
+        for part in tensor.destinations:
+            memory = part.tensor
+            if not (tensor.entry.nnz and memory.numel()):
+                continue
+            other = names.setdefault((memory.data_ptr(), tuple(memory.shape), memory.stride()), name)
+            if other != name:
+                raise ForeignMessage(
+                    f"{other!r} and {name!r} share their memory here, and are two weights in the message"
+                )
 
 
 def _to_host(sums: Sequence[Tensor]) -> list[int]:

@@ -124,6 +124,30 @@ def test_a_receiver_whose_weights_were_changed_by_others():
     pair.works(pair.sender.state_message())
 
 
+def test_verify_finds_a_weight_that_an_update_does_not_replace():
+    pair = Pair()
+    pair.receiver.verify()
+    message = pair.next(0.0)
+    position = pair.mask.indices["z"][0]
+    pair.copy["z"].view(-1)[position] = 0.5
+    assert pair.receiver.receive(message) == message.version  # its bitmap is empty
+    with pytest.raises(WeightSyncError, match="were changed by others"):
+        pair.receiver.verify()
+    pair.works(pair.sender.state_message())
+    pair.receiver.verify()
+    with pytest.raises(WeightSyncError, match="the receiver has no version"):
+        WeightReceiver(pair.copy).verify()
+
+
+def test_two_weights_of_the_trainer_in_one_place():
+    pair = Pair(names=("b",))
+    weights = {**pair.weights, "tied": pair.weights["b"].clone()}
+    sender = WeightSender(weights, MaskSet.random(weights, density=0.1))
+    receiver = WeightReceiver({"b": pair.copy["b"], "tied": pair.copy["b"]})
+    with pytest.raises(ForeignMessage, match="'b' and 'tied' share their memory here"):
+        receiver.receive(sender.mask_message())
+
+
 def test_messages_before_the_mask_and_of_another_mask():
     pair = Pair()
     receiver = WeightReceiver(clones(pair.weights))
@@ -152,16 +176,22 @@ def test_weights_that_the_receiver_does_not_have():
         assert receiver.version is None
 
 
-def test_weights_that_have_moved():
+@pytest.mark.parametrize("by", ["data", "parameter"])
+def test_weights_that_were_replaced(by):
     model = torch.nn.Linear(8, 8, bias=False)
     mask = MaskSet.random(model, density=0.5)
     sender, receiver = WeightSender(clones(dict(model.named_parameters())), mask), WeightReceiver(model)
     receiver.receive(sender.mask_message())
-    model.weight.data = model.weight.detach().clone()
-    with pytest.raises(WeightSyncError, match="'weight' has moved"):
+    replacement = model.weight.detach().clone()
+    if by == "data":
+        model.weight.data = replacement
+    else:
+        model.weight = torch.nn.Parameter(replacement)
+    with pytest.raises(WeightSyncError, match="'weight' was replaced"):
         receiver.receive(sender.state_message())
     receiver.receive(sender.mask_message())
     assert receiver.receive(sender.state_message()) == 0
+    assert receiver.receive(sender.update()) == 1  # waits for it
 
 
 def test_a_late_receiver_and_a_restarted_one():
