@@ -284,7 +284,7 @@ def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
 
 
 def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
-    """Raise ForeignMessage if two weights with active elements are in one place: the second would overwrite the first."""
+    """Raise ForeignMessage if two weights with active elements are in one place, and would overwrite each other."""
     names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for name, tensor in placed.items():
         for part in tensor.destinations:
