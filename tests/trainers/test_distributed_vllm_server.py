@@ -58,7 +58,7 @@ def options(model_folder, pairs_file, mask_file):
             "n_generations": 4,
             "num_iterations": 2,  # the loss of a single step is 0, up to rounding
             "max_completion_length": 6,
-            "learning_rate": 1e-3,
+            "learning_rate": 1e-4,  # no ratio is near the bounds of clipping, where rounding would decide
             "reward_functions": ["token_rewards:even_tokens"],
             "mode": mode,
             "mask": str(mask_file) if mode == "sparse" else None,
@@ -105,11 +105,12 @@ def test_the_losses_of_two_processes_are_those_of_one(options, server_of, tmp_pa
             assert [row["step"] for row in found] == [row["step"] for row in expected]
             for before, after in zip(expected, found, strict=True):
                 for key, value in before.items():
-                    # The sums of a step are in another order; see test_distributed_losses.
+                    # The sums of a step are in another order: log-probabilities near 6 differ by a few units of 2^-22.
                     if isinstance(value, float) and "/" not in key and key != "padding" and not timed(key):
-                        assert after[key] == pytest.approx(value, rel=5e-4, abs=5e-5), (name, file, key)
+                        assert after[key] == pytest.approx(value, rel=1e-5, abs=5e-6), (name, file, key)
         metrics = rows(two / "metrics.jsonl")
-        assert len(metrics) == N_STEPS and all(abs(row["loss"]) > 1e-3 for row in metrics)
+        assert len(metrics) == N_STEPS and all(abs(row["loss"]) > 1e-4 for row in metrics)
+        assert all(row["clip_low"] == row["clip_high"] == 0 for row in metrics)
         # Two fp32 computations of the same logits, of the policy and the server, in batches of other sizes.
         assert all(row["sampling_logp_difference_max"] < 1e-5 for row in metrics)
 
