@@ -12,7 +12,7 @@ How a gradient travels from autograd to the weights, with grads='compact':
    buffer receives gradients directly in C++, without the interpreter's lock.
 4. With a process group, the `GradientReducer` (reduction.py) replaces the values by their mean over the ranks, piece by
    piece: a `BackwardNotifier` (backward_notifier.py) tells it which pieces are complete while the backward pass runs.
-   After it all ranks have the same values, and nothing below communicates. ranks.py has the collectives.
+   After it all ranks have the same values, and nothing below communicates. ranks/group.py has the collectives.
 5. Clipping (clipping.py) adds up the sums of squares of all buffers.
 6. The bucket's `Stepper` (stepping.py) calls the step's op on the parameters, the buffer's values and the bucket's
    state. The collector then marks the gradients as used.

@@ -21,9 +21,8 @@ from .gradients.collector import GradientCollector
 from .gradients.gradient_buffer import GradientBuffer
 from .gradients.reduction import GradientReducer
 from .gradients.tile_backward import Route
-from .ranks import checks as rank_checks
-from .ranks import group as ranks
-from .ranks import sharding
+from .ranks import checks, sharding
+from .ranks.group import group_of
 from .stepping import Stepper
 
 if TYPE_CHECKING:
@@ -165,10 +164,10 @@ class BoundOptimizer(torch.optim.Optimizer):
         named = dict(self._named())
         mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
         self._shards = sharding.shards_of(named, self._root())
-        self.process_group = ranks.group_of(self._process_group, self.grads, sharding.mesh_of(self._shards))
+        self.process_group = group_of(self._process_group, self.grads, sharding.mesh_of(self._shards))
         if self.process_group is not None:
-            rank_checks.require_same_setup(self, mask, self.process_group)
-            rank_checks.require_same_weights(self._shards, named, self.process_group)
+            checks.require_same_setup(self, mask, self.process_group)
+            checks.require_same_weights(self._shards, named, self.process_group)
         steppers = self._build(active, mask.pattern)
         bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if self.keep_base_weights else []
         self.mask = mask
@@ -273,7 +272,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         sharding.reshard(self._root())
         mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
         if self.process_group is not None:
-            rank_checks.require_same_setup(self, mask, self.process_group)
+            checks.require_same_setup(self, mask, self.process_group)
         steppers = self._build(active, mask.pattern)
         buckets = [stepper.bucket for stepper in steppers]
         state_io.carry(self._buckets, buckets)

@@ -14,9 +14,8 @@ from ..ops.step_ops import STEP_OPS
 from . import base_weights, options, state_io
 from .bound_optimizer import BoundOptimizer, Params
 from .clipping import global_norm
-from .ranks import checks as rank_checks
-from .ranks import group as ranks
-from .ranks import sharding
+from .ranks import checks, sharding
+from .ranks.group import raise_on_all
 from .saved_state import SavedState
 from .stepping import BucketStep, Stepper
 
@@ -90,8 +89,8 @@ class SparseOptimizer(BoundOptimizer):
         """
         self._refuse("check_ranks")
         if self.process_group is not None:
-            rank_checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
-            rank_checks.require_same_state(self, self._buckets, self.process_group)
+            checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
+            checks.require_same_state(self, self._buckets, self.process_group)
 
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
@@ -335,7 +334,7 @@ class SparseOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
-        with ranks.raise_on_all(self.process_group, self._buckets[0].device):
+        with raise_on_all(self.process_group, self._buckets[0].device):
             saved = SavedState.of(state_dict, self.param_groups, self._shards, self._buckets, self.defaults)
             for i, (group, loaded) in enumerate(zip(self.param_groups, saved.options, strict=True)):
                 where = f"parameter group {i} of the saved state: "

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks import group as ranks
+from ..ranks.group import all_reduce_mean, wait
 from ..ranks.lost_ranks import LostRankReporter
 from .backward_notifier import BackwardNotifier
 from .gradient_buffer import GradientBuffer
@@ -164,7 +164,7 @@ class GradientReducer:
                     slots = buffer.ends[i] - buffer.starts[i]
                     buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device), None)
             buffer.finish()
-            self._works.append(ranks.all_reduce_mean(piece.values, self.group))
+            self._works.append(all_reduce_mean(piece.values, self.group))
         self._launched += 1
 
     # Called with the collector's lock held
@@ -188,7 +188,7 @@ class GradientReducer:
         """Make the current stream wait for the reductions in flight; with gloo, the host waits."""
         works, self._works = self._works, []
         for work in works:
-            ranks.wait(work, self.group, self._number)
+            wait(work, self.group, self._number)
 
     def reopen(self) -> None:
         """Prepare for further gradients."""

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ...delta.digest import StateDigest
 from ...masks.mask_set import MaskSet
 from ..buckets import Bucket
-from . import group as ranks
+from .group import require_same
 from .sharding import Shard
 
 # The arguments of an optimizer that must be the same on all ranks.
@@ -38,7 +38,7 @@ def require_same_setup(optimizer: torch.optim.Optimizer, mask: MaskSet, group: d
         for name, param in zip(options["param_names"], options["params"], strict=False):
             entries.append((f"parameter {name!r}", f"{param.dtype} {list(param.shape)}"))
     entries.append(("the mask", f"{mask.pattern} {mask.digest}"))
-    ranks.require_same(entries, group, optimizer.param_groups[0]["params"][0].device)
+    require_same(entries, group, optimizer.param_groups[0]["params"][0].device)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, object]]:
@@ -61,7 +61,7 @@ def require_same_weights(
 
 def require_same_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
     """Raise a RuntimeError unless all ranks have the same options and optimizer state, bit for bit."""
-    ranks.require_same(_options(optimizer), group, buckets[0].device)
+    require_same(_options(optimizer), group, buckets[0].device)
     tensors = []
     for bucket in buckets:
         for i, name in enumerate(bucket.names):
@@ -74,4 +74,4 @@ def _require_same_bits(tensors: Sequence[tuple[str, Tensor, int]], group: dist.P
     """Compare (name, tensor, number of its shard); ranks with the same number must have the same bits."""
     digests = StateDigest.start([tensor for _, tensor, _ in tensors]).result()
     entries = [(name, f"digest {digest}") for (name, _, _), digest in zip(tensors, digests, strict=True)]
-    ranks.require_same(entries, group, tensors[0][1].device, parts=[number for _, _, number in tensors])
+    require_same(entries, group, tensors[0][1].device, parts=[number for _, _, number in tensors])
