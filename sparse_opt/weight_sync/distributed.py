@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ class DistributedWeightSender:
 
     With replicated weights, rank 0 sends its own. Under `fully_shard`, every rank gathers the active elements of its
     rows, and rank 0 collects them: nnz elements, never whole weights. The messages are those of a `WeightSender` on one
-    device. All ranks must construct it, and call `update`, alike; under `fully_shard` both are collectives.
+    device. All ranks must construct it, and call `update`, alike; both are collectives. An error of rank 0 alone is
+    raised on all ranks with replicated weights. The version is only raised by an update that succeeds.
 
         sender = DistributedWeightSender(optimizer)
         channel = ProcessGroupSender(sender, "10.0.0.1:29600")     # on all ranks, as are its methods
@@ -42,6 +43,7 @@ class DistributedWeightSender:
 
     Raises:
         ValueError, MaskError: as `WeightSender`; or a parameter is a DTensor with other placements.
+        WeightSyncError: on the other ranks, if the construction failed on rank 0 only.
     """
 
     def __init__(
@@ -52,20 +54,25 @@ class DistributedWeightSender:
         encoding: Encoding = "auto",
         backend: str | None = None,
     ) -> None:
+        if encoding not in get_args(Encoding):  # on all ranks: the others would wait for rank 0 in the collective
+            raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
         if isinstance(source, nn.Module):
             sharding.reshard(source)
         self._values: _ShardedValues | None = None
         self._version = 0
         self.sender: WeightSender | None = None
-        is_source = dist.get_rank() == 0
         if any(sharding.is_dtensor(weight) for weight in named_weights(source).values()):
             self._values = _ShardedValues(source, mask, backend)
-            if is_source:
+            if dist.get_rank() == 0:
                 self.sender = WeightSender.of_values(self._values, encoding=encoding)
             else:
                 self._values.take()
-        elif is_source:
-            self.sender = WeightSender(source, mask, encoding=encoding, backend=backend)
+        else:
+
+            def build() -> None:
+                self.sender = WeightSender(source, mask, encoding=encoding, backend=backend)
+
+            self.on_rank_0(build)
 
     @property
     def version(self) -> int:
@@ -76,12 +83,20 @@ class DistributedWeightSender:
         """Return the message of the next version on rank 0, None on the others. See `WeightSender.update`.
 
         Raises:
-            WeightSyncError: as `WeightSender.update`.
+            WeightSyncError: as `WeightSender.update`, on all ranks.
         """
-        message = None
-        if self.sender is not None:
-            message = self.sender.update()
-        elif self._values is not None:
+        message: PendingMessage | None = None
+
+        def update() -> None:
+            nonlocal message
+            if self.sender is not None:
+                message = self.sender.update()
+
+        if self._values is None:
+            self.on_rank_0(update)
+        elif self.sender is not None:
+            update()
+        else:
             self._values.take()
         self._version += 1
         return message

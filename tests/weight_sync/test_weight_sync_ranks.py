@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.errors import WeightSyncError
+from sparse_opt.errors import MaskError, WeightSyncError
 from sparse_opt.weight_sync import DistributedWeightSender, Message, PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
@@ -105,6 +106,32 @@ def two_shards_or_replicas(rank: int) -> None:
         same_messages(rank, pattern, "fsdp")
     same_messages(rank, "element", "hsdp")
     same_messages(rank, "element", "replicate")
+
+
+def errors_of_rank_0(rank: int) -> None:
+    """What only rank 0 meets is raised on both ranks, and the versions stay equal."""
+    model, mask = whole_weights("element")
+    model.to(device())
+    other = MaskSet(mask.indices, {name: (*shape, 2) for name, shape in mask.shapes.items()})
+    expected = (MaskError, "") if rank == 0 else (WeightSyncError, "^rank 0: ")
+    with pytest.raises(expected[0], match=expected[1]):
+        DistributedWeightSender(model, other if rank == 0 else mask)
+    with pytest.raises(ValueError, match="^encoding is 'none'"):
+        DistributedWeightSender(model, mask, encoding="none")  # type: ignore[arg-type]
+    optimizer = SparseAdamW(model, mask, lr=0.1, process_group=False)
+    sender = DistributedWeightSender(optimizer)
+    holding = optimizer.base_weights() if rank == 0 else contextlib.nullcontext()
+    with pytest.raises(WeightSyncError, match="^(rank 0: )?the model holds its base weights"), holding:
+        sender.update()
+    assert sender.version == 0
+    message = sender.update()
+    assert sender.version == 1 and (message is None) == (rank > 0)
+    assert message is None or message.version == 1
+
+
+@BACKENDS
+def test_an_error_of_rank_0_is_raised_on_both_ranks(backend: str) -> None:
+    launch(errors_of_rank_0, 2, backend=backend, timeout=60, collective_timeout=20)
 
 
 @BACKENDS
