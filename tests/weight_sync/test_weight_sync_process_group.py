@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +206,112 @@ def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_messa
         assert channel.update() == 2
         assert channel.receivers == ("good",) and same_bits(weights, good.weights)
     assert good.ended() and good.versions == [0, 1, 2] and not good.errors
+
+
+def test_a_dead_receiver_does_not_fail_a_healthy_one_with_a_shorter_timeout() -> None:
+    weights, mask = weights_and_mask()
+    copy = clones(weights)
+    with sending(WeightSender(weights, mask), timeout=1.5) as channel:
+        dead = ControlClient(channel.address, PATIENCE, "dead")
+        healthy = ProcessGroupReceiver(WeightReceiver(copy), channel.address, timeout=0.2, name="healthy")
+        versions = list[int | None]()
+        thread = threading.Thread(target=lambda: versions.append(healthy.receive(0.5)), daemon=True)
+        thread.start()
+        with pytest.raises(WeightSyncError, match=f"^version 0: {dead.name} has not replied within 1.5 s$"):
+            channel.wait_for_receivers(2, PATIENCE)
+        thread.join(PATIENCE)
+        assert versions == [0] and channel.receivers == ("healthy",)
+        healthy.close()
+
+
+def test_a_receiver_that_closes_has_left_and_may_come_back() -> None:
+    weights, mask = weights_and_mask()
+    copy = clones(weights)
+    with sending(WeightSender(weights, mask)) as channel:
+        good = Follower(channel.address, clones(weights), "good")
+        for version in (1, 2):
+            left = ProcessGroupReceiver(WeightReceiver(copy), channel.address, timeout=PATIENCE, name="left")
+            thread = threading.Thread(target=left.receive, args=[PATIENCE], daemon=True)
+            thread.start()
+            channel.wait_for_receivers(2, PATIENCE)
+            thread.join(PATIENCE)
+            assert same_bits(weights, copy)
+            left.close()
+            assert channel.receivers == ("good",)
+            change(weights, mask, 0.1, seed=version)
+            assert channel.update() == version and same_bits(weights, good.weights)
+    assert good.ended() and not good.errors
+
+
+def test_close_waits_for_a_receiver_that_is_busy() -> None:
+    weights, mask = weights_and_mask()
+    channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", timeout=0.3)
+    busy = ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=PATIENCE)
+    versions = list[int | None]()
+
+    def receive() -> None:
+        versions.append(busy.receive(PATIENCE))
+        time.sleep(1.0)  # longer than the channel's timeout
+        versions.append(busy.receive(PATIENCE))
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    channel.wait_for_receivers(1, PATIENCE)
+    channel.close(timeout=PATIENCE)
+    thread.join(PATIENCE)
+    assert versions == [0, None]
+
+
+def test_a_replaced_weight_gets_the_mask_again() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask)) as channel:
+        moved = Follower(channel.address, clones(weights), "moved")
+        channel.wait_for_receivers(1, PATIENCE)
+        moved.weights["b"] = moved.weights["b"].clone()
+        change(weights, mask, 0.1, seed=1)
+        with pytest.raises(WeightSyncError, match="^version 1: moved refused it: 'b' was replaced"):
+            channel.update()
+        assert channel.update() == 2
+        assert same_bits(weights, moved.weights)
+    assert moved.ended() and moved.versions == [0, 2] and len(moved.errors) == 1
+
+
+class FailingReceiver(WeightReceiver):
+    """Fails at the first update, as an engine that is out of memory."""
+
+    failed = False
+
+    def receive(self, message: Any) -> int | None:
+        if message.kind == "update" and not self.failed:
+            self.failed = True
+            raise MemoryError("no memory\nfor the weights")
+        return super().receive(message)
+
+
+def test_any_error_of_a_receiver_is_reported_at_once() -> None:
+    weights, mask = weights_and_mask()
+    copy = clones(weights)
+    with sending(WeightSender(weights, mask)) as channel:
+        receiver = ProcessGroupReceiver(FailingReceiver(copy), channel.address, timeout=PATIENCE, name="failing")
+        raised = list[BaseException]()
+
+        def follow() -> None:
+            version: int | None = 0
+            while version is not None:
+                try:
+                    version = receiver.receive(PATIENCE)
+                except MemoryError as error:
+                    raised.append(error)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        channel.wait_for_receivers(1, PATIENCE)
+        change(weights, mask, 0.1, seed=1)
+        with pytest.raises(WeightSyncError, match="^version 1: failing refused it: MemoryError: no memory$"):
+            channel.update()
+        assert channel.update() == 2 and same_bits(weights, copy)
+    thread.join(PATIENCE)
+    assert len(raised) == 1 and not thread.is_alive()
 
 
 def other_process(role: str, address: str, folder: Path) -> subprocess.Popen[bytes]:

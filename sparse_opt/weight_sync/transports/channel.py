@@ -21,7 +21,11 @@ from ..distributed import DistributedWeightSender
 from ..message import Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
 from ..sender import PendingMessage, WeightSender
-from .control import ControlClient, ControlServer
+from .control import ControlClient, ControlServer, first_line
+
+# A receiver that has replied to a status waits for its message this many timeouts of the sender, which waits once for
+# the states of lost receivers, and up to four times while it sends another message (two transfers, two replies).
+_TIMEOUTS_OF_A_ROUND = 5
 
 
 @dataclass
@@ -43,7 +47,8 @@ class SenderChannel(ABC):
 
     Args:
         weights: the sender of the weights; let only this channel call its `update`.
-        address: host:port to listen on, reachable by the receivers; port 0 takes a free one.
+        address: host:port at which the receivers reach this process; port 0 takes a free one. The store listens on all
+            interfaces, whatever the host, without authentication: restrict access to the port by other means.
         timeout: seconds that a receiver may take to reply to a message; one that does not is dropped, and named in the
             error of the round.
 
@@ -92,9 +97,14 @@ class SenderChannel(ABC):
         self._on_all_ranks(lambda: self._round(update))
         return self.weights.version
 
-    def close(self) -> None:
-        """End the connections: `receive` of the receivers returns None."""
-        self._on_all_ranks(self._close)
+    def close(self, timeout: float | None = None) -> None:
+        """End the connections: `receive` of the receivers returns None.
+
+        Args:
+            timeout: seconds to wait for receivers that are busy elsewhere, such as generating; their `receive` raises
+                WeightSyncError if they come later. Default: the channel's timeout.
+        """
+        self._on_all_ranks(lambda: self._close(self.timeout if timeout is None else timeout))
 
     def _on_all_ranks(self, function: Callable[[], object]) -> None:
         """Call a function where the sender is, and raise its errors on all ranks."""
@@ -125,13 +135,13 @@ class SenderChannel(ABC):
             control.discover()
         self._round(None)
 
-    def _close(self) -> None:
+    def _close(self, timeout: float) -> None:
         control, self._control = self._control, None
         if control is not None:
             control.discover()
             control.post(control.names, {"do": "close"})
             # The store, and with it the command, ends with this object.
-            control.collect(control.names, min(self.timeout, 5.0))
+            control.collect(control.names, timeout)
             self._end()
 
     def _round(self, update: PendingMessage | None) -> None:
@@ -141,7 +151,7 @@ class SenderChannel(ABC):
         """
         control, sender = self._connected()
         control.discover()
-        control.post(control.names, {"do": "status", "transport": self._transport})
+        control.post(control.names, {"do": "status", "transport": self._transport, "timeout": self.timeout})
         problems = _Problems()
         states = self._collect(list(control.names), problems)
         without_mask = [r for r, state in states.items() if state["mask"] != sender.mask.digest]
@@ -238,25 +248,30 @@ class ReceiverChannel(ABC):
     def receive(self, timeout: float = 600.0) -> int | None:
         """Wait for the sender's next version, apply it, and return its number; None when the sender has closed.
 
+        Once the sender has begun a round, this waits for the round's messages beyond `timeout`: for several timeouts of
+        the sender, which may itself be waiting for lost receivers.
+
         Raises:
             WeightSyncError: nothing has come within `timeout` seconds; the sender is lost; or the receiver refused the
-                message. The weights have not changed; after a refusal, the next round brings a state.
+                message. The weights have not changed; after a refusal, the next round brings the mask and a state.
+
+        Another error while a message is applied is also reported to the sender as a refusal, and raised here.
         """
         deadline = time.monotonic() + timeout
-        asked = False
+        reserved = 0.0  # seconds to wait for the next message of a round, also after the deadline
         while True:
             # Once the sender has counted on this receiver, the round is not left before its message.
-            left = max(deadline - time.monotonic(), self.timeout if asked else 0.0)
+            left = max(deadline - time.monotonic(), reserved)
             command = self._control.next(left)
             if command["do"] == "close":
                 self._control.reply({})
                 return None
             if command["do"] == "rejoin":
                 self._control.join()
-                asked = False
+                reserved = 0.0
                 continue
             if command["do"] == "status":
-                asked = True
+                reserved = max(self.timeout, _TIMEOUTS_OF_A_ROUND * float(command["timeout"]))
                 if command["transport"] != self._transport:
                     problem = f"it receives by {self._transport}, the sender sends by {command['transport']}"
                     self._control.reply({"refused": problem})
@@ -267,13 +282,16 @@ class ReceiverChannel(ABC):
                 try:
                     tensors = self._fetch(command)
                 except RuntimeError as error:  # of the transport; the sender sends the message again
-                    self._control.reply({"failed": next(iter(str(error).splitlines()), type(error).__name__)})
+                    self._control.reply({"failed": first_line(error)})
                     continue
                 message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
-            except WeightSyncError as error:
-                self._needs_state = True
-                self._control.reply({"refused": str(error)})
+            except Exception as error:  # of any type, and raised again: the sender must not wait for a reply in vain
+                # The mask as well: a weight may have moved.
+                self._has_mask, self._needs_state = False, True
+                is_refusal = isinstance(error, WeightSyncError)
+                reason = str(error) if is_refusal else f"{type(error).__name__}: {first_line(error)}"
+                self._control.reply({"refused": reason})
                 raise
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
@@ -296,9 +314,17 @@ class ReceiverChannel(ABC):
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a message. Raises RuntimeError if the transfer fails."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Release the connection."""
+        """Leave the sender, which does without this receiver from its next round on, and release the connection.
+
+        A receiver that is to follow again needs a new channel.
+        """
+        self._control.leave()
+        self._end()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Release what the transport holds."""
 
 
 def empty_tensors(header: Mapping[str, str], device: torch.device) -> dict[str, Tensor]:

@@ -6,20 +6,23 @@ one command after the other into the receiver's inbox, and the receiver answers 
 
     receivers                count of the receivers that have joined
     receiver/{r}             JSON: the receiver's name
+    left                     count of the receivers that have left
+    left/{r}                 set by a receiver that has left
     inbox/{r}/{n}            JSON: command n
     reply/{r}/{n}            JSON: the reply to command n
 
-    {"do": "status"}         -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
+    {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
     {"do": "message", "header": the message's header, "last": ..., and what the transport adds}
                              -> as for status; or {"failed": why the tensors did not arrive}; or {"refused": the error}
     {"do": "close"}          -> {}
 
 Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private
-network.
+network. The store listens on all interfaces, whatever host is given: the host is only what receivers connect to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -64,14 +67,14 @@ class ControlServer:
                 host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
             )
         except RuntimeError as error:
-            raise WeightSyncError(f"cannot listen on {address}: {_first_line(error)}") from error
+            raise WeightSyncError(f"cannot listen on {address}: {first_line(error)}") from error
         self.address = f"{host}:{self.store.port}"
         self.names: dict[int, str] = {}
-        self._known = 0
+        self._known = self._left = 0
         self._sent: dict[int, int] = {}
 
     def discover(self) -> None:
-        """Add the receivers that have joined since the last call to `names`."""
+        """Add the receivers that have joined since the last call to `names`, and remove those that have left."""
         joined = self.store.add("receivers", 0)
         for number in range(self._known + 1, joined + 1):
             key = f"receiver/{number}"
@@ -79,6 +82,11 @@ class ControlServer:
                 self.names[number] = str(json.loads(self.store.get(key))["name"])
                 self._sent[number] = 0
         self._known = joined
+        left = self.store.add("left", 0)
+        if left != self._left:
+            self._left = left
+            for number in [number for number in self.names if self.store.check([f"left/{number}"])]:
+                del self.names[number], self._sent[number]
 
     def post(self, receivers: Iterable[int], command: dict[str, Any]) -> None:
         """Send one command to several receivers."""
@@ -122,7 +130,7 @@ class ControlClient:
             )
         except RuntimeError as error:
             raise WeightSyncError(
-                f"no sender of weights responds at {address} within {timeout:g} s: {_first_line(error)}"
+                f"no sender of weights responds at {address} within {timeout:g} s: {first_line(error)}"
             ) from error
         self.name = name or f"{socket.gethostname()}, process {os.getpid()}"
         self.join()
@@ -135,6 +143,12 @@ class ControlClient:
         except RuntimeError as error:
             raise self._lost(error) from error
         self._taken = 0
+
+    def leave(self) -> None:
+        """Notify the sender that this receiver takes no more commands; does nothing if the sender is lost."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"left/{self.number}", "")
+            self.store.add("left", 1)
 
     def next(self, timeout: float) -> dict[str, Any]:
         """Wait for the next command and return it.
@@ -164,7 +178,7 @@ class ControlClient:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> WeightSyncError:
-        return WeightSyncError(f"the sender at {self.address} is lost: {_first_line(error)}")
+        return WeightSyncError(f"the sender at {self.address} is lost: {first_line(error)}")
 
 
 def _appears(store: dist.Store, key: str, deadline: float) -> bool:
@@ -182,5 +196,6 @@ def _appears(store: dist.Store, key: str, deadline: float) -> bool:
     return True
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its type if it has no text."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -173,8 +173,8 @@ class CudaIpcReceiver(ReceiverChannel):
             torch.cuda.current_stream(device).synchronize()
         return tensors
 
-    def close(self) -> None:
-        """Nothing is kept open."""
+    def _end(self) -> None:
+        """Do nothing: nothing is kept open."""
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -21,7 +21,7 @@ from ..message import Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 from .channel import ReceiverChannel, SenderChannel, empty_tensors
-from .control import BUSY_SECONDS
+from .control import BUSY_SECONDS, first_line
 
 Backend = Literal["gloo", "nccl"]
 
@@ -121,7 +121,7 @@ class ProcessGroupSender(SenderChannel):
                 self._group = _Group(control.store, str(self._made), 0, size, self._backend, self._device, self.timeout)
             self._group.broadcast(tensors)
         except RuntimeError as error:
-            return next(iter(str(error).splitlines()), type(error).__name__)
+            return first_line(error)
         return None
 
     def _after(self, message: Message, *, complete: bool) -> None:
@@ -171,7 +171,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         receivers = command["receivers"]
         try:
             if self._group is None or self._group.key != command["group"]:
-                self.close()
+                self._end()
                 rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
                 # With the sender's timeout: it waits for the replies as long.
                 timeout = command["timeout"]
@@ -181,12 +181,11 @@ class ProcessGroupReceiver(ReceiverChannel):
             tensors = empty_tensors(command["header"], self._device)
             self._group.broadcast(tensors.values())
         except RuntimeError:
-            self.close()
+            self._end()
             raise
         return tensors
 
-    def close(self) -> None:
-        """Leave the group. The sender notices it at its next update, as the loss of this receiver."""
+    def _end(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
