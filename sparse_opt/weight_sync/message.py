@@ -19,6 +19,7 @@ from ..tensors import compact_json, dtype_name, metadata_digest
 Kind = Literal["mask", "state", "update"]
 FORMAT, FORMAT_VERSION = "sparse_opt.weight_sync", "1"
 _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest", "tensors")
+_DIGITS = 18  # of a version, which is below 2^63 then
 _OPTIONAL = ("base_version", "base_digest", "layout")
 
 
@@ -160,8 +161,9 @@ def checked_header(header: Any) -> dict[str, str]:
             f"the kind of a message is {fields['kind']!r}, expected one of {', '.join(get_args(Kind))}"
         )
     for key in ("version", "base_version"):
-        if key in fields and not (fields[key].isascii() and fields[key].isdecimal()):
-            raise DamagedMessage(f"the {key} of a message is {fields[key]!r}, expected a number")
+        if key in fields and not (fields[key].isascii() and fields[key].isdecimal() and len(fields[key]) <= _DIGITS):
+            found = f"{fields[key][:32]!r} ({len(fields[key])} characters)"
+            raise DamagedMessage(f"the {key} of a message is {found}, expected a number of at most {_DIGITS} digits")
     expected = {"mask": {"layout"}, "state": set(), "update": {"base_version", "base_digest"}}[fields["kind"]]
     if fields.keys() & set(_OPTIONAL) != expected:
         raise DamagedMessage(
@@ -179,7 +181,7 @@ def tensor_list(header: Mapping[str, str]) -> list[tuple[str, str, list[int]]]:
     """
     try:
         entries = [(name, dtype, shape) for name, dtype, shape in json.loads(header["tensors"])]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedMessage(f"the list of a message's tensors is malformed: {error}") from error
     for name, dtype, shape in entries:
         known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)

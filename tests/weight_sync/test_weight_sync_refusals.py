@@ -10,6 +10,7 @@ from samples import change, clones, make_weights, same_bits
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
+from sparse_opt.tensors import metadata_digest
 from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
 
 
@@ -288,3 +289,25 @@ def test_headers():
         Message.from_header(header, {n: t for n, t in message.tensors.items() if n != first})
     with pytest.raises(DamagedMessage, match="'more', which its header does not list"):
         Message.from_header(header, {**message.tensors, "more": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        (
+            "version",
+            "9" * 5000,
+            r"the version of a message is '9{32}' \(5000 characters\), expected a number of at most 18",
+        ),
+        ("tensors", "[" * 100_000, "the list of a message's tensors is malformed"),
+    ],
+)
+def test_extreme_fields_with_a_valid_digest(field, value, match):
+    pair = Pair()
+    message = pair.next(0.1)
+    header = message.header() | {field: value}
+    del header["digest"]
+    header["digest"] = metadata_digest(header)
+    with pytest.raises(DamagedMessage, match=match):
+        Message.from_header(header, message.tensors)
+    pair.works(message)
