@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WeightSyncError
 from ..masks import MaskSet
 from ..weight_sync import WeightSender
 
@@ -33,26 +33,32 @@ class ColocatedUpdates:
         self._model, self._mask = model, mask
         self._sender: WeightSender | None = None
         self._engine: Any = None
+        self._has_failed = False
 
     def __call__(self) -> None:
         """Bring vLLM's weights to the model's, and discard its cached keys and values.
 
         Raises:
-            WeightSyncError: vLLM's weights have another dtype or layout; names the weight.
+            WeightSyncError: vLLM's weights have another dtype or layout; names the weight. Or vLLM cannot discard its
+                cached keys and values. The next call sends the mask and all active values.
         """
-        if self._sender is None:
+        sender = self._sender
+        if sender is None:
             if next(self._model.parameters()).is_cuda:
                 self._write_all()
             (self._engine,) = self._llm.collective_rpc(_make_engine)
             sender = WeightSender(self._model, self._mask)
             messages = [sender.mask_message(), sender.state_message()]
         else:
-            sender = self._sender
-            messages = [sender.update().wait()]
+            update = sender.update().wait()
+            messages = [sender.mask_message(), sender.state_message()] if self._has_failed else [update]
+        self._has_failed = True
         for message in messages:
             self._llm.collective_rpc(_receive, args=(self._engine, message.to_bytes()))
         self._sender = sender  # kept once the mask has arrived
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError("reset_prefix_cache of vLLM failed: blocks are still in use")
+        self._has_failed = False
 
 
 def _make_engine(worker: Any) -> Any:

@@ -38,7 +38,7 @@ class Served(VLLMGeneration):
         self.sent += 1
 
     def reset_prefix_cache(self):
-        pass
+        return True
 
     def generate(self, prompts, images, num_generations, profiler=None):
         assert same(self.server.parameters(), self.model.parameters())

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, WeightSyncError
 from sparse_opt.integrations import SparseArguments
 from sparse_opt.weight_sync import Message, WeightReceiver
 
@@ -25,7 +25,7 @@ class StandIn:
         self.model = model
         self.served = copy.deepcopy(model)
         self.llm = self
-        self.kinds, self.sizes, self.cached = [], [], False
+        self.kinds, self.sizes, self.cached, self.lose_next = [], [], False, False
 
     def sync_weights(self):
         raise AssertionError("all weights are sent")
@@ -36,6 +36,7 @@ class StandIn:
 
     def reset_prefix_cache(self):
         self.cached = False
+        return True
 
     def generate(self, prompts, images, num_generations, profiler=None):
         assert not self.cached
@@ -53,6 +54,9 @@ class Engine:
         self.receiver, self.log = WeightReceiver(model), vllm_config
 
     def update_weights(self, info):
+        if self.log.lose_next:
+            self.log.lose_next = False
+            raise WeightSyncError("the message is lost")
         message = Message.from_bytes(info["message"])
         self.log.kinds.append(message.kind)
         self.log.sizes.append(len(info["message"]))
@@ -82,6 +86,37 @@ def test_a_colocated_vllm_gets_the_changed_values(lab, stand_in):
     assert max(found.sizes[2:]) < 4 * mask.nnz + 4096  # fp32 values and a header
     start = lab.model()
     assert any(not torch.equal(a, b) for a, b in zip(found.served.parameters(), start.parameters(), strict=True))
+
+
+def test_an_update_after_a_refused_one_sends_all_active_values(lab, stand_in):
+    mask = lab.random_mask(0.1)
+    trainer = lab("GRPO", mask=mask, sparse=SPARSE, max_steps=1, **OPTIONS)
+    found = trainer.vllm_generation
+    found.sync_weights()
+
+    def change(value):
+        with torch.no_grad():
+            for name, indices in mask.indices.items():
+                trainer.model.get_parameter(name).view(-1)[indices.long()] += value
+
+    change(1)
+    found.lose_next = True
+    with pytest.raises(WeightSyncError, match="the message is lost"):
+        found.sync_weights()
+    change(2)
+    found.sync_weights()
+    change(3)
+    found.sync_weights()
+    assert found.kinds == ["mask", "state", "mask", "state", "update"]
+    for served, trained in zip(found.served.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(served, trained)
+
+
+def test_a_prefix_cache_in_use_is_an_error(lab, stand_in, monkeypatch):
+    trainer = lab("GRPO", mask=lab.random_mask(0.1), sparse=SPARSE, max_steps=1, **OPTIONS)
+    monkeypatch.setattr(trainer.vllm_generation, "reset_prefix_cache", lambda: False)
+    with pytest.raises(WeightSyncError, match="reset_prefix_cache of vLLM failed: blocks are still in use"):
+        trainer.vllm_generation.sync_weights()
 
 
 @pytest.mark.parametrize(
