@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,8 +17,9 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.vllm import VLLMWeightSync
+from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
 SHAPE = (40, 30)
 
@@ -26,6 +29,8 @@ class Worker:
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = {name: weight.clone() for name, weight in weights.items()}
+        self.workers = 1
+        self.fails: str | None = None  # the route that answers with an error
         self.restart()
 
     def restart(self) -> None:
@@ -53,6 +58,11 @@ class Worker:
 
 
 class LLM(Worker):
+    class llm_engine:
+        class vllm_config:
+            class parallel_config:
+                world_size_across_dp = 1
+
     def get_weight_version(self) -> str:
         return self.version
 
@@ -68,12 +78,18 @@ class Server(Worker):
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if self.path == "/get_world_size":
+                    self.answer(200, {"world_size": worker.workers})
+                    return
                 assert self.path == "/weight_info"
                 self.answer(200, {"weight_version": worker.version})
 
             def do_POST(self) -> None:
                 content = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
                 worker.calls.append(self.path.strip("/"))
+                if worker.fails is not None and self.path.startswith(worker.fails):
+                    self.answer(500, {"error": {"message": "out of order"}})
+                    return
                 try:
                     if self.path == "/update_weights":
                         worker.update_weights(content)
@@ -214,3 +230,115 @@ def test_an_error_that_is_no_refusal_is_not_hidden(weights, sender):
 
     with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: Failed to reset KV cache"):
         VLLMWeightSync(sender, Broken(weights)).connect()
+
+
+def test_a_server_whose_workers_may_differ_stays_paused(weights, sender, servers):
+    (server,) = servers(1)
+    server.workers = 2
+    sync = VLLMWeightSync(sender, server.address)
+    sync.connect()
+    step(weights, sender)
+    server.receiver = WeightReceiver(server.weights)  # one worker has lost its mask
+    server.calls.clear()
+    with pytest.raises(WeightSyncError, match="the weights of its 2 workers may differ, and it is paused until"):
+        sync.update()
+    assert server.calls[-1] == "reset_prefix_cache?reset_running_requests=true" and "resume" not in server.calls
+    server.calls.clear()
+    assert sync.update() == 2
+    assert server.calls.count("update_weights") == 2 and server.calls[-1] == "resume"  # mask and state
+    assert torch.equal(server.weights["w"], weights["w"])
+
+
+def test_a_server_without_pauses_is_paused_if_its_workers_may_differ(weights, sender, servers):
+    (server,) = servers(1)
+    server.workers = 2
+    sync = VLLMWeightSync(sender, server.address, pause=None)
+    sync.connect()
+    server.receiver = WeightReceiver(server.weights)
+    with pytest.raises(WeightSyncError, match="it is paused until an update has succeeded"):
+        sync.update()
+    assert server.calls[-1] == "pause?mode=keep"
+    sync.update()
+    assert server.calls[-1] == "resume"
+
+
+def test_a_failing_pause_is_followed_by_resume(sender, servers):
+    (server,) = servers(1)
+    server.fails = "/pause"
+    with pytest.raises(WeightSyncError, match=r"pause\?mode=wait answered 500: out of order$"):
+        VLLMWeightSync(sender, server.address, pause="wait").connect()
+    assert server.calls == ["pause?mode=wait", "finish_weight_update", "resume"]
+
+
+def test_a_failing_resume_does_not_hide_the_first_error(sender, servers):
+    (server,) = servers(1)
+    sync = VLLMWeightSync(sender, server.address)
+    sync.connect()
+    server.receiver, server.fails = WeightReceiver(server.weights), "/resume"
+    with pytest.raises(WeightSyncError, match="update_weights answered 500: .*; then .*/resume answered 500"):
+        sync.update()
+
+
+def test_a_prefix_cache_in_use_is_an_error(weights, sender):
+    class Busy(LLM):
+        def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+            return False
+
+    with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: blocks are still in use"):
+        VLLMWeightSync(sender, Busy(weights)).connect()
+
+
+class ChannelLLM(LLM):
+    """An `LLM` whose worker receives by a process group; `start_weight_update` fails if `is_broken`."""
+
+    is_broken = False
+
+    def init_weight_transfer_engine(self, content: dict) -> None:
+        info = content["init_info"]
+        self.channel = ProcessGroupReceiver(self.receiver, info["address"], timeout=info["timeout"])
+
+    def start_weight_update(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("the engine core died")
+        super().start_weight_update()
+
+    def update_weights(self, content: dict) -> None:
+        assert self.active
+        self.channel.receive(5)
+
+
+def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
+    llm = ChannelLLM(weights)
+    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
+        sync = VLLMChannelSync(channel, llm, transport="gloo")
+        assert sync.connect() == 0
+        step(weights, sender)
+        assert sync.update() == 1 and llm.version == "1" and torch.equal(llm.weights["w"], weights["w"])
+        llm.is_broken = True
+        expected = "has not replied within 1 s; start_weight_update of the vLLM engine failed: the engine core died"
+        with pytest.raises(WeightSyncError, match=expected):
+            sync.update()
+        llm.channel.close()
+
+
+def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, sender):
+    class Slow(ChannelLLM):
+        def start_weight_update(self) -> None:
+            time.sleep(2.0)  # twice the channel's timeout
+            super().start_weight_update()
+
+    llms = [ChannelLLM(weights), Slow(weights)]
+    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
+        sync = VLLMChannelSync(channel, llms, transport="gloo")
+        sync.connect()
+        step(weights, sender)
+        assert sync.update() == 1
+        assert all(llm.version == "1" and torch.equal(llm.weights["w"], weights["w"]) for llm in llms)
+
+
+def test_a_failing_reset_of_the_cache_does_not_leave_the_server_paused(sender, servers):
+    (server,) = servers(1)
+    server.fails = "/reset_prefix_cache"
+    with pytest.raises(WeightSyncError, match="reset_prefix_cache.* answered 500: out of order$"):
+        VLLMWeightSync(sender, server.address).connect()
+    assert server.calls[-1] == "resume"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+from ...errors import WeightSyncError
 from ...weight_sync import DistributedWeightSender
 from ...weight_sync.transports.channel import SenderChannel
 from .client import raise_errors
@@ -87,11 +88,20 @@ class VLLMChannelSync:
 
     def _round(self, action: Callable[[], object], version: int) -> None:
         """Run a round of the channel while the engines are in an update."""
-        is_sender = self.channel.address != ""
+        engines = self._connections if self.channel.address else []
+        problems: list[WeightSyncError] = []
         with ThreadPoolExecutor(len(self._connections)) as pool:
-            futures = [pool.submit(c.send, [None], version) for c in self._connections if is_sender]
-            action()
-        self._on_sender(lambda: raise_errors(futures))
+            # Requests may have to end first, which can take longer than the channel waits for a receiver.
+            begun = [pool.submit(engine.begin) for engine in engines]
+            ready = [e for e, future in zip(engines, begun, strict=True) if future.exception() is None]
+            futures = begun + [pool.submit(engine.complete, [None], version) for engine in ready]
+            try:
+                action()
+            except WeightSyncError as error:
+                problems.append(error)
+        self._on_sender(lambda: raise_errors(futures, *problems))
+        if problems:
+            raise problems[0]
 
     def _on_sender(self, function: Callable[[], None]) -> None:
         """Call a function on the rank that sends, and raise its errors on all ranks."""

@@ -56,8 +56,10 @@ class VLLMWeightSync:
         The version is also the `weight_version` that vLLM gives with each output.
 
         Raises:
-            WeightSyncError: an engine refuses the update or cannot be reached; gives its message. That engine keeps its
-                weights and its version, and the next call brings it to the sender's. The others have the new version.
+            WeightSyncError: an engine refuses the update or cannot be reached; gives its message. An engine of one
+                worker keeps its weights and its version; the workers of an engine of several may have different
+                weights, and a server then remains paused. The next call brings it to the sender's version. The others
+                have the new version.
         """
         pending = self.sender.update()
         self._on_sender(lambda sender: self._send_update(sender, pending))
@@ -84,7 +86,7 @@ class VLLMWeightSync:
         lock = threading.Lock()
 
         def send(connection: Connection) -> None:
-            if connection.weight_version() == str(message.base_version):
+            if not connection.has_failed and connection.weight_version() == str(message.base_version):
                 connection.send([data], message.version)
                 return
             with lock:
@@ -105,9 +107,9 @@ def _on_all(connections: Sequence[Connection], action: Callable[[Connection], No
         raise_errors([pool.submit(action, connection) for connection in connections])
 
 
-def raise_errors(futures: Sequence[Future[None]]) -> None:
-    """Wait for all, and raise one WeightSyncError for all that failed; another error as it is."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
+def raise_errors(futures: Sequence[Future[None]], *others: WeightSyncError) -> None:
+    """Wait for all, and raise one WeightSyncError for all that failed and for `others`; another error as it is."""
+    errors = [*others, *(error for future in futures if (error := future.exception()) is not None)]
     for error in errors:
         if not isinstance(error, WeightSyncError):
             raise error

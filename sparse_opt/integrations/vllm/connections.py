@@ -8,8 +8,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any, Literal
 
@@ -19,7 +19,14 @@ Pause = Literal["keep", "wait", "abort"]
 
 
 class Connection(ABC):
-    """One engine. All methods raise WeightSyncError with the engine's message if a call fails."""
+    """One engine. All methods raise WeightSyncError with the engine's message if a call fails.
+
+    Attributes:
+        has_failed: whether the last update has failed, so that the engine needs the mask and all active values.
+    """
+
+    has_failed = False
+    _held: str  # what an error says of an engine whose workers may have different weights
 
     @abstractmethod
     def weight_version(self) -> str:
@@ -38,24 +45,69 @@ class Connection(ABC):
 
         Args:
             messages: None is what the sender of the transport sends in a round.
+
+        Raises:
+            WeightSyncError: with the engine's message. An engine of one worker has the weights that it had, and
+                generates on. The workers of an engine of several may have different weights: a server remains paused
+                until an update succeeds.
         """
-        with self._paused():
+        self.begin()
+        self.complete(messages, version)
+
+    def begin(self) -> None:
+        """Pause the engine and start an update of vLLM, which `complete` ends."""
+        try:
+            self._pause()
             self._start()
-            try:
-                for message in messages:
-                    self._update(message)
-            except WeightSyncError:
-                # A worker that refuses an update leaves vLLM's session. Of several workers the others are still in it;
-                # a single one answers that there is none.
-                with suppress(WeightSyncError):
-                    self._finish(None)
-                raise
+        except WeightSyncError as error:
+            raise self._abandoned(error, sent=False) from error
+
+    def complete(self, messages: Sequence[bytes | None], version: int) -> None:
+        """Apply messages in the update that `begin` has started, and end it; see `send`."""
+        try:
+            for message in messages:
+                self._update(message)
             self._finish(str(version))
             self._reset_prefix_cache()
+        except WeightSyncError as error:
+            raise self._abandoned(error, sent=True) from error
+        self._resume()
+        self.has_failed = False
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        yield
+    def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
+        """End an update that has failed, and return its error with the state in which the engine is left."""
+        self.has_failed = True
+        # A worker that refuses an update leaves vLLM's session. Of several workers the others are still in it; a single
+        # one answers that there is none.
+        with suppress(WeightSyncError):
+            self._finish(None)
+        text = str(error)
+        actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, self._resume_or_hold]
+        for action in actions if sent else [self._resume]:
+            try:
+                text += action() or ""
+            except WeightSyncError as second:
+                if str(second) not in text:
+                    text += f"; then {second}"
+        return WeightSyncError(text)
+
+    def _resume_or_hold(self) -> str:
+        """Resume an engine of one worker; keep another one paused, and return what the error says of it."""
+        if (count := self.world_size()) == 1:
+            self._resume()
+            return ""
+        self._hold()
+        return f"; the weights of its {count} workers may differ, and {self._held}"
+
+    @abstractmethod
+    def _pause(self) -> None: ...
+
+    @abstractmethod
+    def _resume(self) -> None: ...
+
+    @abstractmethod
+    def _hold(self) -> None:
+        """Keep the engine paused, or pause it."""
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -78,6 +130,8 @@ class LocalEngine(Connection):
         llm: it runs no requests during an update, because `LLM.generate` returns after its requests have ended.
     """
 
+    _held = "it must not generate before an update has succeeded"
+
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
@@ -91,6 +145,15 @@ class LocalEngine(Connection):
     def world_size(self) -> int:
         return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
+    def _pause(self) -> None:
+        """Do nothing: no requests run."""
+
+    def _resume(self) -> None:
+        """Do nothing: no requests run."""
+
+    def _hold(self) -> None:
+        """Do nothing: the caller decides when to generate."""
+
     def _start(self) -> None:
         self._call("start_weight_update")
 
@@ -101,7 +164,8 @@ class LocalEngine(Connection):
         self._call("finish_weight_update", version)
 
     def _reset_prefix_cache(self) -> None:
-        self._call("reset_prefix_cache", True)
+        if not self._call("reset_prefix_cache", True):
+            raise WeightSyncError("reset_prefix_cache of the vLLM engine failed: blocks are still in use")
 
     def _call(self, method: str, *args: Any) -> Any:
         try:
@@ -119,33 +183,42 @@ class Server(Connection):
         timeout: of each request, in seconds.
     """
 
+    _held = "it is paused until an update has succeeded"
+
     def __init__(self, address: str, pause: Pause | None, timeout: float) -> None:
         if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
             raise WeightSyncError(f"the address of the vLLM server is {address!r}, expected http://host:port")
         self._address = address.rstrip("/")
-        self._pause = pause
+        self._mode = pause
         self._timeout = timeout
+        self._is_held = False  # paused after an error, also with pause=None
 
     def weight_version(self) -> str:
-        return str(self._call("weight_info", method="GET")["weight_version"])
+        return str(self._value("weight_info", "weight_version", method="GET"))
 
     def initialize(self, transport: str, address: str, timeout: float) -> None:
         info = {"transport": transport, "address": address, "timeout": timeout}
         self._call("init_weight_transfer_engine", {"init_info": info})
 
     def world_size(self) -> int:
-        return int(self._call("get_world_size", method="GET")["world_size"])
+        count = self._value("get_world_size", "world_size", method="GET")
+        if not isinstance(count, int):
+            raise WeightSyncError(f"{self._address}/get_world_size has world_size {count!r}, expected a number")
+        return count
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        if self._pause is None:
-            yield
-            return
-        self._call(f"pause?mode={self._pause}")
-        try:
-            yield
-        finally:
+    def _pause(self) -> None:
+        if self._mode is not None:
+            self._call(f"pause?mode={self._mode}")
+
+    def _resume(self) -> None:
+        if self._mode is not None or self._is_held:
             self._call("resume")
+            self._is_held = False
+
+    def _hold(self) -> None:
+        if self._mode is None and not self._is_held:
+            self._call("pause?mode=keep")
+        self._is_held = True
 
     def _start(self) -> None:
         self._call("start_weight_update")
@@ -158,10 +231,16 @@ class Server(Connection):
         self._call("finish_weight_update", {"weight_version": version})
 
     def _reset_prefix_cache(self) -> None:
-        if not self._call("reset_prefix_cache?reset_running_requests=true")["success"]:
+        if not self._value("reset_prefix_cache?reset_running_requests=true", "success"):
             raise WeightSyncError(f"{self._address}/reset_prefix_cache failed: blocks are still in use")
 
-    def _call(self, route: str, content: dict[str, Any] | None = None, method: str = "POST") -> dict[str, Any]:
+    def _value(self, route: str, key: str, method: str = "POST") -> Any:
+        answer = self._call(route, method=method)
+        if not isinstance(answer, dict) or key not in answer:
+            raise WeightSyncError(f"{self._address}/{route} answered {str(answer)[:200]!r}, expected {key!r} in it")
+        return answer[key]
+
+    def _call(self, route: str, content: dict[str, Any] | None = None, method: str = "POST") -> Any:
         request = urllib.request.Request(
             f"{self._address}/{route}",
             data=None if content is None else json.dumps(content).encode(),
@@ -175,7 +254,11 @@ class Server(Connection):
             raise WeightSyncError(f"{self._address}/{route} answered {error.code}: {_message(error.read())}") from error
         except (OSError, HTTPException) as error:
             raise WeightSyncError(f"{self._address}/{route} cannot be reached: {error}") from error
-        return json.loads(body) if body else {}
+        try:
+            return json.loads(body) if body else {}
+        except (ValueError, RecursionError) as error:
+            text = body[:200].decode(errors="replace")
+            raise WeightSyncError(f"{self._address}/{route} answered {text!r}, expected JSON") from error
 
 
 def connections_to(engines: Any, pause: Pause | None, timeout: float) -> list[Connection]:
