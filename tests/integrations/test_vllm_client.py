@@ -243,8 +243,13 @@ def test_a_server_whose_workers_may_differ_stays_paused(weights, sender, servers
     with pytest.raises(WeightSyncError, match="the weights of its 2 workers may differ, and it is paused until"):
         sync.update()
     assert server.calls[-1] == "reset_prefix_cache?reset_running_requests=true" and "resume" not in server.calls
+    server.fails = "/start_weight_update"
+    with pytest.raises(WeightSyncError, match="start_weight_update answered 500"):
+        sync.update()
+    assert "resume" not in server.calls
+    server.fails = None
     server.calls.clear()
-    assert sync.update() == 2
+    assert sync.update() == 3
     assert server.calls.count("update_weights") == 2 and server.calls[-1] == "resume"  # mask and state
     assert torch.equal(server.weights["w"], weights["w"])
 

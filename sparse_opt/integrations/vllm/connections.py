@@ -26,6 +26,7 @@ class Connection(ABC):
     """
 
     has_failed = False
+    _may_differ = False  # the weights of its workers, since an update that has failed
     _held: str  # what an error says of an engine whose workers may have different weights
 
     @abstractmethod
@@ -72,7 +73,7 @@ class Connection(ABC):
         except WeightSyncError as error:
             raise self._abandoned(error, sent=True) from error
         self._resume()
-        self.has_failed = False
+        self.has_failed = self._may_differ = False
 
     def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
         """End an update that has failed, and return its error with the state in which the engine is left."""
@@ -83,7 +84,7 @@ class Connection(ABC):
             self._finish(None)
         text = str(error)
         actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, self._resume_or_hold]
-        for action in actions if sent else [self._resume]:
+        for action in actions if sent else [] if self._may_differ else [self._resume]:
             try:
                 text += action() or ""
             except WeightSyncError as second:
@@ -93,7 +94,9 @@ class Connection(ABC):
 
     def _resume_or_hold(self) -> str:
         """Resume an engine of one worker; keep another one paused, and return what the error says of it."""
+        self._may_differ = True
         if (count := self.world_size()) == 1:
+            self._may_differ = False
             self._resume()
             return ""
         self._hold()
