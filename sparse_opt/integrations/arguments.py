@@ -38,9 +38,10 @@ class SparseArguments:
         delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
             `DeltaLog.create`.
         vllm_weight_sync: what GRPO with `use_vllm=True` sends vLLM before it generates: "full", all weights, as TRL
-            does, or "sparse", the values that have changed under the mask. "sparse" needs `vllm_mode="colocate"`
-            without sleep mode and tensor parallelism, and a model with the weights and the dtype of the checkpoint that
-            it names.
+            does, or "sparse", the values that have changed under the mask. "sparse" needs a model with the dtype of
+            vLLM's, and with the weights of the checkpoint that it has loaded. With `vllm_mode="colocate"` it needs a
+            vLLM without sleep mode and tensor parallelism; with "server" a server of backend `sparse_opt`, see
+            `integrations.vllm.VLLMWeightSync`.
 
     Raises:
         ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log is

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, WeightSyncError
+from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..weight_sync import WeightSender
 
@@ -76,25 +76,3 @@ def _receive(worker: Any, engine: Any, message: bytes) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         engine.update_weights({"message": message})
-
-
-def require_colocated(args: Any) -> None:
-    """Check that the trainer's arguments allow `SparseArguments(vllm_weight_sync="sparse")`.
-
-    Raises:
-        ConfigError: vLLM is not used, is on a server, sleeps, or has tensor parallelism.
-    """
-    found = None
-    if not getattr(args, "use_vllm", False):
-        found = "use_vllm is False, expected True"
-    elif args.vllm_mode != "colocate":
-        found = (
-            f"vllm_mode is {args.vllm_mode!r}, expected 'colocate': TRL connects to a server by a transfer of whole "
-            "weights"
-        )
-    elif args.vllm_enable_sleep_mode:
-        found = "vllm_enable_sleep_mode is True, expected False: a sleeping vLLM discards the weights"
-    elif args.vllm_tensor_parallel_size != 1:
-        found = f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, expected 1"
-    if found is not None:
-        raise ConfigError(f"vllm_weight_sync is 'sparse', and {found}; or set vllm_weight_sync='full'")

