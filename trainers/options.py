@@ -176,7 +176,9 @@ class CompletionOptions(ModelOptions):
     temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token", at_least=0)
     top_p: float = option(1.0, "sample from the most likely tokens of this total probability", above=0, at_most=1)
     top_k: int = option(0, "sample from this many of the most likely tokens; 0 from all", at_least=0)
-    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option("generate", "engine that samples")
+    rollout_engine: Literal["generate", "continuous_batching", "vllm"] = option(
+        "generate", "engine that samples", aliases=("engine",)
+    )
     vllm_gpu_memory_utilization: float = option(0.3, "share of the GPU's memory that vLLM may use", above=0, at_most=1)
     vllm_enforce_eager: bool = option(
         False, "run vLLM without torch.compile and CUDA graphs: a faster start and slower sampling"

@@ -11,7 +11,9 @@ from rollout_models import CONFIGS, greedy_by_hand, plain_table, snapshot, with_
 from small_models import EPS, small
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GenerationConfig, LlamaConfig
 
+from sparse_opt.config import parse_config
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.trainers.grpo import GRPOConfig
 from sparse_opt.trainers.policy.models import make_masks_skippable
 from sparse_opt.trainers.rollouts import (
     Completions,
@@ -357,6 +359,12 @@ def test_engines_by_name(tokenizer):
         assert engine.eos_ids == (tokenizer.eos_token_id, 1)
     with pytest.raises(ConfigError, match="rollout_engine is 'sglang', expected generate, continuous_batching or vllm"):
         make_engine("sglang", model, tokenizer)
+
+
+def test_engine_is_another_name_of_rollout_engine():
+    words = ["policy_name=m", "dataset=d", "reward_functions=length"]
+    assert parse_config(GRPOConfig, [*words, "--engine", "vllm"]).rollout_engine == "vllm"
+    assert parse_config(GRPOConfig, [*words, "engine=continuous_batching"]).rollout_engine == "continuous_batching"
 
 
 @pytest.mark.parametrize(
