@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
+from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
     CudaIpcSender,
@@ -40,7 +40,7 @@ class Counted(WeightReceiver):
 
     sizes: dict[str, int]
 
-    def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
+    def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
         assert isinstance(message, Message)
         if message.kind == "update":
             header = sum(len(key) + len(value) for key, value in message.header().items())

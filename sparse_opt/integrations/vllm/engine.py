@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ...errors import DamagedMessage, ForeignMessage, WeightSyncError
-from ...weight_sync import Destination, Message, WeightReceiver
+from ...weight_sync import Destination, Message, PendingMessage, WeightReceiver
 from ...weight_sync.layout import DTYPES, Layout
 from ...weight_sync.transports import CudaIpcReceiver, FolderReceiver, ProcessGroupReceiver
 from ...weight_sync.transports.channel import ReceiverChannel
@@ -78,7 +78,8 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
 
         Raises:
             WeightSyncError: no sender responds at the address.
-            ValueError: the transport is unknown.
+            ValueError: the transport is unknown, or is "folder" for an engine of several workers, which could read
+                different numbers of steps.
         """
         self._disconnect()
         self._timeout = init_info.timeout
@@ -96,6 +97,11 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         elif transport == "cuda_ipc":
             self._channel = CudaIpcReceiver(self._weights, address, timeout=init_info.timeout, name=name)
         elif transport == "folder":
+            if self.parallel_config.world_size > 1:
+                raise ValueError(
+                    f"transport is 'folder' for an engine of {self.parallel_config.world_size} workers, which may read "
+                    "different numbers of steps: use another transport, or one worker"
+                )
             self._channel = FolderReceiver(self._weights, address)
         elif transport != "bytes":
             raise ValueError(f"transport is {transport!r}, expected bytes, gloo, nccl, cuda_ipc or folder")
@@ -150,10 +156,9 @@ class VLLMReceiver(WeightReceiver):
         # Layers that are to be packed again; they remain here if vLLM fails to pack one of them.
         self._stale: dict[nn.Module, None] = {}
 
-    def receive(self, message: Message | bytes | bytearray | memoryview) -> int | None:
+    def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
         """Apply a message as `WeightReceiver.receive` does, and pack the layers again that it has changed."""
-        if not isinstance(message, Message):
-            message = Message.from_bytes(message)
+        message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
         version = super().receive(message)
         if message.kind == "mask":
             self._followed = self._found
