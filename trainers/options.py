@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -197,6 +197,11 @@ class CompletionOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.vllm_server_base_url is not None and self.rollout_engine != "vllm":
+            raise ConfigError(
+                f"option 'vllm_server_base_url' is {self.vllm_server_base_url}: rollout_engine is "
+                f"{self.rollout_engine}, expected vllm"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_functions):
             raise ConfigError(
                 f"option 'reward_weights' has {len(self.reward_weights)} values, reward_functions "
@@ -228,10 +233,10 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
         )
     )
     vllm_importance_sampling_clip_max: float | None = option(
-        3.0, "upper bound of importance weights; none for none", above=0
+        3.0, "upper bound of importance weights; none for no bound", above=0
     )
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "lower bound of importance weights; none for none", above=0
+        None, "lower bound of importance weights; none for no bound", above=0
     )
 
     def __post_init__(self) -> None:
@@ -242,6 +247,13 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
                     f"option '{name}' is {getattr(self, name)}: rollout_engine {self.rollout_engine} reports no "
                     "log-probabilities; use vllm"
                 )
+        for field in fields(self):
+            of_correction = field.name.startswith(("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_"))
+            if of_correction and not self.vllm_importance_sampling_correction:
+                if (value := getattr(self, field.name)) != field.default:
+                    raise ConfigError(
+                        f"option '{field.name}' is {value}: it needs vllm_importance_sampling_correction true"
+                    )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(

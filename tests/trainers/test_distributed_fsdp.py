@@ -20,6 +20,8 @@ from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.policy.sharding import shard
+from sparse_opt.trainers.policy.update_statistics import UpdateStatistics
+from sparse_opt.trainers.policy.whole_model import Outline
 from sparse_opt.trainers.rft import datagen
 from sparse_opt.trainers.rollouts import Sampling, make_engine
 from sparse_opt.trainers.run.training_run import TrainingRun
@@ -215,3 +217,26 @@ def test_ranks_of_a_sharded_model_generate_different_numbers_of_tokens(of_ranks)
     assert all(len(completions) == 6 for completions in first.values())
     assert {len(completions) for completions in second.values()} == {0, 4}
     assert any(len(completion) == 7 for completions in second.values() for completion in completions)
+
+
+def statistics_of_sharded(rank, model_folder):
+    """The weights are frozen after the outline of the model was made, as in a run with `mlp_only`."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    outline = Outline(model)
+    shard(model, torch.device("cpu"))
+    train_mlps_only(model)
+    whole = outline.gather(model)
+    return None if whole is None else UpdateStatistics(whole).matrices
+
+
+def train_mlps_only(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mlp." in name)
+
+
+def test_the_statistics_of_a_sharded_model_are_of_its_trained_matrices(model_folder):
+    whole = AutoModelForCausalLM.from_pretrained(model_folder)
+    train_mlps_only(whole)
+    expected = UpdateStatistics(whole).matrices
+    assert all(".mlp." in name for name in expected)
+    assert launch(statistics_of_sharded, 2, str(model_folder)) == [expected, None]

@@ -245,6 +245,17 @@ def test_bounds_that_make_no_sense_are_refused(train, options, message):
         train(0.0, vllm_importance_sampling_correction=True, **options)
 
 
+@pytest.mark.parametrize(("name", "value"), [("mode", "token_mask"), ("clip_max", 2.0), ("clip_min", 0.5)])
+def test_settings_of_the_correction_need_it(train, name, value):
+    with pytest.raises(ConfigError, match=f"sampling_{name}' is {value}: it needs vllm_importance_sampling_correction"):
+        train(0.0, **{f"vllm_importance_sampling_{name}": value})
+
+
+def test_a_server_is_for_engine_vllm_only(train):
+    with pytest.raises(ConfigError, match="'vllm_server_base_url' is http://a:1: rollout_engine is generate, expected"):
+        train(0.0, engine="generate", vllm_server_base_url="http://a:1")
+
+
 def test_parts_are_joined_with_their_log_probabilities():
     first, second = Completions([[5], [6, 7]], [[-1.0], [-2.0, -3.0]]), Completions([[8]], [[-4.0]])
     assert joined([first, Completions([]), second]) == Completions([[5], [6, 7], [8]], [[-1.0], [-2.0, -3.0], [-4.0]])

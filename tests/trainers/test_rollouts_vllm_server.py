@@ -46,6 +46,12 @@ def test_completions_in_flight_are_limited_and_the_weights_sent_once(server):
     engine.close()
 
 
+def test_the_servers_generation_settings_have_no_effect(server):
+    server.generation_config = {"repetition_penalty": 1.3, "min_p": 0.1}
+    engine = VLLMServerEngine(small(LlamaConfig), eos_ids=NEVER, base_url=server.url)
+    assert len(engine.generate(PROMPTS, 2, Sampling(6)).ids) == 6
+
+
 class Tokenizer:
     eos_token_id, pad_token_id = NEVER[0], 0
 

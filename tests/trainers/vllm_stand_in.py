@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.weight_sync import WeightReceiver
 
+# Settings with which the server samples from the model's distribution.
+UNCHANGED = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+
 
 class Server(ThreadingHTTPServer):
     """Samples from the weights that it was given last.
@@ -33,6 +36,7 @@ class Server(ThreadingHTTPServer):
         self.weight_transfer = weight_transfer and {"backend": weight_transfer}
         self.logprobs_mode, self.missing = "processed_logprobs", []
         self.fails = None  # a route that answers with an error
+        self.generation_config = {}  # values of what a request leaves out, as of generation_config.json
         self.receiver, self.version = WeightReceiver(model), "default"
         self.lock = threading.Lock()
         self.in_flight = self.most_in_flight = 0  # requests for completions
@@ -80,6 +84,9 @@ class Server(ThreadingHTTPServer):
 
     def complete(self, body):
         assert body["model"] == "policy" and body["logprobs"] == 0
+        assert body["n"] == 1 or body["temperature"] > 0, f"n must be 1 when using greedy sampling, got {body['n']}."
+        changes = {name: value for name, value in (self.generation_config | body).items() if name in UNCHANGED}
+        assert changes.items() <= UNCHANGED.items(), f"the server samples with {changes}"
         with self.lock:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)

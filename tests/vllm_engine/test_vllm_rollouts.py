@@ -100,6 +100,7 @@ def test_on_a_server(folder, model, tmp_path):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
     command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "sparse_opt"}']
+    command += ["--generation-config", "vllm"]
     command += ["--worker-extension-cls", "sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension"]
     log = tmp_path / "server.log"
     with log.open("w") as output:

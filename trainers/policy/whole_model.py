@@ -31,14 +31,16 @@ class Outline:
     def gather(self, model: nn.Module) -> Any:
         """The model of this outline with the weights of the sharded model, on the CPU of rank 0; None on other ranks.
 
-        The weights are gathered one after the other. All ranks must call it.
+        The weights are gathered one after the other. Those that the sharded model has frozen are frozen. All ranks must
+        call it.
         """
         reshard(model)
         weights = {name: gather(param) for name, param in model.named_parameters()}
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
         if dist.get_rank() != 0:
             return None
         memo: dict[int, Any] = {
-            id(param): nn.Parameter(weights[name], requires_grad=param.requires_grad)
+            id(param): nn.Parameter(weights[name], requires_grad=name in trained)
             for name, param in self._model.named_parameters()
         }
         return copy.deepcopy(self._model, memo)

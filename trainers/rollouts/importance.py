@@ -42,7 +42,7 @@ def importance_weights(
         logprobs: [R, P] fp32, of the sampled tokens under the policy that the engine sampled from, before an update.
         engine_logprobs: [R, P] fp32, of the same tokens in the distribution that the engine sampled from.
         mask: [R, P] bool, the sampled tokens. Values outside the mask have no effect.
-        clip_max, clip_min: bounds; None for none.
+        clip_max, clip_min: bounds; None for no bound.
 
     Returns:
         The weights, [R, P] fp32, 1 outside the mask; and [R, P] bool, the tokens whose weight is not exp(d_t), or the
@@ -97,7 +97,7 @@ def require_agreement(statistics: dict[str, Tensor], largest: float | None) -> N
 
     Args:
         statistics: see `logprob_differences`.
-        largest: upper bound of the mean absolute difference; None for none.
+        largest: upper bound of the mean absolute difference; None for no bound.
 
     Raises:
         SparseOptError: the mean absolute difference exceeds the bound.

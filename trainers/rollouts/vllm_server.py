@@ -2,7 +2,7 @@
 
 The server runs on the trainer's host, or shares the folder of temporary files with it:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm \\
         --worker-extension-cls sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension \\
         --weight-transfer-config '{"backend": "sparse_opt"}'
 
@@ -42,6 +42,8 @@ from .vllm_weights import SparseUpdates, WeightSync, merged_weights, save_weight
 
 # Requests in flight; the server puts them into batches itself.
 _CONNECTIONS = 64
+# What a request leaves out, the server takes from the checkpoint's generation_config.json.
+_NO_OTHER_CHANGES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
 
 class VLLMServerEngine:
@@ -118,11 +120,12 @@ class VLLMServerEngine:
         seeds = torch.randint(2**31, (len(prompts),), device="cpu").tolist()
         self._ranks.barrier()
         self._weights.synchronize()
+        repeats, n_each = (n, 1) if sampling.greedy else (1, n)  # vLLM refuses greedy requests with n > 1
         requests = [
             {
                 "model": self._server.model,
                 "prompt": list(prompt),
-                "n": n,
+                "n": n_each,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
@@ -134,10 +137,12 @@ class VLLMServerEngine:
                 "logprobs": 0,  # of the sampled token alone
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
+                **_NO_OTHER_CHANGES,
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
+            for _ in range(repeats)
         ]
-        connections = _CONNECTIONS if self._at_once is None else min(_CONNECTIONS, max(1, self._at_once // n))
+        connections = _CONNECTIONS if self._at_once is None else min(_CONNECTIONS, max(1, self._at_once // n_each))
         with ThreadPoolExecutor(connections) as pool:
             answers = list(pool.map(lambda request: self._server.post("/v1/completions", request), requests))
         choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]

@@ -9,9 +9,14 @@ import yaml
 from stopping import assert_same_run, rows, stop, stop_and_resume
 from transformers import AutoModelForCausalLM
 
+from sparse_opt.config import to_yaml
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import ConfigError, DeltaLogError
 from sparse_opt.trainers import dpo, sft
+from sparse_opt.trainers.grpo import GRPOConfig
+from sparse_opt.trainers.rft.datagen import DatagenConfig
+from sparse_opt.trainers.rft.parts import MAY_DIFFER
+from sparse_opt.trainers.run.resume import check_resumable, require_same_options
 
 
 @pytest.fixture
@@ -125,6 +130,21 @@ def test_other_options_are_refused(monkeypatch, options, changes, message):
     stop(monkeypatch, dpo.train, options("run"), 2)
     with pytest.raises(ConfigError, match=message):
         dpo.train(dataclasses.replace(options("run"), resume=True, **changes))
+
+
+def test_a_run_may_use_another_server(tmp_path):
+    vllm = {"rollout_engine": "vllm", "vllm_server_base_url": "http://a:1"}
+    common = {"policy_name": "m", "dataset": "d", "reward_functions": ["length"], **vllm}
+    other = {"vllm_server_base_url": "http://b:1"}
+    config = GRPOConfig(**common)
+    (tmp_path / "options.yaml").write_text(to_yaml(config))
+    free = {"max_logprob_difference": 0.1, "vllm_gpu_memory_utilization": 0.5}
+    check_resumable(tmp_path, dataclasses.replace(config, **other, **free))
+    with pytest.raises(ConfigError, match=r"temperature is 0\.5; expected 1\.0, as in the run"):
+        check_resumable(tmp_path, dataclasses.replace(config, temperature=0.5))
+    sampling = DatagenConfig(**common)
+    (tmp_path / "options.yaml").write_text(to_yaml(sampling))
+    require_same_options(tmp_path, dataclasses.replace(sampling, **other, fsdp=False), MAY_DIFFER)
 
 
 def test_an_option_that_came_later_had_its_default(monkeypatch, options, tmp_path):
