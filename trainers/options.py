@@ -189,7 +189,8 @@ class CompletionOptions(ModelOptions):
     vllm_server_base_url: str | None = option(
         None,
         "URL of a vLLM server on this host to sample with, instead of vLLM in the same process, also with several "
-        "processes; it needs VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs",
+        "processes; it needs VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and --worker-extension-cls "
+        "or, for mode sparse, --weight-transfer-config, see docs/trainers.md",
         aliases=("rollout_server",),
     )
     reward_functions: list[str] = option([], "rewards by name or as module:function, several with commas")

@@ -75,8 +75,27 @@ def test_a_server_with_other_settings_is_refused(server):
     model = small(LlamaConfig)
     with pytest.raises(ConfigError, match="backend None, and mode sparse needs --weight-transfer-config"):
         VLLMServerEngine(model, eos_ids=NEVER, base_url=server.url, mask=MaskSet.random(model, density=0.1, seed=0))
+    server.worker_extension = ""
+    with pytest.raises(ConfigError, match=r"has --worker-extension-cls None, expected sparse_opt\..*\.ReloadExtension"):
+        VLLMServerEngine(model, eos_ids=NEVER, base_url=server.url)
+    server.dtype = "torch.bfloat16"
+    with pytest.raises(ConfigError, match="has --dtype bfloat16, expected float32, as the policy has"):
+        VLLMServerEngine(model, eos_ids=NEVER, base_url=server.url)
     server.logprobs_mode = "raw_logprobs"
     with pytest.raises(ConfigError, match="has --logprobs-mode raw_logprobs, expected processed_logprobs"):
         VLLMServerEngine(model, eos_ids=NEVER, base_url=server.url)
     with pytest.raises(ConfigError, match=r"needs a server with VLLM_SERVER_DEV_MODE=1: .* does not answer"):
         VLLMServerEngine(model, eos_ids=NEVER, base_url="http://localhost:9")
+
+
+def test_another_kind_of_server_is_refused(server):
+    server.answer = lambda route, body: {"data": [{"id": "policy"}], "vllm_config": {}}
+    with pytest.raises(ConfigError, match=r"does not answer as a vLLM server does .*: expected vLLM 0\.32 or later"):
+        VLLMServerEngine(small(LlamaConfig), eos_ids=NEVER, base_url=server.url)
+
+
+def test_a_mixture_of_experts_is_refused(server):
+    model = small(LlamaConfig)
+    model.config.num_local_experts = 4
+    with pytest.raises(ConfigError, match="cannot update a mixture of experts, and num_local_experts is 4"):
+        VLLMServerEngine(model, eos_ids=NEVER, base_url=server.url)

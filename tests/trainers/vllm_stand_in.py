@@ -35,6 +35,8 @@ class Server(ThreadingHTTPServer):
         self.model, self.max_model_len = model, max_model_len
         self.weight_transfer = weight_transfer and {"backend": weight_transfer}
         self.logprobs_mode, self.missing = "processed_logprobs", []
+        self.dtype = str(model.dtype)
+        self.worker_extension = "sparse_opt.trainers.rollouts.vllm_weights.ReloadExtension"
         self.fails = None  # a route that answers with an error
         self.generation_config = {}  # values of what a request leaves out, as of generation_config.json
         self.receiver, self.version = WeightReceiver(model), "default"
@@ -55,8 +57,9 @@ class Server(ThreadingHTTPServer):
         if route == "/v1/models":
             return {"data": [{"id": "policy"}]}
         if route == "/server_info":
-            model = {"logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len}
-            return {"vllm_config": {"model_config": model, "weight_transfer_config": self.weight_transfer}}
+            model = {"logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len, "dtype": self.dtype}
+            config = {"model_config": model, "parallel_config": {"worker_extension_cls": self.worker_extension}}
+            return {"vllm_config": config | {"weight_transfer_config": self.weight_transfer}}
         if route == "/weight_info":
             return {"weight_version": self.version}
         if route == "/collective_rpc":

@@ -40,7 +40,7 @@ def make_optimizer(
     """SparseAdamW under the mask in mode sparse, else DenseAdamW on the trained weights; `mlp_only` selects the MLPs.
 
     Both take the same options and have `grad_norm` and `nbytes()`. SparseAdamW averages its gradients over the process
-    group; around the model of DenseAdamW this is the task of DDP.
+    group; those of DenseAdamW are averaged by DDP or FSDP2, see `GradientAveraging`.
 
     Raises:
         MaskError: the mask cannot be read or is another model's.

@@ -79,13 +79,7 @@ class VLLMEngine:
         self.model = causal_lm(model)
         self.eos_ids = tuple(eos_ids)
         config, device = self.model.config, self.model.device
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            n_experts = getattr(config.get_text_config(), name, None)
-            if n_experts:
-                raise ConfigError(
-                    f"rollout_engine vllm cannot update a mixture of experts, and {name} is {n_experts}: use generate "
-                    "or continuous_batching"
-                )
+        require_updatable(config)
         if device.type == "cuda" and device.index not in (None, 0):
             raise ConfigError(
                 f"rollout_engine vllm runs on the first visible GPU, and the policy is on {device}: set "
@@ -207,6 +201,17 @@ class VLLMEngine:
         gc.collect()
         if self._sleeps:
             torch.cuda.empty_cache()
+
+
+def require_updatable(config: Any) -> None:
+    """Raise ConfigError if the weights of a model with this transformers configuration cannot be updated in vLLM."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        n_experts = getattr(config.get_text_config(), name, None)
+        if n_experts:
+            raise ConfigError(
+                f"rollout_engine vllm cannot update a mixture of experts, and {name} is {n_experts}: use generate or "
+                "continuous_batching"
+            )
 
 
 def require_vllm_temperature(sampling: Sampling) -> None:

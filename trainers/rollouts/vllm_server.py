@@ -37,8 +37,8 @@ from ..policy.sharding import is_sharded, unsharded_class
 from ..policy.whole_model import gather
 from ..ranks import ONE_RANK, Ranks, world_size
 from .sampling import Completions, Sampling, require_room
-from .vllm import require_vllm_temperature
-from .vllm_weights import SparseUpdates, WeightSync, merged_weights, save_weights
+from .vllm import require_updatable, require_vllm_temperature
+from .vllm_weights import ReloadExtension, SparseUpdates, WeightSync, merged_weights, save_weights
 
 # Requests in flight; the server puts them into batches itself.
 _CONNECTIONS = 64
@@ -63,8 +63,9 @@ class VLLMServerEngine:
             may have no prompts.
 
     Raises:
-        ConfigError: no server with the needed settings responds there; there are more processes than `ranks`; or all
-            weights would be sent of a sharded policy with adapters.
+        ConfigError: no server with the needed settings and the policy's dtype responds there; there are more processes
+            than `ranks`; the policy is a mixture of experts; or all weights would be sent of a sharded policy with
+            adapters.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class VLLMServerEngine:
         self.model = causal_lm(model)
         self.eos_ids = tuple(eos_ids)
         self._at_once, self._ranks = at_once, ranks
+        require_updatable(self.model.config)
         if world_size() > ranks.size:
             raise ConfigError(
                 f"rollout_engine vllm on a server: each of {world_size()} processes samples by itself, and would send "
@@ -91,8 +93,19 @@ class VLLMServerEngine:
                 "mode dense or sparse, or rollout_engine generate"
             )
         self._server = VLLMServer(base_url)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        if self._server.dtype != dtype:
+            raise ConfigError(
+                f"the vLLM server {base_url} has --dtype {self._server.dtype}, expected {dtype}, as the policy has"
+            )
         self._weights: WeightSync
         if mask is None:
+            expected = f"{ReloadExtension.__module__}.{ReloadExtension.__qualname__}"
+            if self._server.worker_extension != expected:
+                raise ConfigError(
+                    f"the vLLM server {base_url} has --worker-extension-cls {self._server.worker_extension or None}, "
+                    f"expected {expected}"
+                )
             self._weights = FolderReload(self._server, self.model, ranks)
         else:
             if self._server.weight_transfer != "sparse_opt":
@@ -223,12 +236,18 @@ class VLLMServer:
         try:
             self.model: str = self._request("GET", "/v1/models")["data"][0]["id"]
             info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
+            transfer = info["weight_transfer_config"]
+            self.weight_transfer: str | None = None if transfer is None else transfer["backend"]
+            self.worker_extension: str = info["parallel_config"]["worker_extension_cls"]
+            self.max_model_len: int = info["model_config"]["max_model_len"]
+            self.dtype: str = info["model_config"]["dtype"].removeprefix("torch.")
+            mode = info["model_config"]["logprobs_mode"]
         except SparseOptError as error:
             raise ConfigError(f"rollout_engine vllm needs a server with VLLM_SERVER_DEV_MODE=1: {error}") from error
-        transfer = info["weight_transfer_config"]
-        self.weight_transfer: str | None = None if transfer is None else transfer["backend"]
-        self.max_model_len: int = info["model_config"]["max_model_len"]
-        mode = info["model_config"]["logprobs_mode"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"{self.base_url} does not answer as a vLLM server does ({error!r}): expected vLLM 0.32 or later"
+            ) from error
         if mode != "processed_logprobs":
             raise ConfigError(
                 f"the vLLM server {self.base_url} has --logprobs-mode {mode}, expected processed_logprobs"
