@@ -248,6 +248,11 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
                     f"option '{name}' is {getattr(self, name)}: rollout_engine {self.rollout_engine} reports no "
                     "log-probabilities; use vllm"
                 )
+            if getattr(self, name) and (self.top_p < 1 or self.top_k > 0):
+                raise ConfigError(
+                    f"option '{name}' is {getattr(self, name)} with top_p {self.top_p} and top_k {self.top_k}: "
+                    "expected 1 and 0, because the engine's probabilities are otherwise renormalised over fewer tokens"
+                )
         for field in fields(self):
             of_correction = field.name.startswith(("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_"))
             if of_correction and not self.vllm_importance_sampling_correction:

@@ -245,6 +245,13 @@ def test_bounds_that_make_no_sense_are_refused(train, options, message):
         train(0.0, vllm_importance_sampling_correction=True, **options)
 
 
+@pytest.mark.parametrize("truncated", [{"top_p": 0.9}, {"top_k": 5}])
+@pytest.mark.parametrize("name", ["max_logprob_difference", "vllm_importance_sampling_correction"])
+def test_a_truncated_distribution_is_refused(train, name, truncated):
+    with pytest.raises(ConfigError, match=f"'{name}' is .* with top_p .* and top_k .*: expected 1 and 0"):
+        train(0.0, **{name: True}, **truncated)
+
+
 @pytest.mark.parametrize(("name", "value"), [("mode", "token_mask"), ("clip_max", 2.0), ("clip_min", 0.5)])
 def test_settings_of_the_correction_need_it(train, name, value):
     with pytest.raises(ConfigError, match=f"sampling_{name}' is {value}: it needs vllm_importance_sampling_correction"):

@@ -80,7 +80,8 @@ def logprob_differences(logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor)
         sampling_logp_difference_mean and sampling_logp_difference_max, of the absolute difference;
         importance_sampling_ratio_mean, the mean of exp(d), whose expectation is 1 for tokens sampled from the engine's
         distribution; and sampling_kl, the mean of exp(d) - 1 - d, which estimates the divergence KL(engine || policy).
-        All are scalars, fp32.
+        With top_p or top_k neither holds, because the engine's distribution is renormalised over the tokens that it
+        keeps. All are scalars, fp32.
     """
     difference = (logprobs - engine_logprobs)[mask]
     ratio = difference.exp()
