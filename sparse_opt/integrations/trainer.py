@@ -91,7 +91,9 @@ class SparseTrainer(_Trainer):
         accelerator = self.accelerator
         checks.of_accelerator(accelerator, self.args, self.sparse_arguments)
         compact = self.sparse_arguments.grads == "compact"
-        self._replicates = compact and accelerator.num_processes > 1 and not accelerator.is_fsdp2
+        # Also with a single process of a launcher, whose model accelerate would wrap.
+        kind = accelerator.distributed_type.value
+        self._replicates = compact and kind != "NO" and not accelerator.is_fsdp2
         if self._replicates:
             accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 

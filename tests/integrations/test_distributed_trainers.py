@@ -216,6 +216,17 @@ def on_the_cpu(lab: Lab) -> None:
         pytest.skip("the two processes run on the CPU")
 
 
+def train_sft(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
+    return outcome(trained(Lab(folder, make_tokenizer(), root, torch.device("cpu")), "SFT", mask_file, batch=4))
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_one_process_of_a_launcher_trains_as_one_without(lab: Lab, tmp_path: Path) -> None:
+    mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
+    (found,) = launch(train_sft, 1, lab.folder, mask_file, tmp_path / "one")
+    assert_same(found, alone(lab, "SFT", mask_file), "SFT")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
