@@ -71,7 +71,7 @@ def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dty
     trace = _CopyTrace(name, source)
     try:
         with _RefuseReplacedData(name), trace:
-            model.load_weights([(name, source)])  # type: ignore[operator]
+            model.load_weights([(name, source)])  # type: ignore[operator]  # nn.Module has no such method
     except WeightSyncError:
         raise
     except Exception as error:  # loaders raise anything; the message names the weight
@@ -140,7 +140,7 @@ class _RefuseReplacedData(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]  # a property, which stubs hide
             raise WeightSyncError(
                 f"weight {self.name} cannot be updated in place: the engine's loader replaces the data of a parameter, "
                 "expected copies of slices only"

@@ -120,7 +120,7 @@ class Layout:
         try:
             content = json.loads(text)
             pattern, tensors = content["pattern"], tuple(_tensor(entry) for entry in content["tensors"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedMessage(f"the layout of a mask message is malformed: {error!r}") from error
         if pattern not in PATTERNS:
             raise DamagedMessage(f"the layout has the pattern {pattern!r}, expected one of {', '.join(PATTERNS)}")

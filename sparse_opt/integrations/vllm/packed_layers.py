@@ -56,7 +56,7 @@ class PackedLayers:
         """Give the packed layers their plain parameters, which vLLM's weight loaders expect, within the context."""
         packed = [(layer, name, layer._parameters[name]) for layer, plain in self._plain.items() for name in plain]
         for layer, plain in self._plain.items():
-            layer._parameters.update(plain)  # type: ignore[arg-type]
+            layer._parameters.update(plain)  # type: ignore[arg-type]  # parameters, typed as tensors
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ class PackedLayers:
         try:
             with torch.no_grad(), self.as_loaded(), _WriteOnlyTo(keys):
                 weights = loader.get_all_weights(vllm_config.model_config, self.model)
-                self.model.load_weights(weights)  # type: ignore[operator]
+                self.model.load_weights(weights)  # type: ignore[operator]  # nn.Module has no such method
         except BaseException:
             self._plain = before
             raise

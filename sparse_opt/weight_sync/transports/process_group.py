@@ -29,10 +29,8 @@ Backend = Literal["gloo", "nccl"]
 class _Group:
     """A group for broadcasts from rank 0. Errors and timeouts are RuntimeErrors, and end the group."""
 
-    def __init__(
-        self, store: dist.Store, key: str, rank: int, size: int, backend: Backend, device: torch.device, timeout: float
-    ) -> None:
-        self.key, self._device, self._timeout = key, device, timeout
+    def __init__(self, store: dist.Store, key: str, rank: int, size: int, backend: Backend, timeout: float) -> None:
+        self.key, self._timeout = key, timeout
         store = dist.PrefixStore(f"group/{key}", store)
         if backend == "gloo":
             self._backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -118,7 +116,7 @@ class ProcessGroupSender(SenderChannel):
         try:
             if self._group is None:
                 size = 1 + len(self._members)
-                self._group = _Group(control.store, str(self._made), 0, size, self._backend, self._device, self.timeout)
+                self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
             self._group.broadcast(tensors)
         except RuntimeError as error:
             return first_line(error)
@@ -175,9 +173,7 @@ class ProcessGroupReceiver(ReceiverChannel):
                 rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
                 # With the sender's timeout: it waits for the replies as long.
                 timeout = command["timeout"]
-                self._group = _Group(
-                    self._control.store, command["group"], rank, size, self._backend, self._device, timeout
-                )
+                self._group = _Group(self._control.store, command["group"], rank, size, self._backend, timeout)
             tensors = empty_tensors(command["header"], self._device)
             self._group.broadcast(tensors.values())
         except RuntimeError:
