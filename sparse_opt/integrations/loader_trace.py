@@ -10,7 +10,6 @@ columns of the checkpoint tensor and their place. No table of names is needed, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,23 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import WeightSyncError
 from ..masks.patterns import matrix_shape
+from ..weight_sync import Destination
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class TracedSlice:
-    """One block of a checkpoint tensor, as a matrix, and the runtime elements that the loader copies it to.
-
-    Attributes:
-        rows, columns: the block [r0, r1) x [c0, c1) of the checkpoint tensor, seen as a matrix (`matrix_shape`).
-        target: [r1 - r0, c1 - c0] view of a runtime tensor, with any strides. On the meta device if the model's tensor
-            is there.
-    """
-
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    target: Tensor
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -47,7 +32,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def trace_destinations(
     model: nn.Module, weights: Mapping[str, tuple[Sequence[int], torch.dtype]]
-) -> dict[str, list[TracedSlice]]:
+) -> dict[str, list[Destination]]:
     """Return the places to which `model.load_weights` copies each weight.
 
     Args:
@@ -55,7 +40,8 @@ def trace_destinations(
         weights: name in the checkpoint -> shape and dtype of the checkpoint tensor.
 
     Returns:
-        name -> slices. The list is empty for weights that this process does not hold (other pipeline stages), and for
+        name -> destinations, with rows and columns, whose tensors are views of the model's, on the meta device if the
+        model's are. The list is empty for weights that this process does not hold (other pipeline stages), and for
         names that the model's loader ignores.
 
     Raises:
@@ -66,7 +52,7 @@ def trace_destinations(
         return {name: _trace(model, name, tuple(shape), dtype) for name, (shape, dtype) in weights.items()}
 
 
-def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[TracedSlice]:
+def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Destination]:
     source = torch.empty(shape, dtype=dtype, device="meta")
     trace = _CopyTrace(name, source)
     try:
@@ -148,7 +134,7 @@ class _RefuseReplacedData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_matrices(name: str, target: Tensor, view: Tensor, rows: int, columns: int) -> list[TracedSlice]:
+def _as_matrices(name: str, target: Tensor, view: Tensor, rows: int, columns: int) -> list[Destination]:
     """Split a copy into blocks of the [rows, columns] checkpoint matrix, each with one stride per dimension."""
     if view.numel() == 0:
         return []
@@ -177,10 +163,10 @@ def _as_matrices(name: str, target: Tensor, view: Tensor, rows: int, columns: in
     for size, stride, step in outer:
         pieces = [(r + i * stride // columns, offset + i * step) for r, offset in pieces for i in range(size)]
     return [
-        TracedSlice(
+        Destination(
             rows=(r, r + height),
             columns=(column, column + width),
-            target=target.as_strided((height, width), (row_step, column_step), offset),
+            tensor=target.as_strided((height, width), (row_step, column_step), offset),
         )
         for r, offset in pieces
     ]

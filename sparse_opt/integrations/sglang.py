@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..weight_sync import Destination, Message, PendingMessage, WeightReceiver
 from ..weight_sync.layout import DTYPES, Layout
-from .loader_trace import TracedSlice, storage_key, trace_destinations
+from .loader_trace import storage_key, trace_destinations
 
 LOAD_FORMAT = "sparse_opt.integrations.sglang.load_message"
 _HEADER = "sparse_opt.header"
@@ -87,14 +87,11 @@ def _find(model: nn.Module | None, layout: Layout) -> dict[str, list[Destination
         if not pieces:
             raise ForeignMessage(f"{type(model).__name__} has no weight {name!r}, which the mask names")
         _require_plain_layer(model, name, pieces)
-    return {
-        name: [Destination(piece.target, rows=piece.rows, columns=piece.columns) for piece in pieces]
-        for name, pieces in slices.items()
-    }
+    return slices
 
 
-def _require_plain_layer(model: nn.Module, name: str, slices: list[TracedSlice]) -> None:
-    keys = {storage_key(piece.target) for piece in slices}
+def _require_plain_layer(model: nn.Module, name: str, slices: list[Destination]) -> None:
+    keys = {storage_key(piece.tensor) for piece in slices}
     for layer_name, layer in model.named_modules():
         if not any(storage_key(parameter) in keys for parameter in layer.parameters(recurse=False)):
             continue

@@ -14,8 +14,9 @@ from vllm.distributed import parallel_state
 from vllm_lab import make_model
 
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.loader_trace import TracedSlice, trace_destinations
+from sparse_opt.integrations.loader_trace import trace_destinations
 from sparse_opt.masks.patterns import matrix_shape
+from sparse_opt.weight_sync import Destination
 
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -29,11 +30,11 @@ def weights_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype
     return {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
 
 
-def block(weight: Tensor, piece: TracedSlice) -> Tensor:
+def block(weight: Tensor, piece: Destination) -> Tensor:
     return weight.detach().view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)]
 
 
-def times_loaded(weight: Tensor, slices: list[TracedSlice]) -> Tensor:
+def times_loaded(weight: Tensor, slices: list[Destination]) -> Tensor:
     """How many slices hold each element."""
     counts = torch.zeros(weight.shape, dtype=torch.int)
     for piece in slices:
@@ -52,8 +53,8 @@ def test_slices_hold_the_weights_of_the_checkpoint(kind, vllm_model):
     for name, weight in source.named_parameters():
         assert torch.equal(times_loaded(weight, slices[name]), torch.ones(weight.shape, dtype=torch.int)), name
         for piece in slices[name]:
-            assert torch.equal(piece.target, block(weight, piece)), name
-            piece.target.fill_(7)
+            assert torch.equal(piece.tensor, block(weight, piece)), name
+            piece.tensor.fill_(7)
     # They are the weights themselves and not copies: only the padding of the vocabulary is not written.
     for name, parameter in target.named_parameters():
         loaded = parameter[:100] if name in ("model.embed_tokens.weight", "lm_head.weight") else parameter
@@ -73,7 +74,7 @@ def test_slices_of_tensor_parallel_ranks(kind, ranks, vllm_model, monkeypatch):
         slices = trace_destinations(target, weights_of(source))
         for name, weight in source.named_parameters():
             counts[name] += times_loaded(weight, slices[name])
-            assert all(torch.equal(piece.target, block(weight, piece)) for piece in slices[name]), name
+            assert all(torch.equal(piece.tensor, block(weight, piece)) for piece in slices[name]), name
     for name, weight in source.named_parameters():
         whole_copies = ranks // 2 if name.split(".")[-2] in ("k_proj", "v_proj") else 1  # two kv heads
         if (weight.ndim == 1 and "norm" in name) or name.endswith("o_proj.bias"):
@@ -149,7 +150,7 @@ def test_writing_to_the_slices_loads_the_weight(kind):
     weight = torch.arange(24.0).view(4, 6)
     loaded.load_weights([("w", weight)])
     for piece in trace_destinations(written, {"w": ((4, 6), torch.float32)})["w"]:
-        piece.target.copy_(block(weight, piece))
+        piece.tensor.copy_(block(weight, piece))
     assert torch.equal(written.weight, loaded.weight)
 
 
@@ -158,4 +159,4 @@ def test_weights_of_other_dimensions(shape):
     model = Loader(lambda p, w: p.data.copy_(w))
     model.weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
     (piece,) = trace_destinations(model, {"w": (shape, torch.float32)})["w"]
-    assert piece.target.shape == matrix_shape(shape) and piece.target.data_ptr() == model.weight.data_ptr()
+    assert piece.tensor.shape == matrix_shape(shape) and piece.tensor.data_ptr() == model.weight.data_ptr()

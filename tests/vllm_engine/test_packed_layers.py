@@ -17,9 +17,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm_lab import make_model
 
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.loader_trace import TracedSlice, trace_destinations
+from sparse_opt.integrations.loader_trace import trace_destinations
 from sparse_opt.integrations.vllm.packed_layers import PackedLayers
 from sparse_opt.masks.patterns import matrix_shape
+from sparse_opt.weight_sync import Destination
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -41,11 +42,11 @@ def kept_slices(model: nn.Module, source: nn.Module, names: list[str]) -> tuple[
     return packed, packed.keep(slices, model.lab_config)
 
 
-def write(slices: dict[str, list[TracedSlice]], source: nn.Module) -> None:
+def write(slices: dict[str, list[Destination]], source: nn.Module) -> None:
     for name, pieces in slices.items():
         weight = source.get_parameter(name).detach()
         for piece in pieces:
-            piece.target.copy_(weight.view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)])
+            piece.tensor.copy_(weight.view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)])
 
 
 def changed_copy(source: nn.Module, names: list[str]) -> nn.Module:
@@ -120,7 +121,7 @@ def test_a_second_mask_does_not_read_updated_weights_again(vllm_model):
     with packed.as_loaded():
         again = trace_destinations(model, {name: ((128, 128), torch.bfloat16)})
     (piece,) = packed.keep(again, model.lab_config)[name]
-    assert torch.equal(piece.target, changed.get_parameter(name))
+    assert torch.equal(piece.tensor, changed.get_parameter(name))
 
 
 def test_compiled_models_are_refused_if_they_are_packed(vllm_model):
@@ -162,6 +163,6 @@ def test_layers_of_other_layouts_are_refused(worker, method, shape, message):
     model = nn.Sequential(nn.Module())
     model[0].weight = nn.Parameter(torch.zeros(shape))
     model[0].quant_method = method()
-    piece = TracedSlice((0, 4), (0, 4), model[0].weight.detach().view(4, 4))
+    piece = Destination(model[0].weight.detach().view(4, 4), (0, 4), (0, 4))
     with pytest.raises(WeightSyncError, match=message) if message else nullcontext():
         PackedLayers(model).require_known_layout("w", [piece])

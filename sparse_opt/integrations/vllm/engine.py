@@ -183,10 +183,7 @@ class VLLMReceiver(WeightReceiver):
                 self._packed.require_known_layout(name, pieces)
         slices = self._packed.keep(slices, self._vllm_config)
         self._found = layout, {name: self._packed.holding(pieces) for name, pieces in slices.items()}
-        return {
-            name: [Destination(piece.target, rows=piece.rows, columns=piece.columns) for piece in pieces]
-            for name, pieces in slices.items()
-        }
+        return slices
 
 
 def _changed_names(message: Message, layout: Layout) -> Iterator[str]:

@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ...errors import WeightSyncError, listed
-from ..loader_trace import TracedSlice, storage_key
+from ...weight_sync import Destination
+from ..loader_trace import storage_key
 
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -63,7 +64,7 @@ class PackedLayers:
             for layer, name, parameter in packed:
                 layer._parameters[name] = parameter
 
-    def keep(self, slices: Mapping[str, Sequence[TracedSlice]], vllm_config: Any) -> dict[str, list[TracedSlice]]:
+    def keep(self, slices: Mapping[str, Sequence[Destination]], vllm_config: Any) -> dict[str, list[Destination]]:
         """Read the plain weights of the packed layers in `slices` from the checkpoint, and return the slices there.
 
         Layers that are kept already are not read again: updates have changed them.
@@ -84,7 +85,7 @@ class PackedLayers:
                 f"{type(self.model).__name__} is compiled and its weights are packed for the CPU, so that updates "
                 "would not reach the compiled code: start vLLM with enforce_eager=True (--enforce-eager)"
             )
-        keys = {storage_key(piece.target) for piece in pieces if piece.target.is_meta}
+        keys = {storage_key(piece.tensor) for piece in pieces if piece.tensor.is_meta}
         new: dict[nn.Module, dict[str, Tensor]] = {}
         kept: dict[int, Tensor] = {}
         for layer, recorded in self._plain.items():
@@ -116,9 +117,9 @@ class PackedLayers:
             raise
         self._kept.update(new)
 
-    def holding(self, slices: Iterable[TracedSlice]) -> list[nn.Module]:
+    def holding(self, slices: Iterable[Destination]) -> list[nn.Module]:
         """Return the layers that compute with packed copies of the weights in `slices`. Biases are not packed."""
-        keys = {storage_key(piece.target) for piece in slices}
+        keys = {storage_key(piece.tensor) for piece in slices}
         return [
             layer
             for layer in self.model.modules()
@@ -145,14 +146,14 @@ class PackedLayers:
         """Return the bytes of the plain weights that are kept in addition to the packed ones."""
         return sum(plain.nbytes for layer in self._kept for plain in self._plain[layer].values())
 
-    def require_known_layout(self, name: str, slices: Sequence[TracedSlice]) -> None:
+    def require_known_layout(self, name: str, slices: Sequence[Destination]) -> None:
         """Raise if a weight, traced within `as_loaded`, belongs to a layer that may store it in another layout.
 
         Raises:
             WeightSyncError: the layer's quantization method is not one of plain weights, or has packed the weight in
                 another way than for the GEMM of CPUs; names the weight and the layer.
         """
-        keys = {storage_key(piece.target) for piece in slices}
+        keys = {storage_key(piece.tensor) for piece in slices}
         for layer_name, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
             parameters = {**dict(layer.named_parameters(recurse=False)), **self._plain.get(layer, {})}
@@ -196,13 +197,13 @@ def _same_layout(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.stride() == second.stride() and first.dtype == second.dtype
 
 
-def _moved(piece: TracedSlice, kept: dict[int, Tensor]) -> TracedSlice:
-    plain = kept.get(storage_key(piece.target))
+def _moved(piece: Destination, kept: dict[int, Tensor]) -> Destination:
+    plain = kept.get(storage_key(piece.tensor))
     if plain is None:
         return piece
-    target = piece.target
+    target = piece.tensor
     view = plain.data.as_strided(target.shape, target.stride(), target.storage_offset())
-    return TracedSlice(rows=piece.rows, columns=piece.columns, target=view)
+    return Destination(view, piece.rows, piece.columns)
 
 
 class _WriteOnlyTo(TorchDispatchMode):
