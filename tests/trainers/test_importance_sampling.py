@@ -118,9 +118,10 @@ def test_ppos_policy_loss_is_weighted():
 
 
 class Biased(GenerateEngine):
-    """Reports log-probabilities that differ from the policy's by a given amount, alternating in sign."""
+    """Reports log-probabilities that differ from the policy's by a given amount, which may alternate in sign."""
 
     off = 0.0
+    alternates = True
 
     def generate(self, prompts, n, sampling):
         ids = super().generate(prompts, n, sampling).ids
@@ -131,7 +132,9 @@ class Biased(GenerateEngine):
                 logits = self.model(torch.tensor([sequence])).logits[0].float() / (sampling.temperature or 1)
             start = len(sequence) - len(row) - 1
             table = logits.log_softmax(-1)[start:-1]
-            logprobs.append([float(table[i, token]) + self.off * (-1) ** i for i, token in enumerate(row)])
+            logprobs.append(
+                [float(table[i, token]) + self.off * (-1) ** (i * self.alternates) for i, token in enumerate(row)]
+            )
         return Completions(ids, logprobs)
 
 
@@ -200,6 +203,16 @@ def test_the_correction_changes_the_update_where_the_engine_differs(train):
     assert any(not torch.equal(weights[name], expected[name]) for name in expected)
     (first, _), _ = train(off=0.0, **correction)
     assert first["importance_sampling_clipped"] == 0
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [(grpo, {}), (ppo, {"kl_coefficient": 0.05, "n_generations": 1})])
+@pytest.mark.parametrize("off", [1.0, -1.0])
+def test_the_ratio_is_the_policy_over_the_engine(train, monkeypatch, algorithm, options, off):
+    monkeypatch.setattr(Biased, "alternates", False)
+    correction = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 2.0}
+    (first, _), _ = train(off=off, algorithm=algorithm, **correction, **options)
+    assert first["importance_sampling_ratio_mean"] == pytest.approx(math.exp(-off), rel=1e-4)
+    assert first["importance_sampling_clipped"] == (1 if off < 0 else 0)  # e is above the bound, 1/e below
 
 
 def test_ppo_is_corrected_too(train):

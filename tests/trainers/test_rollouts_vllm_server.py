@@ -87,7 +87,7 @@ def test_a_server_with_other_settings_is_refused(server):
     server.logprobs_mode = "raw_logprobs"
     with pytest.raises(ConfigError, match="has --logprobs-mode raw_logprobs, expected processed_logprobs"):
         VLLMServerEngine(model, eos_ids=NEVER, base_url=server.url)
-    with pytest.raises(ConfigError, match=r"needs a server with VLLM_SERVER_DEV_MODE=1: .* does not answer"):
+    with pytest.raises(ConfigError, match=r"needs a server with VLLM_SERVER_DEV_MODE=1: .* cannot be reached"):
         VLLMServerEngine(model, eos_ids=NEVER, base_url="http://localhost:9")
 
 

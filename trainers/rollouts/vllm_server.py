@@ -16,10 +16,7 @@ It has been run with vLLM 0.32 on a CPU.
 
 from __future__ import annotations
 
-import json
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.integrations.vllm.connections import request_json
 from sparse_opt.masks import MaskSet
 from sparse_opt.optim.ranks.sharding import reshard
 
@@ -234,8 +232,8 @@ class VLLMServer:
         self.base_url = base_url.rstrip("/")
         self._timeout = timeout
         try:
-            self.model: str = self._request("GET", "/v1/models")["data"][0]["id"]
-            info = self._request("GET", "/server_info?config_format=json")["vllm_config"]
+            self.model: str = self._get("/v1/models")["data"][0]["id"]
+            info = self._get("/server_info?config_format=json")["vllm_config"]
             transfer = info["weight_transfer_config"]
             self.weight_transfer: str | None = None if transfer is None else transfer["backend"]
             self.worker_extension: str = info["parallel_config"]["worker_extension_cls"]
@@ -259,18 +257,7 @@ class VLLMServer:
         Raises:
             SparseOptError: no answer, or an error, with the server's message.
         """
-        return self._request("POST", route, {} if body is None else body)
+        return request_json(self.base_url + route, {} if body is None else body, timeout=self._timeout)
 
-    def _request(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.base_url + route, data, {"Content-Type": "application/json"}, method=method
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                return json.loads(response.read() or b"null")
-        except urllib.error.HTTPError as error:
-            message = error.read().decode(errors="replace")
-            raise SparseOptError(f"{self.base_url}{route} answered {error.code}: {message}") from error
-        except (OSError, ValueError) as error:
-            raise SparseOptError(f"{self.base_url}{route} does not answer: {error}") from error
+    def _get(self, route: str) -> Any:
+        return request_json(self.base_url + route, method="GET", timeout=self._timeout)

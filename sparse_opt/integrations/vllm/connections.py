@@ -244,24 +244,7 @@ class Server(Connection):
         return answer[key]
 
     def _call(self, route: str, content: dict[str, Any] | None = None, method: str = "POST") -> Any:
-        request = urllib.request.Request(
-            f"{self._address}/{route}",
-            data=None if content is None else json.dumps(content).encode(),
-            headers={"Content-Type": "application/json"},
-            method=method,
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                body = response.read()
-        except urllib.error.HTTPError as error:
-            raise WeightSyncError(f"{self._address}/{route} answered {error.code}: {_message(error.read())}") from error
-        except (OSError, HTTPException) as error:
-            raise WeightSyncError(f"{self._address}/{route} cannot be reached: {error}") from error
-        try:
-            return json.loads(body) if body else {}
-        except (ValueError, RecursionError) as error:
-            text = body[:200].decode(errors="replace")
-            raise WeightSyncError(f"{self._address}/{route} answered {text!r}, expected JSON") from error
+        return request_json(f"{self._address}/{route}", content, method=method, timeout=self._timeout)
 
 
 def connections_to(engines: Any, pause: Pause | None, timeout: float) -> list[Connection]:
@@ -271,6 +254,32 @@ def connections_to(engines: Any, pause: Pause | None, timeout: float) -> list[Co
         Server(engine, pause, timeout) if isinstance(engine, str) else LocalEngine(engine)
         for engine in (engines if several else [engines])
     ]
+
+
+def request_json(url: str, content: Any = None, *, method: str = "POST", timeout: float) -> Any:
+    """Return the JSON answer of a vLLM server; {} if it has no body.
+
+    Args:
+        content: sent as JSON; None sends no body.
+        timeout: in seconds.
+
+    Raises:
+        WeightSyncError: the server cannot be reached, or answers with an error, whose message this has, or not in JSON.
+    """
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:
+        raise WeightSyncError(f"{url} answered {error.code}: {_message(error.read())}") from error
+    except (OSError, HTTPException) as error:
+        raise WeightSyncError(f"{url} cannot be reached: {error}") from error
+    try:
+        return json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        text = body[:200].decode(errors="replace")
+        raise WeightSyncError(f"{url} answered {text!r}, expected JSON") from error
 
 
 def _message(body: bytes) -> str:
