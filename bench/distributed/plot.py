@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -10,15 +9,12 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from sparse_opt.analysis.figures import new_figure, require_matplotlib, save_png
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.analysis.figures import new_figure, save_png
 
-from ..common.harness import Report, exit_code
+from ..common.harness import Report
+from ..common.plots import COLOURS, network_bars, plot_main
 from ..common.report import machine_line
 from .report import efficiencies, find, heading, timed
-
-# The Okabe-Ito palette, which is safe for colour-blind readers.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000", "#999999", "#44AA99")
 
 
 def plot(report: Report, path: Path) -> None:
@@ -29,19 +25,10 @@ def plot(report: Report, path: Path) -> None:
     scaled = sorted(efficiencies(report), key=itemgetter("variant"))
     figure = new_figure(13 if scaled else 10, 2 + 0.3 * len(names) * len(networks))
     bars, *others = figure.subplots(1, 2 if scaled else 1, width_ratios=(3, 2)[: 2 if scaled else 1], squeeze=False)[0]
-    height = 0.8 / len(networks)
-    for k, network in enumerate(networks):
-        found = [(i + height * k, find(report, n, network, name)) for i, name in enumerate(names)]
-        shown = [(y, row["ms"]) for y, row in found if row is not None]
-        bars.barh(*zip(*shown, strict=True), height=0.9 * height, color=COLOURS[k], label=network)
-        for y, ms in shown:
-            bars.text(1.03 * ms, y, f"{ms:.0f}", va="center", fontsize=8)
-    bars.set_yticks([i + height * (len(networks) - 1) / 2 for i in range(len(names))], names)
-    bars.invert_yaxis()
-    bars.set(xscale="log", xlabel=f"ms per step on {n} GPUs (logarithmic)")
+    network_bars(bars, names, networks, lambda network, name: find(report, n, network, name))
+    bars.set(xlabel=f"ms per step on {n} GPUs (logarithmic)")
     times = [row["ms"] for row in rows]
     bars.set_xlim(10 ** math.floor(math.log10(min(times))), 1.3 * max(times))
-    bars.legend(title="network", frameon=False)
     for lines in others:
         for colour, (name, found_rows) in zip(COLOURS, groupby(scaled, itemgetter("variant")), strict=False):
             points = [(1, 1.0), *((row["world_size"], row["efficiency"]) for row in found_rows)]
@@ -50,7 +37,7 @@ def plot(report: Report, path: Path) -> None:
         lines.set_ylim(bottom=0)
         lines.set_xticks(sorted({row["world_size"] for row in report["rows"]}))
         lines.legend(fontsize=8, frameon=False, loc="lower left")
-    for axes in (bars, *others):
+    for axes in others:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8)
     save_png(figure, path)
@@ -58,21 +45,7 @@ def plot(report: Report, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the plot of a results file; return 0 if it was written."""
-    parser = CommandParser(prog="python -m sparse_opt.bench.distributed.plot", description=__doc__)
-    parser.add_argument("results", type=Path, help="JSON of `sparse-opt bench distributed`")
-    parser.add_argument("--output", type=Path, help="PNG (default: next to the results)")
-
-    def draw() -> int:
-        args = parser.parse_words(sys.argv[1:] if argv is None else argv)
-        require_matplotlib("plot")
-        if not args.results.is_file():
-            parser.error(f"{args.results}: no such file")
-        output = args.output or args.results.with_suffix(".png")
-        plot(json.loads(args.results.read_text(encoding="utf-8")), output)
-        print(f"plot: {output}")
-        return 0
-
-    return exit_code(draw)
+    return plot_main("distributed", __doc__, plot, argv)
 
 
 if __name__ == "__main__":
