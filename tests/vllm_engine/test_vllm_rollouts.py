@@ -109,7 +109,7 @@ def test_on_a_server(folder, model, tmp_path):
         )
     url = f"http://localhost:{port}"
     try:
-        with pytest.raises(ConfigError, match=r"needs a server with VLLM_SERVER_DEV_MODE=1: .* does not answer"):
+        with pytest.raises(ConfigError, match=r"needs a server with VLLM_SERVER_DEV_MODE=1: .* cannot be reached"):
             VLLMServerEngine(model, eos_ids=NEVER, base_url=url)
         wait_for(server, f"{url}/health", log)
         mask = MaskSet.random(model, density=0.5, seed=0)
