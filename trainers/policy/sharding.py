@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from sparse_opt.errors import ConfigError
 from sparse_opt.optim.ranks.sharding import reshard
 
 from .models import causal_lm, decoder_layers
@@ -31,10 +32,19 @@ def shard(model: Any, device: torch.device) -> None:
 
     The model may be on the CPU: one layer at a time is moved to the device. Of a PEFT wrapper, the transformers model
     inside is sharded, whose layers include the adapters.
+
+    Raises:
+        ConfigError: the model has several decoder layers, and they are of more than one class.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     root = causal_lm(model)
-    for module in (*decoder_layers(root), root):
+    layers, n_layers = decoder_layers(root), root.config.get_text_config().num_hidden_layers
+    if len(layers) < n_layers and n_layers > 1:
+        raise ConfigError(
+            f"option 'parallel' is fsdp: the {n_layers} decoder layers of {type(root).__name__} are of more than one "
+            "class, and would be gathered all at once; expected replicate"
+        )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*layers, root):
         fully_shard(module, mesh=mesh)
     root.in_forward = types.MethodType(_call, root)
     register_fsdp_forward_method(root, "in_forward")
