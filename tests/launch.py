@@ -1,22 +1,31 @@
-"""Runs a function of a test in several processes of one process group, gloo or NCCL."""
+"""Runs a function of a test in several processes of one process group, gloo or NCCL.
+
+The processes are forked from a server that has imported torch and transformers and has run nothing: importing them takes
+a process several seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "sparse_opt.optim"])
 
 # The parameter `backend` of tests that run on two ranks, or on more with gloo.
 BACKENDS = pytest.mark.parametrize(
@@ -65,53 +74,57 @@ def launch(
         source = (function.__code__.co_filename, function.__name__)
         processes = []
         for rank in range(n):
-            environment = {
+            variables = {
                 **os.environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(n),
                 "LOCAL_WORLD_SIZE": str(n),
                 "OMP_NUM_THREADS": "1",
-                "PYTHONFAULTHANDLER": "1",  # a process that aborts prints the stack of its threads
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
-            with open(Path(folder) / f"output{rank}", "wb") as output:
-                command = [sys.executable, __file__, folder, *source, backend, str(collective_timeout)]
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            arguments = (folder, *source, backend, collective_timeout, variables)
+            processes.append(_SERVER.Process(target=_run, args=arguments, daemon=True))
+            processes[-1].start()
         try:
             failure = _wait(processes, timeout)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
         if failure is not None:
             outputs = {r: (Path(folder) / f"output{r}").read_text(errors="replace") for r in range(n)}
             raise AssertionError("\n".join([failure[1], *(f"--- rank {r}\n{text}" for r, text in outputs.items())]))
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(n)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int | None, str] | None:
+def _wait(processes: list[ForkServerProcess], timeout: float) -> tuple[int | None, str] | None:
     """Return (rank, message) of the first process that fails; the rank is None if not all end in time."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         for rank, code in enumerate(codes):
             if code not in (None, 0):
                 return rank, f"rank {rank} ended with code {code}"
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.02)
-    running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     for rank in running:  # they print the stacks of their threads
-        processes[rank].send_signal(signal.SIGABRT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[rank].pid, signal.SIGABRT)
     for rank in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            processes[rank].wait(10)
+        processes[rank].join(10)
     return None, f"ranks {running} had not ended after {timeout} seconds"
 
 
-def _run(folder: str, path: str, name: str, backend: str, timeout: str) -> None:
+def _run(folder: str, path: str, name: str, backend: str, timeout: float, variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with open(Path(folder) / f"output{rank}", "wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    faulthandler.enable()  # a process that aborts prints the stacks of its threads
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -120,7 +133,7 @@ def _run(folder: str, path: str, name: str, backend: str, timeout: str) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=float(timeout)),
+        timeout=timedelta(seconds=timeout),
     )
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
@@ -134,9 +147,6 @@ def _run(folder: str, path: str, name: str, backend: str, timeout: str) -> None:
         torch.distributed.barrier()  # a rank that leaves early would break the others' last collective
         torch.distributed.destroy_process_group()
 
-
-if __name__ == "__main__":
-    _run(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a thread of gloo that releases the tensors of the last collective takes the interpreter's lock, and
