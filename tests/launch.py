@@ -1,7 +1,7 @@
 """Runs a function of a test in several processes of one process group, gloo or NCCL.
 
-The processes are forked from a server that has imported torch and transformers and has run nothing: importing them takes
-a process several seconds.
+The processes are forked from a server that has imported torch and transformers and has run nothing: in a new process,
+importing them takes several seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import pytest
 import torch
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "sparse_opt.optim"])
+_SERVER.set_forkserver_preload(
+    ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "sparse_opt.trainers.sft"]
+)
 
 # The parameter `backend` of tests that run on two ranks, or on more with gloo.
 BACKENDS = pytest.mark.parametrize(
