@@ -315,7 +315,7 @@ class ChannelLLM(LLM):
 def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
     llm = ChannelLLM(weights)
     with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
-        sync = VLLMChannelSync(channel, llm, transport="gloo")
+        sync = VLLMChannelSync(channel, llm)
         assert sync.connect() == 0
         step(weights, sender)
         assert sync.update() == 1 and llm.version == "1" and torch.equal(llm.weights["w"], weights["w"])
@@ -326,6 +326,22 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
         llm.channel.close()
 
 
+def test_a_worker_that_was_slow_has_the_next_version(weights, sender):
+    """The channel drops a worker that does not receive in time; the worker joins again during the next update."""
+    llm = ChannelLLM(weights)
+    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
+        sync = VLLMChannelSync(channel, llm)
+        sync.connect()
+        step(weights, sender)
+        llm.is_broken = True
+        with pytest.raises(WeightSyncError, match="has not replied within 1 s"):
+            sync.update()
+        assert channel.receivers == ()
+        llm.is_broken = llm.active = False
+        step(weights, sender)
+        assert sync.update() == 2 and llm.version == "2" and torch.equal(llm.weights["w"], weights["w"])
+
+
 def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, sender):
     class Slow(ChannelLLM):
         def start_weight_update(self) -> None:
@@ -334,7 +350,7 @@ def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, se
 
     llms = [ChannelLLM(weights), Slow(weights)]
     with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
-        sync = VLLMChannelSync(channel, llms, transport="gloo")
+        sync = VLLMChannelSync(channel, llms)
         sync.connect()
         step(weights, sender)
         assert sync.update() == 1

@@ -298,7 +298,7 @@ def test_updates_by_a_process_group(history, llm):
     with closing(
         ProcessGroupSender(WeightSender(trainer.model, trainer.mask), "127.0.0.1:0", backend="gloo")
     ) as channel:
-        sync = VLLMChannelSync(channel, llm, transport="gloo")
+        sync = VLLMChannelSync(channel, llm)
         assert sync.connect() == 0
         assert tokens_of(llm) == history.tokens[0]
         for version in range(1, 8):

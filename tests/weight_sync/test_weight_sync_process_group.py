@@ -394,7 +394,7 @@ def test_nobody_waits_forever() -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask), timeout=0.5) as channel:
         with pytest.raises(
-            WeightSyncError, match=r"^0 receivers have joined at 127.0.0.1:\d+ within 0.1 s, expected 1"
+            WeightSyncError, match=r"^version 0: 0 receivers have joined at 127.0.0.1:\d+ within 0.1 s, expected 1"
         ):
             channel.wait_for_receivers(1, timeout=0.1)
         idle = ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=0.5, name="idle")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 from ...errors import WeightSyncError
 from ...weight_sync import DistributedWeightSender
 from ...weight_sync.transports.channel import SenderChannel
 from .client import raise_errors
 from .connections import Connection, Pause, connections_to
-
-Transport = Literal["nccl", "gloo", "cuda_ipc"]
 
 
 class VLLMChannelSync:
@@ -21,7 +19,7 @@ class VLLMChannelSync:
     Requests to the engines only start and end each update. Every worker of an engine is a receiver of the channel.
 
         channel = ProcessGroupSender(WeightSender(optimizer), "10.0.0.1:29600", backend="nccl")
-        sync = VLLMChannelSync(channel, "http://10.0.0.2:8000", transport="nccl")
+        sync = VLLMChannelSync(channel, "http://10.0.0.2:8000")
         sync.connect()
         ...
         sync.update()
@@ -29,7 +27,6 @@ class VLLMChannelSync:
     Args:
         channel: with a `DistributedWeightSender`, create this object on all ranks and call its methods alike.
         engines, pause, timeout: see `VLLMWeightSync`.
-        transport: the one of the channel.
     """
 
     def __init__(
@@ -37,13 +34,12 @@ class VLLMChannelSync:
         channel: SenderChannel,
         engines: Any,
         *,
-        transport: Transport,
         pause: Pause | None = "keep",
         timeout: float = 300.0,
     ) -> None:
         self.channel = channel
-        self._transport = transport
         self._connections = connections_to(engines, pause, timeout)
+        self._workers: dict[Connection, int] = {}
 
     def connect(self) -> int:
         """Bring all engines to the current version, and return it.
@@ -51,16 +47,9 @@ class VLLMChannelSync:
         Raises:
             WeightSyncError: an engine cannot be reached or refuses the weights; gives its message.
         """
-        workers: list[int] = []
-
-        def initialize() -> None:
-            for connection in self._connections:
-                self._initialize(connection)
-                workers.append(connection.world_size())
-
-        self._on_sender(initialize)
+        self._on_sender(lambda: self._initialize(self._connections))
         version = self.channel.weights.version
-        self._round(lambda: self.channel.wait_for_receivers(sum(workers)), version)
+        self._round(self.channel.wait_for_receivers, version)
         return version
 
     def update(self) -> int:
@@ -73,21 +62,24 @@ class VLLMChannelSync:
                 messages. Engines without an error have the version; the next call brings the others to it.
         """
 
-        def reconnect() -> None:
-            for connection in self._connections:
-                if connection.weight_version() == "default":
-                    self._initialize(connection)
+        def connect_new() -> None:
+            self._initialize(
+                [c for c in self._connections if c not in self._workers or c.weight_version() == "default"]
+            )
 
-        self._on_sender(reconnect)
+        self._on_sender(connect_new)
         version = self.channel.weights.version + 1
-        self._round(lambda: self.channel.update(), version)
+        self._round(self.channel.update, version)
         return version
 
-    def _initialize(self, connection: Connection) -> None:
-        connection.initialize(self._transport, self.channel.address, self.channel.timeout)
+    def _initialize(self, connections: Iterable[Connection]) -> None:
+        """Let the workers of engines that have just started join the channel."""
+        for connection in connections:
+            connection.initialize(self.channel.transport, self.channel.address, self.channel.timeout)
+            self._workers[connection] = connection.world_size()
 
-    def _round(self, action: Callable[[], object], version: int) -> None:
-        """Run a round of the channel while the engines are in an update."""
+    def _round(self, action: Callable[[int], object], version: int) -> None:
+        """Run a round of the channel, given the number of workers, while the engines are in an update."""
         engines = self._connections if self.channel.address else []
         problems: list[WeightSyncError] = []
         with ThreadPoolExecutor(len(self._connections)) as pool:
@@ -96,7 +88,7 @@ class VLLMChannelSync:
             ready = [e for e, future in zip(engines, begun, strict=True) if future.exception() is None]
             futures = begun + [pool.submit(engine.complete, [None], version) for engine in ready]
             try:
-                action()
+                action(sum(self._workers[engine] for engine in ready))
             except WeightSyncError as error:
                 problems.append(error)
         self._on_sender(lambda: raise_errors(futures, *problems))

@@ -79,22 +79,27 @@ class SenderChannel(ABC):
         """Wait until `count` receivers have joined, and bring all to the sender's current version.
 
         Raises:
-            WeightSyncError: fewer have joined within `timeout` seconds; or as `update`.
+            WeightSyncError: fewer have joined within `timeout` seconds; those hold the version. Or as `update`.
         """
-        self._on_all_ranks(lambda: self._gather_receivers(count, timeout))
+        self._on_all_ranks(lambda: self._round(None, count, timeout))
 
-    def update(self) -> int:
+    def update(self, receivers: int = 0) -> int:
         """Make the next version from the current weights, bring all receivers to it, and return its number.
 
         Returns when every receiver holds the version. Receivers that have joined since the last call are included.
         Without receivers, only the version is made.
 
+        Args:
+            receivers: wait first until at least this many have joined, for `timeout` seconds at most. A receiver that
+                was lost because it was slow joins again when it next receives: without this, after the round.
+
         Raises:
-            WeightSyncError: receivers are lost, or have refused a message; names them. All others hold the version. The
-                next round does without the lost ones, and sends a state to those that refused.
+            WeightSyncError: receivers are lost, or have refused a message; names them. Or fewer than `receivers` have
+                joined. All others hold the version. The next round does without the lost ones, and sends a state to
+                those that refused.
         """
         update = self.weights.update()
-        self._on_all_ranks(lambda: self._round(update))
+        self._on_all_ranks(lambda: self._round(update, receivers, self.timeout))
         return self.weights.version
 
     def close(self, timeout: float | None = None) -> None:
@@ -121,19 +126,18 @@ class SenderChannel(ABC):
             raise WeightSyncError("the channel is closed")
         return self._control, self._sender
 
-    def _gather_receivers(self, count: int, timeout: float) -> None:
+    def _missing(self, count: int, timeout: float) -> str | None:
+        """Wait until `count` receivers have joined, or for `timeout` seconds; return what is missing then."""
         control, _ = self._connected()
         deadline = time.monotonic() + timeout
         control.discover()
         while len(control.names) < count:
             if time.monotonic() >= deadline:
-                raise WeightSyncError(
-                    f"{len(control.names)} receivers have joined at {self.address} within {timeout:g} s, "
-                    f"expected {count}"
-                )
+                joined = f"{len(control.names)} receivers have joined at {self.address} within {timeout:g} s"
+                return f"{joined}, expected {count}"
             time.sleep(0.02)
             control.discover()
-        self._round(None)
+        return None
 
     def _close(self, timeout: float) -> None:
         control, self._control = self._control, None
@@ -144,14 +148,15 @@ class SenderChannel(ABC):
             control.collect(control.names, timeout)
             self._end()
 
-    def _round(self, update: PendingMessage | None) -> None:
+    def _round(self, update: PendingMessage | None, count: int, timeout: float) -> None:
         """Bring all receivers to the sender's version, by `update` those at the version before it.
 
-        The receivers are asked for their states while the GPU makes the update.
+        Waits `timeout` seconds for `count` receivers to join, and does without those that have not. The receivers are
+        asked for their states while the GPU makes the update.
         """
         control, sender = self._connected()
-        control.discover()
-        control.post(control.names, {"do": "status", "transport": self._transport, "timeout": self.timeout})
+        missing = self._missing(count, timeout)
+        control.post(control.names, {"do": "status", "transport": self.transport, "timeout": self.timeout})
         problems = _Problems()
         states = self._collect(list(control.names), problems)
         without_mask = [r for r, state in states.items() if state["mask"] != sender.mask.digest]
@@ -165,8 +170,9 @@ class SenderChannel(ABC):
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
         if update is not None and following:
             self._send(update.wait(), following, problems)
-        if problems.lost or problems.refused:
-            clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
+        if problems.lost or problems.refused or missing is not None:
+            clauses = [] if missing is None else [missing]
+            clauses += [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
             clauses += [f"{control.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
@@ -201,7 +207,7 @@ class SenderChannel(ABC):
 
     @property
     @abstractmethod
-    def _transport(self) -> str:
+    def transport(self) -> str:
         """The name of the transport, which must be that of the receivers."""
 
     @abstractmethod
@@ -272,8 +278,8 @@ class ReceiverChannel(ABC):
                 continue
             if command["do"] == "status":
                 reserved = max(self.timeout, _TIMEOUTS_OF_A_ROUND * float(command["timeout"]))
-                if command["transport"] != self._transport:
-                    problem = f"it receives by {self._transport}, the sender sends by {command['transport']}"
+                if command["transport"] != self.transport:
+                    problem = f"it receives by {self.transport}, the sender sends by {command['transport']}"
                     self._control.reply({"refused": problem})
                     raise WeightSyncError(f"{self._control.name}: {problem}")
                 self._control.reply(self._status())
@@ -307,7 +313,7 @@ class ReceiverChannel(ABC):
 
     @property
     @abstractmethod
-    def _transport(self) -> str:
+    def transport(self) -> str:
         """The name of the transport, which must be that of the sender."""
 
     @abstractmethod

@@ -135,7 +135,7 @@ class CudaIpcSender(SenderChannel):
         self._shared: SharedMessage | None = None
 
     @property
-    def _transport(self) -> str:
+    def transport(self) -> str:
         return "CUDA IPC"
 
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class CudaIpcReceiver(ReceiverChannel):
     """
 
     @property
-    def _transport(self) -> str:
+    def transport(self) -> str:
         return "CUDA IPC"
 
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:

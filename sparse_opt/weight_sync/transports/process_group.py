@@ -100,7 +100,7 @@ class ProcessGroupSender(SenderChannel):
         self._made = 0
 
     @property
-    def _transport(self) -> str:
+    def transport(self) -> str:
         return self._backend
 
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         self._group: _Group | None = None
 
     @property
-    def _transport(self) -> str:
+    def transport(self) -> str:
         return self._backend
 
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
