@@ -51,6 +51,7 @@ _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
   sparse-opt bench distributed --limit_s 540 --resume                # go on where an earlier run ended
   sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
+  sparse-opt bench distributed --compile --output compiled.json      # fewer kernel launches
   sparse-opt bench distributed --shape 70b --gpus 4 --networks default --variants fsdp2_tile64_bf16 \\
       --gradient_checkpointing --dpo
   sparse-opt bench distributed --small --gpus 1,2                    # a tiny model, on the CPU with gloo
@@ -67,6 +68,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
+    what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every variant")
     what.add_argument("--dpo", action="store_true", help="with a reference, the base weights; sparse variants only")
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")

@@ -41,12 +41,18 @@ def masked_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def make_model(
-    config: Any, device: torch.device, seed: int, *, mesh: DeviceMesh | None = None, checkpointing: bool = False
+    config: Any,
+    device: torch.device,
+    seed: int,
+    *,
+    mesh: DeviceMesh | None = None,
+    checkpointing: bool = False,
+    compiled: bool = False,
 ) -> nn.Module:
     """A causal language model with random bf16 weights, the same for each seed, sharded by FSDP2 if a mesh is given.
 
-    The unit of sharding is a decoder layer. Weights are made layer by layer, so that the peak of memory is that of the
-    sharded model and one layer in full.
+    The unit of sharding, and of `torch.compile`, is a decoder layer. Weights are made layer by layer, so that the peak
+    of memory is that of the sharded model and one layer in full.
     """
     model: Any = _without_weights(config)
     if checkpointing:
@@ -54,6 +60,8 @@ def make_model(
     seeds = {name: seed * 1_000_003 + i for i, (name, _) in enumerate(model.named_parameters())}
     for name, layer in model.model.layers.named_children():
         _fill(layer, f"model.layers.{name}.", seeds, device)
+        if compiled:
+            layer.compile()
         if mesh is not None:
             fully_shard(layer, mesh=mesh)
     _fill(model, "", seeds, device)

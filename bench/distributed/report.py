@@ -19,7 +19,10 @@ from .variants import VARIANTS
 Row = Mapping[str, Any]
 
 # A file has rows of one of each.
-SETTINGS = ("shape", "sequence_length", "density", "learning_rate", "seed", "gradient_checkpointing", "dpo", "device")
+SETTINGS = (
+    *("shape", "sequence_length", "density", "learning_rate", "seed"),
+    *("gradient_checkpointing", "compile", "dpo", "device"),
+)
 
 
 def read_report(args: Namespace) -> Report:
@@ -105,6 +108,7 @@ def heading(report: Report) -> str:
     """What a step is, in one line."""
     settings = report["settings"]
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
+    notes += ", layers compiled" if settings.get("compile") else ""
     notes += ", DPO against the base weights" if settings["dpo"] else ""
     return (
         f"Llama of the shape {settings['shape']}, random bf16 weights; one pair of {settings['sequence_length']} "

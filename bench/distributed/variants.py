@@ -110,11 +110,12 @@ def make_training(
     lr: float,
     seed: int,
     checkpointing: bool = False,
+    compiled: bool = False,
     dpo: bool = False,
 ) -> Training:
     """Build the model and optimizer of a variant; a collective, except for `local`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if variant.layout == "fsdp2" else None
-    model = make_model(config, device, seed, mesh=mesh, checkpointing=checkpointing)
+    model = make_model(config, device, seed, mesh=mesh, checkpointing=checkpointing, compiled=compiled)
     forward = model
     if mask is None:
         if variant.layout == "ddp":

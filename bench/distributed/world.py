@@ -127,7 +127,9 @@ class World:
         self._reset_peak()
         training.step(own)
         peak = self._peak()
-        with CollectiveCounter() as counter:  # of the third step: in the second one DDP arranges its buckets
+        # Collectives are those of the third step, because DDP arranges its buckets in the second. They are counted
+        # eagerly: torch.compile gives up, for all later models too, on a function that it meets under a dispatch mode.
+        with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
         step_s = self._clock(lambda: training.step(own))[0] / 1e3  # the steps before are slower: they load kernels
         row = {
@@ -215,6 +217,7 @@ class World:
             lr=args.learning_rate,
             seed=args.seed,
             checkpointing=args.gradient_checkpointing,
+            compiled=args.compile,
             dpo=args.dpo,
         )
 

@@ -73,6 +73,16 @@ def test_a_small_run(tmp_path, capfd):
     assert rows[:-1] == report["rows"] and rows[-1]["variant"] == "replicate_element_bf16"
 
 
+@pytest.mark.slow
+def test_compiled_layers_stay_compiled(tmp_path, capfd):
+    """The reference is compiled; a variant that were not, after another's collectives were counted, would differ."""
+    words = ["--small", "--compile", "--gpus", "1", "--n_rounds", "2", "--output", str(tmp_path / "compiled.json")]
+    code = main(["bench", "distributed", *words, "--variants", "local_element_fp32,fsdp2_element_fp32"])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert "layers compiled" in out and "2 of 2 checked rows" in out
+
+
 def tiny_training(name: str, config: Any, mask: MaskSet) -> Any:
     return make_training(VARIANTS[name], config, mask, torch.device("cpu"), lr=1e-6, seed=0)
 
