@@ -49,7 +49,7 @@ def add_options(parser: CommandParser, config_class: type) -> CommandParser:
         shown = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower() if kind is bool else value
         default = "required" if required else f"default: {'none' if shown in (None, '') else shown}"
         parser.add_argument(
-            *(f"--{name}" for name in (field.name, *field.metadata.get("aliases", ()))),
+            *(f"--{name}" for name in (field.name, *_aliases(config_class, field.name))),
             dest=field.name,
             required=required,
             default=argparse.SUPPRESS,
@@ -87,7 +87,8 @@ def option(
 ) -> Any:
     """Return a dataclass field with its help text, required if it has no default; `aliases` are other names of it.
 
-    `require_number_ranges` checks the bounds. A subclass that redefines an option keeps the bounds of its base classes.
+    `require_number_ranges` checks the bounds. A subclass that redefines an option keeps its bounds and aliases from the
+    base classes.
     """
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {
@@ -98,6 +99,12 @@ def option(
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _aliases(config_class: type, name: str) -> list[str]:
+    """The other names of an option, in the class or its base classes."""
+    declared = (getattr(base, "__dataclass_fields__", {}).get(name) for base in config_class.__mro__)
+    return list(dict.fromkeys(alias for field in declared if field for alias in field.metadata.get("aliases", ())))
 
 
 def require_number_ranges(config: Any) -> None:

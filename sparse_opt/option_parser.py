@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional
 
 from .errors import ConfigError
-from .option_values import FALSE, NONE, TRUE, convert, nearest, without_none
+from .option_values import FALSE, NONE, TRUE, convert, nearest, similar, without_none
 
 Setting = tuple[str, Any, str]  # key, value before conversion, source: the flag, word or file it comes from
 
@@ -167,7 +167,8 @@ class CommandParser(argparse.ArgumentParser):
         action = self._find(key)
         if action is None:
             names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-            hint = nearest(key.replace("-", "_"), names, cutoff=0.0)
+            found = similar(key.replace("-", "_"), names)
+            hint = "" if found is None else f"; the nearest is '{found}'"
             self.error(f"unknown option '{key}' (from {source}){hint}")
         return action
 
@@ -203,7 +204,17 @@ def read_settings(file: Path, what: str = "config file") -> list[Setting]:
         raise ConfigError(f"{what} {file} holds a {type(content).__name__}; expected 'key: value' lines")
     if "config" in content:
         raise ConfigError(f"{what} {file} has the key 'config', which is an option of the command line only")
-    return [(str(key), value, f"{what} {file}") for key, value in content.items()]
+    settings: list[Setting] = []
+    sections: dict[str, str] = {}
+    for section, inner in content.items():
+        # No option has keys of its own, so a section groups options and its name has no other meaning.
+        for key, value in inner.items() if isinstance(inner, dict) else [(section, inner)]:
+            where = f"in section '{section}'" if isinstance(inner, dict) else "outside of sections"
+            if key in sections:
+                raise ConfigError(f"{what} {file}: option '{key}' is {sections[key]} and {where}: give it once")
+            sections[key] = where
+            settings.append((str(key), value, f"{what} {file}"))
+    return settings
 
 
 def read_yaml(file: Path, what: str) -> Any:

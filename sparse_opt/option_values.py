@@ -64,6 +64,16 @@ def type_name(annotation: Any) -> str:
     return f"{name} or none" if optional else name
 
 
+def similar(word: str, words: Iterable[str]) -> str | None:
+    """The name that `word` may stand for: spelled almost alike, or made of the same words and others."""
+    names = list(words)
+    alike = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
+    parts = set(word.split("_"))
+    holding = [name for name in names if parts <= set(name.split("_"))]
+    loosely = difflib.get_close_matches(word, names, n=1)
+    return next(iter([*alike, *sorted(holding, key=len), *loosely]), None)
+
+
 def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return `; the nearest is 'x'` for the most similar of `words`, or all of them if none is similar."""
     found = difflib.get_close_matches(word, words := list(words), n=1, cutoff=cutoff)

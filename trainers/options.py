@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,11 +23,15 @@ _OF_ANY_RUN = re.compile(r"final|adapter|step_\d+|checkpoint-\d+")
 class ModelOptions:
     """The model, the data and the device, for training and for sampling."""
 
-    policy_name: str = option(help="model to train or sample from: hub name or local folder", aliases=("model_name",))
+    policy_name: str = option(
+        help="model to train or sample from: hub name or local folder", aliases=("model_name", "model_name_or_path")
+    )
     checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name to start from")
     dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file")
     dataset_split: str = option("train", "split of a hub dataset")
-    subset_size: int | None = option(None, "use this many examples, drawn with the seed", at_least=1)
+    subset_size: int | None = option(
+        None, "use this many examples, drawn with the seed", at_least=1, aliases=("subset",)
+    )
     device: str = option("auto", "torch device; auto is cuda if available, else cpu")
     parallel: Parallel = option(
         "auto",
@@ -34,6 +40,7 @@ class ModelOptions:
     )
     fsdp: bool | None = option(None, "true is parallel fsdp; false is any other")
     dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
+    bf16: bool | None = option(None, "true is dtype bf16; false is fp32")
     seed: int = option(0, "seed of the data order and of all sampling; on a CPU the same seed gives the same results")
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
 
@@ -43,6 +50,10 @@ class ModelOptions:
             self.parallel = "fsdp"
         if self.fsdp is not None and self.fsdp != (self.parallel == "fsdp"):
             raise ConfigError(f"option 'fsdp' is {str(self.fsdp).lower()}, and parallel is {self.parallel}: give one")
+        if self.bf16 and self.dtype == "fp32":
+            raise ConfigError("option 'bf16' is true, and dtype is fp32: give one")
+        if self.bf16 is not None:
+            self.dtype = "bf16" if self.bf16 else "fp32"
 
     def mounted(self, folder: Path) -> Path:
         """The folder, under `mount_dir` unless it is absolute."""
@@ -53,13 +64,17 @@ class ModelOptions:
 class TrainingOptions(ModelOptions):
     """Shared by all loops; each adds its own in a subclass."""
 
-    max_length: int = option(1024, "longest sequence in tokens, prompt and completion together", at_least=2)
+    max_length: int = option(
+        1024, "longest sequence in tokens, prompt and completion together", at_least=2, aliases=("max_len",)
+    )
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start", "the end of a sequence longer than max_length that is kept (as in TRL)"
     )
 
-    mode: Literal["dense", "sparse", "lora"] = option(
-        "dense", "train all weights, the mask's active elements only, or low-rank adapters (peft)"
+    mode: Literal["dense", "sparse", "lora"] | None = option(
+        None,
+        "train all weights, the mask's active elements only, or low-rank adapters (peft); none is sparse with a mask, "
+        "dense without",
     )
     mask: Path | None = option(None, "mask file of mode sparse")
     lora_rank: int = option(
@@ -75,6 +90,7 @@ class TrainingOptions(ModelOptions):
         False,
         "torch.compile the model's layers (regional compilation): less time and activation memory, after a minute of "
         "compilation",
+        aliases=("torch_compile", "use_compile"),
     )
 
     gather_for_generation: bool = option(
@@ -84,8 +100,17 @@ class TrainingOptions(ModelOptions):
         aliases=("ds3_gather_for_generation",),
     )
 
-    n_steps: int = option(100, "steps, each with its own batch", at_least=1)
-    batch_size: int = option(4, "examples per forward pass", at_least=1)
+    n_steps: int = option(100, "steps, each with its own batch", at_least=1, aliases=("max_steps",))
+    n_epochs: float | None = option(
+        None,
+        "train for this many passes over the data, in place of n_steps steps",
+        above=0,
+        aliases=("num_train_epochs", "epochs"),
+    )
+    batch_size: int = option(4, "examples per forward pass", at_least=1, aliases=("train_batch_size",))
+    per_device_train_batch_size: int | None = option(
+        None, "examples per forward pass of each process, in place of batch_size, which is that of all", at_least=1
+    )
     gradient_accumulation_steps: int = option(1, "forward passes per optimizer step", at_least=1)
     learning_rate: float = option(1e-6, "peak learning rate", at_least=0)
     lr_schedule: Literal["linear", "cosine", "constant"] = option(
@@ -119,8 +144,17 @@ class TrainingOptions(ModelOptions):
     save_steps: int | None = option(
         None, "write a checkpoint to resume from every so many steps; none writes none", at_least=1
     )
+    save_strategy: Literal["no", "steps", "epoch"] | None = option(
+        None, "epoch sets save_steps to the steps of a pass over the data; no sets it to none; steps uses it"
+    )
     save_total_limit: int = option(2, "keep this many of the newest checkpoints to resume from", at_least=1)
     sample_steps: int | None = option(25, "write sample completions every so many steps; none writes none", at_least=1)
+    logging_steps: int = option(
+        1,
+        "report metrics to trackers every so many steps, as means over these; metrics.jsonl has every step",
+        at_least=1,
+        aliases=("log_steps",),
+    )
     report_to: list[Literal["wandb", "tensorboard"]] = option([], "send metrics to wandb, tensorboard, or both")
     project_name: str | None = option(None, "project at wandb; none is {model}-{algorithm}-subnetwork-emergence")
     run_name: str | None = option(None, "name of the run at wandb; none is the output folder's")
@@ -141,13 +175,41 @@ class TrainingOptions(ModelOptions):
         super().__post_init__()
         if self.resume_step is not None and not self.resume:
             raise ConfigError(f"option 'resume_step' is {self.resume_step}: it is used with --resume only")
+        if self.per_device_train_batch_size is not None:
+            self.batch_size = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
         require_count("batch_size x gradient_accumulation_steps", self.batch_size * self.gradient_accumulation_steps)
+        if self.save_strategy == "no":
+            self.save_steps = None
+        if self.save_strategy == "steps" and self.save_steps is None:
+            raise ConfigError("option 'save_strategy' is steps: expected save_steps")
+        if self.mode is None:
+            self.mode = "dense" if self.mask is None else "sparse"
         if self.mode == "sparse" and self.mask is None:
             raise ConfigError("mode sparse needs a mask file: --mask FILE")
         if self.mode != "sparse" and self.mask is not None:
-            raise ConfigError(f"a mask ({self.mask}) is used in mode sparse only: add --mode sparse")
+            raise ConfigError(
+                f"a mask ({self.mask}) is used in mode sparse only, and mode is {self.mode}: leave out one"
+            )
         if self.mode == "lora" and self.mlp_only:
             raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")
+        if self.n_epochs is None:
+            self._require_logged_step()
+
+    def set_length(self, n_examples: int) -> None:
+        """Set `n_steps` and `save_steps`, where options give them in passes over the data, for this many examples.
+
+        Raises:
+            ConfigError: the number of steps is too large, or `delta_log_steps` selects none of them.
+        """
+        epoch = n_examples / self.examples_per_step
+        if self.n_epochs is not None:
+            self.n_steps = math.ceil(self.n_epochs * epoch)
+            require_count(f"n_epochs {self.n_epochs:g} x {n_examples} examples, in steps", self.n_steps)
+            self._require_logged_step()
+        if self.save_strategy == "epoch":
+            self.save_steps = math.ceil(epoch)
+
+    def _require_logged_step(self) -> None:
         if not Schedule.parse(self.delta_log_steps).names_step(self.n_steps):
             raise ConfigError(
                 f"option 'delta_log_steps' is '{self.delta_log_steps}': selects no step of 1 to n_steps {self.n_steps}"
@@ -170,7 +232,7 @@ class ReferenceOptions(TrainingOptions):
 class CompletionOptions(ModelOptions):
     """How completions are sampled and rewarded."""
 
-    n_generations: int = option(8, "completions per prompt", at_least=1)
+    n_generations: int = option(8, "completions per prompt", at_least=1, aliases=("num_generations",))
     max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
     max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
     temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token", at_least=0)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 
 def process_statistics(device: torch.device) -> dict[str, int]:
-    """The process's peak memory: of the host (resident); and on a GPU, allocated and reserved by torch, and
+    """The process's peak memory of the host (resident).
+
+    With a GPU also the memory that torch has allocated, now and at its peak, and reserved, and
     `gpu_utilization_percent`, if it can be read.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
@@ -21,6 +23,7 @@ def process_statistics(device: torch.device) -> dict[str, int]:
         return host
     utilization = gpu_utilization(device)
     return {
+        "memory_bytes": torch.cuda.memory_allocated(device),
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
         "reserved_memory_bytes": torch.cuda.memory_reserved(device),
         **({} if utilization is None else {"gpu_utilization_percent": utilization}),
@@ -45,13 +48,14 @@ def gpu_utilization(device: torch.device) -> int | None:
 
 
 def statistics_columns(of_ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Columns of a step's row: the largest peak memory and mean utilization of the GPUs, and all statistics by rank.
+    """Columns of a step's row: of the GPUs the largest memory, now and at its peak, and mean utilization; all by rank.
 
     The columns of a rank are `rank0/peak_memory_bytes` and so on; with one process there are none.
     """
     columns: dict[str, float] = {}
     if "peak_memory_bytes" in of_ranks[0]:
-        columns["peak_memory_bytes"] = max(found["peak_memory_bytes"] for found in of_ranks)
+        for name in ("memory_bytes", "peak_memory_bytes"):
+            columns[name] = max(found[name] for found in of_ranks)
     read = [found["gpu_utilization_percent"] for found in of_ranks if "gpu_utilization_percent" in found]
     if read:
         columns["gpu_utilization_percent"] = sum(read) / len(read)

@@ -20,7 +20,7 @@ _FREE_TO_CHANGE = {
     "resume", "resume_step", "output_dir", "mount_dir", "save_steps", "save_total_limit", "sample_steps", "report_to",
     "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size", "eval_steps", "device",
     "parallel", "fsdp", "gather_for_generation", "vllm_server_base_url", "vllm_gpu_memory_utilization",
-    "max_logprob_difference",
+    "max_logprob_difference", "save_strategy", "logging_steps",
 }  # fmt: skip
 
 
@@ -38,7 +38,8 @@ def check_resumable(output_dir: Path, config: Any) -> None:
     """
     if (output_dir / SUMMARY_FILE).is_file():
         raise ConfigError(f"option 'resume': the run in {output_dir} has finished, see its {SUMMARY_FILE}")
-    require_same_options(output_dir, config, _FREE_TO_CHANGE)
+    # With n_epochs, n_steps is known when the data is loaded.
+    require_same_options(output_dir, config, _FREE_TO_CHANGE | ({"n_steps"} if config.n_epochs else set()))
 
 
 def require_same_options(output_dir: Path, config: Any, free_to_change: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -188,7 +188,9 @@ class RunFiles:
     def write_metrics(self, row: Mapping[str, Any], state: WholeState) -> None:
         """Write the row of a step, report it to the trackers, and log the weights if they are due."""
         self.metrics.write(dict(row))
-        self.track(row["step"], {name: value for name, value in row.items() if name != "step"})
+        step, every = int(row["step"]), self._config.logging_steps
+        if self._trackers and (step % every == 0 or step == self._config.n_steps):
+            self.track(step, averages(self.metrics.rows[-((step - 1) % every + 1) :]))
         if self.delta_log_dir is not None and self._delta_log_steps.due(row["step"], self._config.n_steps):
             logged = state.logged()
             if self._delta_log is not None:
@@ -246,6 +248,19 @@ class RunFiles:
         file = self.output_dir / SUMMARY_FILE
         write_text(file, json.dumps(summary, indent=2) + "\n", partial(require_held, file, last))
         return summary
+
+
+def averages(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """The mean of each metric over rows of consecutive steps; of peak memory the largest; None if no row has it."""
+    columns: dict[str, list[float]] = {name: [] for row in rows for name in row if name != "step"}
+    for row in rows:
+        for name, found in columns.items():
+            if (value := row.get(name)) is not None:
+                found.append(value)
+    return {
+        name: None if not found else max(found) if "peak_" in name else sum(found) / len(found)
+        for name, found in columns.items()
+    }
 
 
 def output_folder(config: TrainingOptions, algorithm: str) -> Path:

@@ -109,6 +109,7 @@ class TrainingRun:
         self.tokenizer = load_tokenizer(config)
         self.pad_id: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         self._load_data(data_loader(data, config) if isinstance(data, str) else data)
+        config.set_length(len(self.data))
         policy = load_policy(config, None if self.ranks.sharded else self.device)
         examples = [*self.data, *(self.eval_data or [])]
         sequences = (part for example in examples for part in (example if isinstance(example, list) else [example]))

@@ -43,11 +43,13 @@ def test_the_utilization_of_a_gpu_needs_nvidia_ml_py(monkeypatch):
 
 def test_columns_of_several_gpus_and_of_one():
     of_ranks = [
-        {"peak_memory_bytes": 7, "gpu_utilization_percent": 90, "peak_host_memory_bytes": 3},
-        {"peak_memory_bytes": 9, "gpu_utilization_percent": 95, "peak_host_memory_bytes": 2},
+        {"memory_bytes": 5, "peak_memory_bytes": 7, "gpu_utilization_percent": 90, "peak_host_memory_bytes": 3},
+        {"memory_bytes": 4, "peak_memory_bytes": 9, "gpu_utilization_percent": 95, "peak_host_memory_bytes": 2},
     ]
-    assert statistics_columns(of_ranks[:1]) == {"peak_memory_bytes": 7, "gpu_utilization_percent": 90}
+    one_gpu = {"memory_bytes": 5, "peak_memory_bytes": 7, "gpu_utilization_percent": 90}
+    assert statistics_columns(of_ranks[:1]) == one_gpu
     assert statistics_columns(of_ranks) == {
+        "memory_bytes": 5,
         "peak_memory_bytes": 9,
         "gpu_utilization_percent": 92.5,
         **{f"rank0/{name}": value for name, value in of_ranks[0].items()},

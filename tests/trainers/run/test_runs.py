@@ -278,7 +278,7 @@ def test_master_weights_are_kept_for_16_bit_weights_unless_refused(dpo_options, 
     ("changes", "error", "parts"),
     [
         ({"mode": "sparse"}, ConfigError, ["--mask"]),
-        ({"mask": "m.safetensors"}, ConfigError, ["--mode sparse"]),
+        ({"mode": "dense", "mask": "m.safetensors"}, ConfigError, ["m.safetensors", "mode sparse", "mode is dense"]),
         ({"beta": 0.0}, ConfigError, ["'beta'", "0.0"]),
         ({"n_steps": 0}, ConfigError, ["'n_steps'", "0"]),
         ({"learning_rate": float("nan")}, ConfigError, ["'learning_rate'", "nan"]),

@@ -1,0 +1,173 @@
+"""Options under the names of other trainers: aliases, settings in other units, sections of YAML files, and hints."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+
+from sparse_opt.config import parse_config
+from sparse_opt.errors import ConfigError
+from sparse_opt.trainers import dpo
+from sparse_opt.trainers.dpo import DPOConfig
+from sparse_opt.trainers.grpo import GRPOConfig
+from sparse_opt.trainers.ppo import PPOConfig
+from sparse_opt.trainers.rft.train import RFTConfig
+from sparse_opt.trainers.rlt import RLTConfig
+from sparse_opt.trainers.run.run_files import averages
+from sparse_opt.trainers.sft import SFTConfig
+
+NEEDED = ["policy_name=m", "dataset=d"]
+
+
+@pytest.mark.parametrize("config_class", [SFTConfig, DPOConfig, GRPOConfig, PPOConfig, RLTConfig, RFTConfig])
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("model_name=x", "policy_name"),
+        ("model_name_or_path=x", "policy_name"),
+        ("max_steps=400", "n_steps"),
+        ("num_train_epochs=2", "n_epochs"),
+        ("epochs=2", "n_epochs"),
+        ("train_batch_size=16", "batch_size"),
+        ("max_len=77", "max_length"),
+        ("subset=5", "subset_size"),
+        ("log_steps=3", "logging_steps"),
+        ("torch_compile=true", "compile"),
+        ("use_compile=true", "compile"),
+    ],
+)
+def test_an_alias_is_its_option_in_every_loop(config_class, alias, name):
+    needed = [*NEEDED, *(["reward_functions=exact_match"] if config_class is PPOConfig else [])]
+    word = f"{name}={alias.partition('=')[2]}"
+    found = parse_config(config_class, [*needed, alias])
+    assert found == parse_config(config_class, [*needed, word]) != parse_config(config_class, needed)
+
+
+def test_num_generations_is_an_alias():
+    assert parse_config(GRPOConfig, [*NEEDED, "--num_generations", "4"]).n_generations == 4
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16=true", "bf16"), ("bf16=false", "fp32"), ("dtype=fp32", "fp32")])
+def test_bf16_is_an_alias_of_a_dtype(word, dtype):
+    assert parse_config(DPOConfig, [*NEEDED, word]).dtype == dtype
+
+
+def test_batches_of_each_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert parse_config(DPOConfig, [*NEEDED, "per_device_train_batch_size=2"]).batch_size == 6
+
+
+def test_passes_over_the_data_are_steps():
+    options = [*NEEDED, "n_epochs=1.5", "batch_size=4", "gradient_accumulation_steps=2", "save_strategy=epoch"]
+    config = parse_config(DPOConfig, options)
+    config.set_length(21)  # 2.625 steps
+    assert (config.n_steps, config.save_steps) == (4, 3)
+    config = parse_config(DPOConfig, [*options, "delta_log_steps=5"])
+    with pytest.raises(ConfigError, match="'delta_log_steps' is '5': selects no step of 1 to n_steps 4"):
+        config.set_length(21)
+    with pytest.raises(ConfigError, match="expected at most"):
+        dataclasses.replace(config, n_epochs=1e9).set_length(10**6)
+
+
+def test_a_run_of_epochs_and_its_resumed_rest(dpo_options, read_metrics, tmp_path):
+    options = {"n_epochs": 0.5, "save_strategy": "epoch", "output_dir": tmp_path / "run"}
+    whole = dpo.train(dpo_options(**options))
+    n_examples = whole["data"]["n_examples"]
+    assert whole["n_steps"] == -(-n_examples // (2 * dpo_options().examples_per_step)) > 1
+    options |= {"output_dir": tmp_path / "again", "n_epochs": 2.0}
+    first = dpo.train(dpo_options(**options))
+    # As if it had been killed before it saved the final model.
+    (tmp_path / "again" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "again" / "final")
+    resumed = dpo.train(dpo_options(**options, resume=True))
+    assert resumed["n_steps"] == first["n_steps"] and resumed["last"]["loss"] == first["last"]["loss"]
+    assert len(read_metrics(resumed)) == first["n_steps"]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("no", None), ("steps", 5)])
+def test_save_strategy(strategy, expected):
+    assert parse_config(DPOConfig, [*NEEDED, "save_steps=5", f"save_strategy={strategy}"]).save_steps == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["save_strategy=steps"], "'save_strategy' is steps: expected save_steps"),
+        (["bf16=true", "dtype=fp32"], "'bf16' is true, and dtype is fp32"),
+        (["mode=dense", "mask=m"], "mode sparse only, and mode is dense"),
+        (["enforce_eager=true"], "unknown option 'enforce_eager'.*the nearest is 'vllm_enforce_eager'"),
+        (["rollout=vllm"], "the nearest is 'rollout_engine'"),
+        (["lerning_rate=1"], "the nearest is 'learning_rate'"),
+        (["zebra=1"], r"unknown option 'zebra' \(from 'zebra=1'\) \(see"),
+    ],
+)
+def test_hints_are_meaningful(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(GRPOConfig, [*NEEDED, *words])
+
+
+def test_a_mask_implies_mode_sparse():
+    assert parse_config(DPOConfig, [*NEEDED, "mask=m"]).mode == "sparse"
+    assert parse_config(DPOConfig, NEEDED).mode == "dense"
+
+
+def test_sections_of_a_file_are_flattened(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "policy_name: m\ndataset:\n  dataset: d\n  max_length: 64\ndpo_training:\n  beta: 0.2\n  epochs: 3\n"
+    )
+    found = parse_config(DPOConfig, ["--config", str(file)])
+    assert (found.dataset, found.max_length, found.beta, found.n_epochs) == ("d", 64, 0.2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n  beta: 1\nb:\n  beta: 2\n", "option 'beta' is in section 'a' and in section 'b': give it once"),
+        ("beta: 1\nb:\n  beta: 2\n", "option 'beta' is outside of sections and in section 'b'"),
+        ("a:\n  bta: 1\n", "unknown option 'bta'.*the nearest is 'beta'"),
+        ("a:\n  beta:\n    beta: 1\n", "option 'beta' .*expected float"),
+    ],
+)
+def test_sections_that_are_refused(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_config(DPOConfig, [*NEEDED, "--config", str(file)])
+
+
+def test_averages_of_the_steps_between_reports():
+    rows = [
+        {"step": 3, "loss": 1.0, "kl": None, "peak_memory_bytes": 5, "reward": 2.0},
+        {"step": 4, "loss": 2.0, "kl": None, "peak_memory_bytes": 7, "reward": None},
+    ]
+    assert averages(rows) == {"loss": 1.5, "kl": None, "peak_memory_bytes": 7, "reward": 2.0}
+
+
+def test_trackers_get_every_so_many_steps(tracked):
+    reported, rows = tracked(logging_steps=2, n_steps=5)
+    assert [step for step, _ in reported] == [2, 4, 5]
+    losses = [row["loss"] for row in rows]
+    assert [metrics["loss"] for _, metrics in reported] == [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]
+
+
+@pytest.fixture
+def tracked(dpo_options, monkeypatch, read_metrics):
+    """Run with a tracker that keeps what it is given: (step, metrics), and the rows of the run."""
+
+    def run(**options):
+        reported = []
+
+        class Tracker:
+            def log(self, step, metrics):
+                reported.append((step, dict(metrics)))
+
+            def close(self):
+                pass
+
+        monkeypatch.setattr("sparse_opt.trainers.run.run_files.make_trackers", lambda *args: [Tracker()])
+        return reported, read_metrics(dpo.train(dpo_options(**options)))
+
+    return run
