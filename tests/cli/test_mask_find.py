@@ -51,6 +51,21 @@ def test_every_method_writes_a_mask_that_a_run_takes(find, files, tmp_path, meth
     assert mask.metadata["sparsity"] == "80.0"
 
 
+def test_the_steps_of_a_log(sparse_opt, files):
+    words = ("mask", "find", "--delta_log_dir", files.delta_log, "--list_steps")
+    steps = list(DeltaLog.open(files.delta_log).steps)
+    assert sparse_opt(*words).done() == " ".join(map(str, steps)) + "\n"
+    assert json.loads(sparse_opt(*words, "--json").done()) == {"steps": steps}
+    assert "'list_steps' needs --delta_log_dir" in sparse_opt("mask", "find", "--list_steps").failed_in_one_line(2)
+
+
+def test_masks_have_a_folder_by_default(sparse_opt, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(sparse_opt("mask", "find", "--delta_log_dir", files.delta_log, "--json").done())
+    assert found["file"] == f"masks/{files.delta_log.name}/sparsity_90.0pct_magnitude_step3.safetensors"
+    assert MaskSet.load(tmp_path / found["file"]).digest == found["digest"]
+
+
 def test_a_log_s_mask_is_the_library_s(find, files):
     words = ("--sparsity_percent", 70, "--target_step", 2, "--exclude", "*norm*", "--pool", "tensor", "--json")
     found = json.loads(find("fisher", *words).done())

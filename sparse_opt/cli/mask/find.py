@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError, MaskError
 from ...tables import table
 from ..output import format_percent, print_json
-from ..parser import add_tensor_choice
-from .output import PATTERNS, add_output, headline, output_file, summary
+from ..parser import add_json_flag, add_tensor_choice
+from .output import PATTERNS, headline, output_file, summary
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,8 @@ the expected index of random masks with the same density of every tensor.
 sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
 
 examples:
+  sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5
+  sparse-opt mask find --delta_log_dir delta_logs_M --list_steps
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5 --target_step 50 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --method momentum --momentum_window 25 --target_step 25 \\
       --top_percent 10 --compute_jaccard --output masks/
@@ -108,11 +110,21 @@ def add_parser(actions: Any) -> None:
     find.add_argument("--device", default="auto", help="device that computes scores: auto, cpu, cuda (%(default)s)")
     find.add_argument("--compute_jaccard", action="store_true", help="compare with the log's oracle mask")
     find.add_argument("--debug", action="store_true", help="show threshold, counts and scores of every tensor")
-    add_output(find)
+    find.add_argument("--list_steps", action="store_true", help="print the steps of the log, and find no mask")
+    find.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help=".safetensors file, or folder (masks/NAME, NAME the last part of the log's or model's)",
+    )
+    add_json_flag(find)
 
 
 def run(args: Namespace) -> None:
-    """Find the mask, write it, and print a summary."""
+    """Find the mask, write it, and print a summary; or print the log's steps."""
+    if args.list_steps:
+        _print_steps(args)
+        return
     sparsity = _sparsity(args)
     _settle_options(args)
     from sparse_opt.trainers.policy.models import resolve_device
@@ -126,7 +138,8 @@ def run(args: Namespace) -> None:
         label, step, find = _in_log(args, log, sparsity, device)
     else:
         label, step, find = _in_model(args, log, sparsity, device)
-    path = output_file(args.output, _file_name(args, sparsity, label, step))
+    output = args.output or Path("masks") / (args.delta_log_dir or Path(args.model_name)).resolve().name
+    path = output_file(output, _file_name(args, sparsity, label, step))
     found = find()
     overlap = None
     if args.compute_jaccard:
@@ -138,6 +151,18 @@ def run(args: Namespace) -> None:
         print_json({"file": path, **summary(found.mask), **_details(args, found, overlap)})
     else:
         print("\n".join([str(path), headline(found.mask), *_lines(args, found, overlap)]))
+
+
+def _print_steps(args: Namespace) -> None:
+    from ...delta.open import open_log
+
+    if args.delta_log_dir is None:
+        raise ConfigError("option 'list_steps' needs --delta_log_dir")
+    steps = open_log(args.delta_log_dir).steps
+    if args.json:
+        print_json({"steps": list(steps)})
+    else:
+        print(" ".join(map(str, steps)))
 
 
 def _sparsity(args: Namespace) -> float:
