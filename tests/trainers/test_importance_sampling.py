@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers import grpo, ppo
 from sparse_opt.trainers.grpo import GRPOConfig, grpo_loss
-from sparse_opt.trainers.ppo import PPOConfig, policy_loss
+from sparse_opt.trainers.ppo import PPOConfig
+from sparse_opt.trainers.ppo.losses import policy_loss
 from sparse_opt.trainers.rollouts import Completions, GenerateEngine, Sampling, joined, rollout
 from sparse_opt.trainers.rollouts.importance import (
     importance_weights,
@@ -205,7 +206,9 @@ def test_the_correction_changes_the_update_where_the_engine_differs(train):
     assert first["importance_sampling_clipped"] == 0
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [(grpo, {}), (ppo, {"kl_coefficient": 0.05, "n_generations": 1})])
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [(grpo, {}), (ppo.loop, {"kl_coefficient": 0.05, "n_generations": 1})]
+)
 @pytest.mark.parametrize("off", [1.0, -1.0])
 def test_the_ratio_is_the_policy_over_the_engine(train, monkeypatch, algorithm, options, off):
     monkeypatch.setattr(Biased, "alternates", False)
@@ -216,7 +219,7 @@ def test_the_ratio_is_the_policy_over_the_engine(train, monkeypatch, algorithm, 
 
 
 def test_ppo_is_corrected_too(train):
-    options = {"algorithm": ppo, "kl_coefficient": 0.05, "learning_rate": 1e-3, "n_generations": 1}
+    options = {"algorithm": ppo.loop, "kl_coefficient": 0.05, "learning_rate": 1e-3, "n_generations": 1}
     _, expected = train(off=0.0, engine="generate", **options)
     (first, _), weights = train(off=1.0, **options)
     assert first["sampling_logp_difference_mean"] == pytest.approx(1, abs=1e-5)

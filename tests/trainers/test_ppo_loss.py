@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_opt.trainers.ppo import (
+from sparse_opt.trainers.ppo.losses import (
     KLController,
+    ScoreScaling,
     explained_variance,
     generalized_advantages,
     policy_loss,
@@ -71,6 +72,28 @@ def expected_advantages(batch: Batch, gamma: float, lam: float) -> tuple[np.ndar
             advantages[row, t] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t - start :]))
             returns[row, t] = advantages[row, t] + values[row, t]
     return advantages, returns
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_scores_are_scaled_by_those_so_far(norm):
+    batches = [np.random.default_rng(seed).normal(3, 2, 16).astype(np.float32) for seed in range(4)]
+    scaling, restored = ScoreScaling(True, norm), ScoreScaling(True, norm)
+    for i, batch in enumerate(batches):
+        so_far = np.concatenate(batches[: i + 1]).astype(np.float64)
+        expected = (batch - so_far.mean() * norm) / (so_far.std(ddof=1) + EPS)
+        restored.load_state_dict(scaling.state_dict())
+        found = scaling(torch.tensor(batch))
+        assert found.dtype == torch.float32
+        np.testing.assert_allclose(found.numpy(), expected, rtol=4 * EPS, atol=8 * EPS)
+        assert torch.equal(restored(torch.tensor(batch)), found)
+
+
+def test_scores_that_are_only_clipped_or_the_same():
+    scores = torch.tensor([-3.0, 0.5, 2.0])
+    assert ScoreScaling(clip=1.0)(scores).tolist() == [-1.0, 0.5, 1.0]
+    assert ScoreScaling()(scores) is scores
+    assert ScoreScaling(True)(torch.tensor([5.0])).tolist() == [5.0]  # the deviation of one score is undefined
+    assert ScoreScaling(True, norm=True)(torch.tensor([5.0, 5.0])).tolist() == [0.0, 0.0]
 
 
 def test_token_rewards(batch):

@@ -101,7 +101,7 @@ def test_it_learns(ppo_options, read_metrics, prompts_file):
 def captured(monkeypatch):
     """What a run computes in its one optimizer step: its episodes, the scores, the gradients, and the head's."""
     found: dict[str, object] = {}
-    update_on, whiten, update = ppo.update_on, ppo.whiten, TrainingRun.update
+    update_on, whiten, update = ppo.loop.update_on, ppo.loop.whiten, TrainingRun.update
 
     def seen_update_on(run, critic, episodes, config):
         found.update(episodes=episodes, head=critic.head)
@@ -112,8 +112,8 @@ def captured(monkeypatch):
         found["head_grads"] = {name: p.grad.clone() for name, p in found["head"].named_parameters()}
         update(run)
 
-    monkeypatch.setattr(ppo, "update_on", seen_update_on)
-    monkeypatch.setattr(ppo, "whiten", lambda values, mask: whiten(values, mask))
+    monkeypatch.setattr(ppo.loop, "update_on", seen_update_on)
+    monkeypatch.setattr(ppo.loop, "whiten", lambda values, mask: whiten(values, mask))
     monkeypatch.setattr(TrainingRun, "update", seen_update)
     return found
 
@@ -197,9 +197,33 @@ def test_sparse_run_leaves_inactive_weights_as_they_were(ppo_options, mask_file,
     assert changed > mask.nnz // 2
 
 
+def test_rewards_are_made_of_scaled_clipped_scores_and_whitened(monkeypatch, ppo_options, read_metrics):
+    given, made, token_rewards, advantages = [], [], ppo.loop.token_rewards, ppo.loop.generalized_advantages
+
+    def seen_token_rewards(scores, *args):
+        given.append(scores)
+        return token_rewards(scores, *args)
+
+    def seen_advantages(rewards, values, mask, **options):
+        made.append(rewards[mask])
+        return advantages(rewards, values, mask, **options)
+
+    monkeypatch.setattr(ppo.loop, "token_rewards", seen_token_rewards)
+    monkeypatch.setattr(ppo.loop, "generalized_advantages", seen_advantages)
+    options = {"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.75, "whiten_rewards": True}
+    rows = read_metrics(ppo.train(ppo_options(n_steps=2, kl_coefficient=0.0, **options)))
+    for scores, rewards, row in zip(given, made, rows, strict=True):
+        assert scores.abs().max() == 0.75 and 0 <= row["reward"] <= 1  # the log has the scores as they were given
+        assert rewards.std() == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(monkeypatch, ppo_options, mask_file, prompts_file, mode):
     changes = {
+        "use_score_scaling": True,
+        "use_score_norm": mode == "dense",
+        "score_clip": 2.0,
+        "whiten_rewards": mode == "sparse",
         "mode": mode,
         "mask": mask_file if mode == "sparse" else None,
         "n_steps": 4,
@@ -280,7 +304,7 @@ def test_update_statistics_are_those_of_the_checkpoint(ppo_options, mask_file, m
 
 
 def test_without_statistics_nothing_is_kept(ppo_options, monkeypatch):
-    monkeypatch.setattr(ppo, "UpdateStatistics", None)
+    monkeypatch.setattr(ppo.loop, "UpdateStatistics", None)
     options = ppo_options(n_steps=1)
     assert "update_share" not in ppo.train(options)["last"]
     assert not (options.output_dir / "update_statistics.jsonl").exists()
@@ -393,6 +417,8 @@ def test_a_text_must_be_long_enough(sentiment):
         ({"kl_coefficient": -0.1}, ["'kl_coefficient'", "-0.1"]),
         ({"query_min_tokens": 9}, ["'query_max_tokens' is 8", "query_min_tokens 9"]),
         ({"statistics_steps": 0}, ["'statistics_steps'", "0"]),
+        ({"use_score_norm": True}, ["'use_score_norm'", "use_score_scaling"]),
+        ({"score_clip": 0.0}, ["'score_clip'", "0"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

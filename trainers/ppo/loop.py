@@ -1,11 +1,9 @@
 """Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) of a language model, as in TRL 0.8.6.
 
-The tokens of a completion are the actions of an episode. Each token is penalised by its part of the divergence from the
-reference, and the last one is rewarded with the completion's score (https://arxiv.org/abs/1909.08593). The critic is a
-value head on the policy's hidden states. Means that TRL takes over a micro-batch are taken over an optimizer step here.
+The critic is a value head on the policy's hidden states; `losses` has the arithmetic.
 
-Not implemented, unlike in TRL 0.8.6: scaling, normalising and clipping of scores, whitening of rewards, the other
-divergences (abs, mse, full), and skipping minibatches by their mean ratio.
+Not implemented, unlike in TRL 0.8.6: the other divergences (abs, mse, full), and skipping minibatches by their mean
+ratio.
 """
 
 from __future__ import annotations
@@ -16,26 +14,25 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError, DataError
 
-from .data.loaders import LoadData, data_loader
-from .data.order import chunks
-from .data.prompts import PromptExample
-from .data.query_prompts import is_text_data, load_queries
-from .data.rows import load_records
-from .options import RolloutOptions
-from .policy.models import resolve_device
-from .policy.update_statistics import FILE as STATISTICS_FILE
-from .policy.update_statistics import UpdateStatistics
-from .policy.value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
-from .rewards.classifier import RewardModel
-from .rewards.functions import Rewards, load_rewards
-from .rollouts import Engine, Rollout, configured_engine, sample
-from .run.rollout_step import (
+from ..data.loaders import LoadData, data_loader
+from ..data.order import chunks
+from ..data.prompts import PromptExample
+from ..data.query_prompts import is_text_data, load_queries
+from ..data.rows import load_records
+from ..options import RolloutOptions
+from ..policy.models import resolve_device
+from ..policy.update_statistics import FILE as STATISTICS_FILE
+from ..policy.update_statistics import UpdateStatistics
+from ..policy.value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
+from ..rewards.classifier import RewardModel
+from ..rewards.functions import Rewards, load_rewards
+from ..rollouts import Engine, Rollout, configured_engine, sample
+from ..run.rollout_step import (
     engine_agreement,
     reference_logprobs,
     rollout_weights,
@@ -43,166 +40,18 @@ from .run.rollout_step import (
     sampling_of,
     score_completions,
 )
-from .run.training_run import TrainingRun
-
-# Added to the variance in `whiten`; TRL's.
-_VARIANCE_FLOOR = 1e-8
-# Bound on the relative error that adapts the KL coefficient; Ziegler et al., section 2.2.
-_LARGEST_ERROR = 0.2
-
-
-# From scores to advantages. [R, P] tensors are fp32, one row per completion. `mask` [R, P] bool marks its tokens, which
-# are contiguous; finite values outside the mask have no effect.
-
-
-def token_rewards(
-    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coefficient: float
-) -> Tensor:
-    """-kl_coefficient * (logprob - ref_logprob) at each token, and the score [R] on the last one: [R, P].
-
-    0 outside the mask.
-
-    Raises:
-        ValueError: a completion has no tokens, and so none that its score could be added to.
-    """
-    empty = int((~mask.any(dim=1)).sum())
-    if empty:
-        raise ValueError(f"{empty} of {len(mask)} completions have no token, expected at least one in each")
-    rewards = torch.where(mask, -kl_coefficient * (logprobs - ref_logprobs), 0.0)
-    last = mask.long().cumsum(dim=1).argmax(dim=1, keepdim=True)  # the first of the largest counts
-    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
-
-
-def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, gae_lambda: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (https://arxiv.org/abs/1506.02438), and returns = advantages + values: [R, P].
-
-    A_t = delta_t + gamma * gae_lambda * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t; after the last token, A and V
-    are 0. Both are 0 outside the mask.
-    """
-    values = torch.where(mask, values, 0.0)
-    deltas = torch.where(mask, rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values, 0.0)
-    advantages = torch.zeros_like(deltas)
-    following = deltas.new_zeros(len(deltas))
-    for column in range(deltas.shape[1] - 1, -1, -1):
-        following = deltas[:, column] + gamma * gae_lambda * following
-        advantages[:, column] = following
-    advantages = torch.where(mask, advantages, 0.0)
-    return advantages, advantages + values
-
-
-def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8) over all tokens of the mask, 0 elsewhere: [R, P].
-
-    The variance is the sample variance (n - 1). Without `shift_mean` the mean is added back.
-
-    Raises:
-        ValueError: fewer than two tokens, so that the variance is undefined.
-    """
-    inside = values[mask]
-    if inside.numel() < 2:
-        raise ValueError(f"the mask has {inside.numel()} tokens, expected at least 2 to whiten")
-    variance, mean = torch.var_mean(inside)
-    whitened = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
-    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
-
-
-def sequence_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The sampled divergence from the reference: the sum of logprob - ref_logprob over each completion, [R]."""
-    return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(dim=1)
-
-
-class KLController:
-    """The KL coefficient, adapted to a target divergence: section 2.2 of https://arxiv.org/abs/1909.08593.
-
-    coefficient <- coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon); constant without a target.
-    """
-
-    def __init__(self, coefficient: float, target: float | None = None, horizon: float = 10000.0):
-        self.coefficient = coefficient
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, kl: float, n: int) -> None:
-        """Update the coefficient from the mean `sequence_kl` of a step's `n` completions."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
-            self.coefficient *= 1 + error * n / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """The state saved in a checkpoint."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the result of `state_dict()`."""
-        self.coefficient = state["coefficient"]
-
-
-# The losses. A sum over the tokens of a micro-batch is divided by `n_tokens`, the token count of the whole optimizer
-# step, so that the losses of the micro-batches add up to the mean over the step.
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip: float,
-    n_tokens: int,
-    importance_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """max(-A * ratio, -A * clip(ratio, 1 - clip, 1 + clip)), ratio = exp(logprob - old_logprob): equation 7.
-
-    Each token's loss is multiplied by its importance weight, if there are any.
-
-    Args:
-        logprobs: [R, P] under the policy, with gradient.
-        old_logprobs: [R, P] under the policy that sampled the completions.
-        advantages: [R, P].
-        importance_weights: [R, P] fp32, see `rollouts.importance.importance_weights`.
-
-    Returns:
-        The loss, a scalar; and [R, P] bool, the tokens whose gradient is clipped to 0.
-    """
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)
-    per_token = torch.maximum(unclipped, clipped)
-    if importance_weights is not None:
-        per_token = per_token * importance_weights
-    return torch.where(mask, per_token, 0.0).sum() / n_tokens, (clipped > unclipped) & mask
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float, n_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """0.5 * max((V - return)^2, (V_clipped - return)^2), V_clipped within `clip` of the value of the rollout.
-
-    Args:
-        values: [R, P] of the critic, with gradient.
-        old_values: [R, P] of the critic when the completions were sampled.
-
-    Returns:
-        The loss, a scalar; and [R, P] bool, the tokens whose gradient is clipped to 0.
-    """
-    clipped_values = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
-    unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()
-    loss = 0.5 * torch.where(mask, torch.maximum(unclipped, clipped), 0.0).sum() / n_tokens
-    return loss, (clipped > unclipped) & mask
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - mean((V - return)^2) / var(return) over the tokens.
-
-    1 for a perfect critic, 0 for one that predicts the mean return, and 0 if all returns are the same.
-    """
-    returns = returns[mask]
-    error, variance = (values[mask] - returns).square().mean(), returns.var(correction=0)
-    return torch.where(variance > 0, 1 - error / variance, 0.0)
-
-
-# The loop
+from ..run.training_run import TrainingRun
+from .losses import (
+    KLController,
+    ScoreScaling,
+    explained_variance,
+    generalized_advantages,
+    policy_loss,
+    sequence_kl,
+    token_rewards,
+    value_loss,
+    whiten,
+)
 
 
 @dataclass(kw_only=True)
@@ -231,6 +80,14 @@ class PPOConfig(RolloutOptions):
         6.0, "target divergence of a completion, for adapting the coefficient; none keeps the coefficient", above=0
     )
     kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted", above=0)
+    use_score_scaling: bool = option(False, "divide scores by the standard deviation of all scores so far")
+    use_score_norm: bool = option(False, "with use_score_scaling: first subtract the mean of all scores so far")
+    score_clip: float | None = option(
+        None, "clip scores, after scaling, to this absolute value; none for no bound", above=0
+    )
+    whiten_rewards: bool = option(
+        False, "divide the rewards of a rollout's tokens by their standard deviation, and keep their mean"
+    )
     early_stop_kl: float | None = option(
         None,
         "end the passes over a rollout once the policy's divergence from it exceeds 1.5 times this per token",
@@ -268,6 +125,8 @@ class PPOConfig(RolloutOptions):
             )
         if (self.reward_model is None) == (not self.reward_functions):
             raise ConfigError("expected a reward: --reward_model or --reward_functions, and not both")
+        if self.use_score_norm and not self.use_score_scaling:
+            raise ConfigError("option 'use_score_norm' is true: expected use_score_scaling true as well")
 
 
 @dataclass(frozen=True)
@@ -475,7 +334,10 @@ def train(config: PPOConfig) -> dict[str, Any]:
     )
     controller = KLController(config.kl_coefficient, config.kl_target, config.kl_horizon)
     run.keep("value_head", critic)
+    scaling = ScoreScaling(config.use_score_scaling, config.use_score_norm, config.score_clip)
     run.keep("kl_controller", controller)
+    if config.use_score_scaling:
+        run.keep("score_scaling", scaling)
     statistics = statistics_file = None
     if config.statistics_steps is not None:
         start = run.whole_model()
@@ -497,7 +359,9 @@ def train(config: PPOConfig) -> dict[str, Any]:
             assert ref_logprobs is not None
 
             logprobs, mask = rollout.logprobs, rollout.mask
-            rewards = token_rewards(scores, logprobs, ref_logprobs, mask, controller.coefficient)
+            rewards = token_rewards(scaling(scores), logprobs, ref_logprobs, mask, controller.coefficient)
+            if config.whiten_rewards:
+                rewards = whiten(rewards, mask, shift_mean=False)
             advantages, returns = generalized_advantages(
                 rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
             )
