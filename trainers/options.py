@@ -147,7 +147,11 @@ class TrainingOptions(ModelOptions):
     save_strategy: Literal["no", "steps", "epoch"] | None = option(
         None, "epoch sets save_steps to the steps of a pass over the data; no sets it to none; steps uses it"
     )
-    save_total_limit: int = option(2, "keep this many of the newest checkpoints to resume from", at_least=1)
+    save_total_limit: int | None = option(
+        2,
+        "keep this many of the newest checkpoints to resume from; none keeps all, and one of the initial weights",
+        at_least=1,
+    )
     sample_steps: int | None = option(25, "write sample completions every so many steps; none writes none", at_least=1)
     logging_steps: int = option(
         1,

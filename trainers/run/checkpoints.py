@@ -49,10 +49,10 @@ class Checkpoints:
 
     Args:
         output_dir: the run's folder.
-        limit: number of newest checkpoints to keep.
+        limit: number of newest checkpoints to keep; None keeps all.
     """
 
-    def __init__(self, output_dir: Path, limit: int):
+    def __init__(self, output_dir: Path, limit: int | None):
         self.folder = output_dir / FOLDER
         self._limit = limit
 
@@ -89,8 +89,9 @@ class Checkpoints:
             with (aside / STATE_FILE).open("wb") as file:
                 torch.save({"step": step, "states": dict(states)}, file)
             write_manifest(aside)
-        for old in self.steps()[: -self._limit]:
-            shutil.rmtree(self._hide(old))
+        if self._limit is not None:
+            for old in self.steps()[: -self._limit]:
+                shutil.rmtree(self._hide(old))
 
     def choose(self, step: int | None = None) -> int:
         """The step to resume from, whose checkpoint has been verified; 0 means the start of the run.

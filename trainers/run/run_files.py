@@ -202,7 +202,9 @@ class RunFiles:
             tracker.log(step, metrics)
 
     def save(self, step: int, tokenizer: Any, state: WholeState, kept: Mapping[str, Stateful]) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint. One of step 0 is there already if the run was resumed at its beginning."""
+        if step == 0 and 0 in self._steps_found:
+            return
         self._ranks.on_main(partial(self._save, step, tokenizer, state.model(), state.states(kept)))
 
     def _save(self, step: int, tokenizer: Any, model: nn.Module, states: Mapping[str, dict[str, Any]]) -> None:

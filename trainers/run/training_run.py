@@ -194,6 +194,8 @@ class TrainingRun:
             evaluate = None
         if evaluate is not None and first_step == 1:
             self._evaluate(0, evaluate)
+        if first_step == 1 and config.save_steps is not None and config.save_total_limit is None:
+            self._files.save(0, self.tokenizer, self._whole, self._kept)
         title, hidden = f"{self.algorithm} {config.mode}", not self.ranks.is_main
         with Progress(title, config.n_steps, first_step - 1, hidden=hidden) as self._progress:
             for step in range(first_step, config.n_steps + 1):

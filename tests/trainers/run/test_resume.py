@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 import yaml
 from stopping import assert_same_run, rows, stop, stop_and_resume
 from transformers import AutoModelForCausalLM
@@ -89,6 +90,16 @@ def test_checkpoints_are_written_and_the_oldest_removed(options, tmp_path):
         "step_00000008",
     ]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_00000008")
+
+
+def test_all_checkpoints_are_kept_with_the_initial_weights(monkeypatch, options, tmp_path, model_folder):
+    config = dataclasses.replace(options("run"), n_steps=5, save_total_limit=None)
+    stop(monkeypatch, dpo.train, config, 1)
+    dpo.train(dataclasses.replace(config, resume=True))  # from the beginning, where a checkpoint of step 0 is
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000000", "step_00000002", "step_00000004"]
+    first, initial = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "step_00000000", model_folder))
+    assert all(torch.equal(p, initial.state_dict()[name].to(p.dtype)) for name, p in first.state_dict().items())
 
 
 def test_a_torn_line_and_leftovers_are_dropped(monkeypatch, options, tmp_path):
