@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RESULTS_FILE = "quickstart.json"
 DELTA_LOG = "delta_logs_quickstart"
 # The files of a run in its folder. A rerun removes only these.
-CONTENTS = ("data", "cache", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "rebuilt")
+CONTENTS = ("data", "cache", "model", "sft", "dense", DELTA_LOG, "masks", "sparse", "timing", "rebuilt")
 SPARSITY_PERCENT = 90.0
 HIDDEN_SIZE, N_LAYERS = 128, 4  # 0.9 million weights
 
@@ -108,6 +108,7 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
     from ...mask_finding.find import find_from_log, mask_file_name
     from ..delta import reconstruct
     from . import checks
+    from .timing import step_times
 
     folder: Path = args.output_dir
     _prepare(folder)
@@ -115,7 +116,7 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
     # Write nothing to the user's home directory.
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
 
-    _say("1/6 model, tokenizer and questions")
+    _say("1/7 model, tokenizer and questions")
     n_held_out = _make_inputs(folder, args.n_questions, args.seed)
     shared: dict[str, Any] = {
         "device": str(device),
@@ -125,7 +126,7 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
         "batch_size": 32,
     }
 
-    _say("2/6 SFT: the form of an answer, right or wrong")
+    _say("2/7 SFT: the form of an answer, right or wrong")
     start = sft.train(
         sft.SFTConfig(
             policy_name=str(folder / "model"),
@@ -144,7 +145,7 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
         **shared,
     }
 
-    _say("3/6 dense DPO: which answer is right; with a delta log of the weights")
+    _say("3/7 dense DPO: which answer is right; with a delta log of the weights")
     dense = dpo.train(
         dpo.DPOConfig(
             output_dir=folder / "dense",
@@ -154,15 +155,19 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
         )
     )
 
-    _say(f"4/6 mask: the {100 - SPARSITY_PERCENT:g} % of the weights that moved most")
+    _say(f"4/7 mask: the {100 - SPARSITY_PERCENT:g} % of the weights that moved most")
     log = DeltaLog.open(folder / DELTA_LOG)
     mask = find_from_log(log, sparsity=SPARSITY_PERCENT).mask
     mask_file = mask.save(folder / "masks" / mask_file_name(SPARSITY_PERCENT, "magnitude", log.steps[-1]))
 
-    _say("5/6 sparse DPO from the same start")
-    sparse = dpo.train(dpo.DPOConfig(output_dir=folder / "sparse", mode="sparse", mask=mask_file, **dpo_options))
+    _say("5/7 sparse DPO from the same start")
+    sparse_options = {**dpo_options, "mask": mask_file}
+    sparse = dpo.train(dpo.DPOConfig(output_dir=folder / "sparse", **sparse_options))
 
-    _say("6/6 checks, and the held-out questions")
+    _say("6/7 step times, dense and sparse in turns")
+    times = step_times(folder / "timing", {"dense": dpo_options, "sparse": sparse_options})
+
+    _say("7/7 checks, and the held-out questions")
     checks.first_loss_is_ln2(dense)
     checks.first_loss_is_ln2(sparse)
     summaries = {"start": start, "dense": dense, "sparse": sparse}
@@ -175,6 +180,7 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
 
     runs = {
         name: _statistics(summary, n_weights)
+        | times[name]
         | {
             "accuracy_before": accuracy["start"],
             "accuracy_after": accuracy[name],
@@ -265,8 +271,6 @@ def _statistics(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
     return {
         "loss_first": summary["first"]["loss"],
         "loss_last": summary["last"]["loss"],
-        "step_time_s": summary["median"]["step_time_s"],
-        "optimizer_time_s": summary["median"]["optimizer_time_s"],
         "optimizer_state_bytes": nbytes["state"] + nbytes["master"] + nbytes["indices"],
         "gradient_bytes": nbytes["grad"],
         # The dense run keeps a second model of fp32 weights, the sparse one the initial values of its active elements.
@@ -285,7 +289,7 @@ def _text(results: dict[str, Any]) -> str:
         "loss, last step": ("loss_last", "{:.4f}".format),
         "preference accuracy, before": ("accuracy_before", "{:.1%}".format),
         "preference accuracy, after": ("accuracy_after", "{:.1%}".format),
-        "step time (median)": ("step_time_s", _milliseconds),
+        "step time (in turns)": ("step_time_s", _milliseconds),
         "  optimizer": ("optimizer_time_s", _milliseconds),
         "optimizer state, with indices": ("optimizer_state_bytes", format_bytes),
         "gradients": ("gradient_bytes", format_bytes),
@@ -304,6 +308,8 @@ def _text(results: dict[str, Any]) -> str:
         f"DPO on {results['device']}, {results['dpo_steps']} steps; a model of {results['n_weights']:,} fp32 weights; "
         f"accuracy on {results['n_held_out']} held-out pairs\n\n"
         f"{table(('', 'dense', 'sparse', 'dense / sparse'), rows)}\n\n"
+        "a step is mostly forward and backward passes, which a model of this size does in full under any mask; the\n"
+        "optimizer, memory and the reference are what a mask saves, and what grows with the model\n\n"
         "checked: both first losses are ln 2; sparse DPO changed no weight outside the mask; the weights of step "
         f"{rebuilt['step']},\nrebuilt from the delta log, are the dense checkpoint's, bit for bit\n\n"
         f"files:\n{files}"
