@@ -34,6 +34,7 @@ _EPILOG = """It writes to the folder, in this order:
   dense/, delta_logs_quickstart/   dense DPO, and the delta log of its weights
   masks/                  the mask of the 10 % of the weights that dense DPO moved most
   sparse/                 DPO under the mask
+  timing/                 short runs in turns, for their step times; removed
   rebuilt/                the dense model, rebuilt from the log
   quickstart.json         the measurements
 
