@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checkpoints import Checkpoint, CheckpointPair
+from .checkpoints import Checkpoint, CheckpointPair, CheckpointSeries
 from .coverage import Coverage, measure_coverage
 from .ranks import (
     RankStats,
@@ -19,6 +19,7 @@ __all__ = [
     "ChangeCounts",
     "Checkpoint",
     "CheckpointPair",
+    "CheckpointSeries",
     "Coverage",
     "RankStats",
     "StepChanges",

@@ -1,4 +1,4 @@
-"""Reads two checkpoints, safetensors files in a folder or on the hub, as a log of two steps."""
+"""Reads the checkpoints of a run as a log: safetensors in folders or on the hub, or state dicts in `.pt` files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ..delta.state import StateLayout, TensorSpec
-from ..errors import DataError
+from ..errors import DataError, listed
 from ..files import DamagedFile, one_line
+from ..pt_file import check_pt, load_pt
 from ..tensor_file import open_tensors
 from ..tensors import tensor_digest
 
@@ -23,6 +24,10 @@ _INDEX = "model.safetensors.index.json"
 _BUFFER = re.compile(r"(^|\.)(attn|attention|crossattention)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
 # Prefix that transformers gives the names of a model with a head; original checkpoints of GPT-2 lack it.
 _PREFIX = "transformer."
+_PT_SUFFIXES = (".pt", ".pth", ".bin")
+# Keys of training frameworks' files below which the state dict is.
+_STATE_KEYS = ("state_dict", "model_state_dict", "model")
+_OF_A_STEP = re.compile(r"(?:step|checkpoint)[-_]?(\d+)(?:\.safetensors|\.pt|\.pth|\.bin)?")
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,16 @@ class Checkpoint:
         """Find a checkpoint and read the headers of its files.
 
         Args:
-            source: a folder with `model.safetensors`, or its shards and their index; a `.safetensors` file; or a hub
-                name, optionally with `@revision`. Files in the hub's cache are used without a request to the hub.
+            source: a folder with `model.safetensors`, or its shards and their index; a `.safetensors` file; a `.pt`,
+                `.pth` or `.bin` file of a state dict; or a hub name, optionally with `@revision`. Files in the hub's
+                cache are used without a request to the hub.
 
         Raises:
             DataError: there is no such folder or model, it has no safetensors files, or one is damaged.
         """
         text = str(source)
+        if Path(text).suffix in _PT_SUFFIXES and Path(text).is_file():
+            return cls._of_state_dict(Path(text))
         files: dict[str, Path] = {}
         specs: dict[str, TensorSpec] = {}
         for path in _files_of(text):
@@ -66,63 +74,143 @@ class Checkpoint:
             raise DataError(f"{text}: its safetensors files hold no tensor")
         return cls(text, files, specs)
 
+    @classmethod
+    def _of_state_dict(cls, path: Path) -> Checkpoint:
+        try:
+            check_pt(path)
+            state = _state_dict(path)
+        except (OSError, DamagedFile) as error:
+            raise DataError(f"{path}: not a readable state dict: {one_line(error)}") from error
+        specs: dict[str, TensorSpec] = {}
+        places = set()
+        for name, tensor in state.items():
+            place = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if not tensor.numel() or place not in places:  # of tied tensors, the first
+                specs[name] = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            places.add(place)
+        return cls(str(path), dict.fromkeys(specs, path), specs)
+
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises DataError naming the file."""
         path = self.files[name]
         try:
+            if path.suffix in _PT_SUFFIXES:
+                return _state_dict(path)[name]
             with open_tensors(path) as file:
                 return file.read(name)
         except (OSError, DamagedFile) as error:
             raise DataError(f"{path}: {name} cannot be read: {one_line(error)}") from error
 
 
-class CheckpointPair:
-    """A `StateLog` of two steps: 0 is the base checkpoint, 1 the tuned one.
+class CheckpointSeries:
+    """A `StateLog` of the checkpoints of one run.
 
-    Tensors are matched by name, with or without GPT-2's prefix `transformer.`. A tied tensor that only one of the two
-    files has (`lm_head.weight`) is left out if the configuration ties it to the embeddings. Dtypes may differ:
-    `layout` is that of the tuned checkpoint.
+    Tensors are matched by name with those of the last checkpoint, with or without GPT-2's prefix `transformer.`. A tied
+    tensor that only some files have (`lm_head.weight`) is left out if the configuration of the others ties it to the
+    embeddings. Dtypes may differ: `layout` is that of the last checkpoint.
+
+    Args:
+        checkpoints: step -> its checkpoint, two or more; the first one is the base.
+        title: what errors and outputs call the series.
+
+    Raises:
+        DataError: they are not checkpoints of one model.
     """
 
-    steps = (0, 1)
+    def __init__(self, checkpoints: Mapping[int, Checkpoint], title: str) -> None:
+        self.steps = tuple(sorted(checkpoints))
+        last = checkpoints[self.steps[-1]]
+        self.directory = Path(title)
+        self.metadata: Mapping[str, str] = {"model": last.source}
+        self._checkpoints = checkpoints
+        self._names = {step: _matched(checkpoint, last) for step, checkpoint in checkpoints.items()}
+        names = [name for name in last.specs if all(name in found for found in self._names.values())]
+        specs = tuple(last.specs[name] for name in names)
+        self.layout = StateLayout(specs, {}, frozenset(name for name in names if _BUFFER.search(name)))
+
+    @classmethod
+    def of_folder(cls, folder: str | Path, base: str | Path | None = None) -> CheckpointSeries:
+        """Find the checkpoints of a run: `step_*`, `step-*` or `checkpoint-*`, each a folder or a file.
+
+        Args:
+            folder: holds `checkpoint-500/`, `step_00000100/`, `step_600.pt` and the like; see `Checkpoint.open`.
+            base: the checkpoint before training, which becomes step 0; None takes the first one in the folder.
+
+        Raises:
+            DataError: there are fewer than two, two of one step, or an unreadable one; or they are of different models.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise DataError(f"{path}: no such folder")
+        found: dict[int, Path] = {}
+        for entry in sorted(path.iterdir()):
+            match = _OF_A_STEP.fullmatch(entry.name)
+            if match is None:
+                continue
+            step = int(match[1])
+            if step in found:
+                raise DataError(f"{path}: {found[step].name} and {entry.name} are both of step {step}")
+            found[step] = entry
+        checkpoints = {step: Checkpoint.open(entry) for step, entry in found.items()}
+        if base is not None:
+            if 0 in checkpoints:
+                raise DataError(f"{found[0]} is of step 0, and so is the base {base}: give one")
+            checkpoints[0] = Checkpoint.open(base)
+        if len(checkpoints) < 2:
+            raise DataError(
+                f"{path}: holds {len(found)} checkpoints (step_100, step-100, checkpoint-100, step_100.pt), expected "
+                "two or more, or one and a base model"
+            )
+        return cls(checkpoints, str(path))
+
+    def digest(self, step: int) -> str:
+        """xxh3_128 of the matched tensors; reads them all."""
+        checkpoint, names = self._at(step)
+        specs = tuple(checkpoint.specs[names[name]] for name in self.layout.names)
+        layout = StateLayout(specs, {}, frozenset())
+        return layout.state_digest([tensor_digest(checkpoint.read(spec.name)) for spec in specs])
+
+    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (step, the named tensor), on the CPU; each is read when it is requested."""
+        if name not in self.layout.names:
+            raise DataError(f"{self.directory}: no tensor {name} in all checkpoints")
+        for step in steps:
+            checkpoint, names = self._at(step)
+            yield step, checkpoint.read(names[name])
+
+    def _at(self, step: int) -> tuple[Checkpoint, dict[str, str]]:
+        """The checkpoint of a step, and name in the last one -> name in it."""
+        if step not in self._checkpoints:
+            there = listed([str(there) for there in self.steps])
+            raise DataError(f"{self.directory}: no checkpoint of step {step}; there are {there}")
+        return self._checkpoints[step], self._names[step]
+
+
+class CheckpointPair(CheckpointSeries):
+    """A series of two: step 0 is the base checkpoint, 1 the tuned one."""
 
     def __init__(self, base: Checkpoint, tuned: Checkpoint) -> None:
+        super().__init__({0: base, 1: tuned}, f"{base.source} -> {tuned.source}")
         self.base, self.tuned = base, tuned
-        self.directory = Path(f"{base.source} -> {tuned.source}")
-        self.metadata: Mapping[str, str] = {"model": tuned.source}
-        self._base_names = _matched(base, tuned)
-        specs = tuple(tuned.specs[name] for name in self._base_names)
-        self.layout = StateLayout(specs, {}, frozenset(n for n in self._base_names if _BUFFER.search(n)))
 
     @classmethod
     def open(cls, base: str | Path, tuned: str | Path) -> CheckpointPair:
         """See `Checkpoint.open`. Also raises DataError if the two are not checkpoints of one model."""
         return cls(Checkpoint.open(base), Checkpoint.open(tuned))
 
-    def digest(self, step: int) -> str:
-        """xxh3_128 of the matched tensors; reads them all."""
-        self._require(step)
-        specs = tuple(self._side(step).specs[self._name_at(name, step)] for name in self.layout.names)
-        layout = StateLayout(specs, {}, frozenset())
-        return layout.state_digest([tensor_digest(self._side(step).read(spec.name)) for spec in specs])
 
-    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (step, the named tensor), on the CPU; each is read when it is requested."""
-        if name not in self._base_names:
-            raise DataError(f"{self.directory}: no tensor {name} in both checkpoints")
-        for step in steps:
-            self._require(step)
-            yield step, self._side(step).read(self._name_at(name, step))
-
-    def _side(self, step: int) -> Checkpoint:
-        return self.tuned if step else self.base
-
-    def _name_at(self, name: str, step: int) -> str:
-        return name if step else self._base_names[name]
-
-    def _require(self, step: int) -> None:
-        if step not in self.steps:
-            raise DataError(f"{self.directory}: step is {step}, expected 0 (base) or 1 (tuned)")
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `.pt` file, mapped into memory. Raises DamagedFile if there is no state dict in it."""
+    content = load_pt(path, mmap=True)
+    for key in _STATE_KEYS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not content:
+        raise DamagedFile(f"holds {type(content).__name__}, expected a state dict")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise DamagedFile(f"its {name!r} is {type(tensor).__name__}, expected a name and a tensor")
+    return content
 
 
 def _matched(base: Checkpoint, tuned: Checkpoint) -> dict[str, str]:

@@ -7,7 +7,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_opt.analysis import CheckpointPair, count_changes, measure_ranks, measure_sparsity
+from sparse_opt.analysis import (
+    CheckpointPair,
+    CheckpointSeries,
+    count_changes,
+    measure_coverage,
+    measure_ranks,
+    measure_sparsity,
+)
+from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import DataError
 
 
@@ -125,3 +133,59 @@ def test_a_hub_name_is_taken_from_the_cache(write, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     pair = CheckpointPair.open("someone/small", "someone/small@main")
     assert measure_sparsity(pair, [1])[0].stored["a.weight"].changed == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["step-{}", "step_{:08d}", "checkpoint-{}", "step_{:03d}.pt", "step_{:03d}.safetensors"]
+)
+def test_coverage_of_a_folder_of_checkpoints_is_that_of_the_log(write, tmp_path, random_states, name):
+    states = dict(zip((0, 100, 600), random_states(torch.float32)[1:], strict=True))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step, state in states.items():
+        file = folder / name.format(step)
+        if file.suffix == ".pt":
+            torch.save({"model": state} if step else state, file)
+        elif file.suffix:
+            save_file(state, file)
+        else:
+            write(f"run/{file.name}", state)
+    log = DeltaLog.create(tmp_path / "log", states[0])
+    for step in (100, 600):
+        log.append(step, states[step])
+    series, log = CheckpointSeries.of_folder(folder), DeltaLog.open(tmp_path / "log")
+    assert series.steps == log.steps == (0, 100, 600)
+    assert measure_coverage(series) == measure_coverage(log)
+    assert measure_sparsity(series) == measure_sparsity(log)
+    assert measure_ranks(series) == measure_ranks(log)
+    assert series.digest(100) != series.digest(600)
+
+
+def test_tied_tensors_of_a_state_dict_count_once(tmp_path):
+    weight = torch.randn(4, 3)
+    for step in (0, 1):
+        state = {"embed.weight": weight + step, "b.weight": torch.ones(2)}
+        torch.save(state | {"lm_head.weight": state["embed.weight"]}, tmp_path / f"step_{step}.pt")
+    assert CheckpointSeries.of_folder(tmp_path).layout.names == ("embed.weight", "b.weight")
+
+
+def test_a_folder_without_a_series_is_refused(write, tmp_path):
+    base = write("base", {"a.weight": torch.zeros(2)})
+    folder = tmp_path / "run"
+    write("run/step-1", {"a.weight": torch.ones(2)})
+    write("run/logs", {"a.weight": torch.ones(2)})  # of no step
+    with pytest.raises(DataError, match=r"run: holds 1 checkpoints .*expected two or more, or one and a base model"):
+        CheckpointSeries.of_folder(folder)
+    series = CheckpointSeries.of_folder(folder, base)
+    assert series.steps == (0, 1)
+    with pytest.raises(DataError, match="no checkpoint of step 7; there are 0, 1"):
+        list(series.tensor_states("a.weight", [7]))
+    write("run/checkpoint-1", {"a.weight": torch.ones(2)})
+    with pytest.raises(DataError, match="checkpoint-1 and step-1 are both of step 1"):
+        CheckpointSeries.of_folder(folder)
+    file = tmp_path / "states" / "step_1.pt"
+    file.parent.mkdir()
+    for content, said in ((b"torn", "not a file that torch.save wrote"), ({"a": 1}, "'a' is int"), ([1], "holds list")):
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+        with pytest.raises(DataError, match=said):
+            CheckpointSeries.of_folder(file.parent, base)

@@ -211,3 +211,17 @@ def test_plots_without_matplotlib_are_refused_before_the_work(sparse_opt, files,
     assert not (tmp_path / "out").exists()
     sparse_opt("analyze", "sparsity", *source(files), "--output", tmp_path / "out", "--no_plots").done()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["sparsity.csv", "sparsity.json"]
+
+
+def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):
+    """The same figures as from the log, of which the folder has two steps."""
+    for step in (0, 3):
+        state = {n: t for n, t in files.states[step].items() if n != "lm_head.weight"}
+        torch.save(state, tmp_path / f"step_{step:03d}.pt")
+    for words in (("sparsity", "--steps", 3), ("coverage", "--steps", 3), ("ranks",)):
+        of_log, of_folder = (
+            json.loads(sparse_opt("analyze", *words, *where, "--json").done())
+            for where in (source(files), ("--checkpoints", tmp_path))
+        )
+        assert of_folder.pop("source") != of_log.pop("source") and of_folder == of_log
+    assert "or --checkpoints" in sparse_opt("analyze", "coverage").failed_in_one_line(2)

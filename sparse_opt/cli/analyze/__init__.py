@@ -28,6 +28,7 @@ examples:
   sparse-opt analyze sparsity --delta_log_dir delta_logs_M
   sparse-opt analyze sparsity --delta_log_dir delta_logs_M --tolerance 1e-5 --steps 50 100 --by tensor
   sparse-opt analyze sparsity --base_model base/ --model_name tuned/ --include '*mlp*' --output plots/
+  sparse-opt analyze sparsity --checkpoints run/checkpoints --base_model base/
 """
 _COVERAGE_EPILOG = """An element is active at step t if |W_t - W_0| > tau. Coverage at t is the share of the elements
 active at the last step that are active at t. Density at t is the share of all elements that are active at t.
@@ -37,6 +38,7 @@ active at the last step that are active at t. Density at t is the share of all e
 examples:
   sparse-opt analyze coverage --delta_log_dir delta_logs_M
   sparse-opt analyze coverage --delta_log_dir delta_logs_M --tau 1e-7 1e-6 1e-5 --output plots/
+  sparse-opt analyze coverage --checkpoints states/ --output plots/
 """
 _RANKS_EPILOG = """For the change of each weight matrix: classical rank (as numpy.linalg.matrix_rank counts in fp32),
 effective rank exp(-sum p ln p) with p = s / sum(s), stable rank sum(s^2) / s_1^2, norms, and the shares of elements
@@ -108,7 +110,8 @@ def _parser() -> CommandParser:
     coverage = actions.add_parser(
         "coverage", help="when the final active elements became active", epilog=_COVERAGE_EPILOG
     )
-    coverage.add_argument("--delta_log_dir", type=Path, required=True, metavar="DIR", help="the delta log")
+    _add_log(coverage)
+    coverage.add_argument("--base_model", metavar="M", help="with --checkpoints: step 0 (the first checkpoint)")
     _add_choice(coverage)
     _add_steps(coverage)
     _add_taus(coverage)
@@ -144,14 +147,24 @@ def _parser() -> CommandParser:
 
 
 def _add_source(parser: ArgumentParser) -> None:
-    parser.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="a delta log")
+    _add_log(parser)
     parser.add_argument(
         "--base_model",
         metavar="M",
-        help="instead: hub name[@revision], folder or file before training",
+        help="instead: hub name[@revision], folder or file before training; with --checkpoints: step 0",
     )
     parser.add_argument("--model_name", metavar="M", help="with --base_model: the same after training")
     _add_choice(parser)
+
+
+def _add_log(parser: ArgumentParser) -> None:
+    parser.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="a delta log")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="instead: a folder of checkpoints step_N, step-N or checkpoint-N: folders, .safetensors or .pt files",
+    )
 
 
 def _add_choice(parser: ArgumentParser) -> None:

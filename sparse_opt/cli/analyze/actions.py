@@ -12,7 +12,7 @@ import torch
 
 from ...analysis import coverage as coverages
 from ...analysis import plots, records
-from ...analysis.checkpoints import CheckpointPair
+from ...analysis.checkpoints import CheckpointPair, CheckpointSeries
 from ...analysis.figures import require_matplotlib, save_png, write_text
 from ...analysis.ranks import TAU, measure_ranks
 from ...analysis.shapes import weight_shapes
@@ -59,7 +59,7 @@ def coverage(args: Namespace) -> None:
     """`analyze coverage`."""
     _require_at_least_0("tau", args.tau)
     _require_plots(args)
-    log = open_log(args.delta_log_dir)
+    log = _open(args)
     found = coverages.measure_coverage(log, args.steps, taus=args.tau, **_choice(args), progress=_bar("coverage"))
     pictures = {
         "coverage_combined": lambda: plots.coverage_figure(found),
@@ -147,12 +147,16 @@ def _page_file(output: Path) -> Path:
 
 
 def _open(args: Namespace) -> StateLog:
-    pair = args.base_model, args.model_name
-    if args.delta_log_dir is not None and pair == (None, None):
-        return open_log(args.delta_log_dir)
-    if args.delta_log_dir is None and None not in pair:
-        return CheckpointPair.open(*pair)
-    raise ConfigError("expected either --delta_log_dir, or both --base_model and --model_name")
+    log, folder, base = args.delta_log_dir, args.checkpoints, args.base_model
+    tuned = getattr(args, "model_name", None)  # coverage takes no pair
+    if log is not None and (folder, base, tuned) == (None, None, None):
+        return open_log(log)
+    if folder is not None and (log, tuned) == (None, None):
+        return CheckpointSeries.of_folder(folder, base)
+    if (log, folder) == (None, None) and base is not None and tuned is not None:
+        return CheckpointPair.open(base, tuned)
+    pair = "or both --base_model and --model_name, " if hasattr(args, "model_name") else ""
+    raise ConfigError(f"expected either --delta_log_dir, {pair}or --checkpoints")
 
 
 def _choice(args: Namespace) -> dict[str, Any]:
