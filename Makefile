@@ -48,8 +48,10 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 test-reference: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py -k "not distributed"
 
+# Without what does not depend on the backend: examples of the docs, interrupts, damaged states; and with two of four dtypes.
 test-triton: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "(not test_runs or many_steps) and not distributed"
+	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "(not test_runs or many_steps) and not distributed \
+	  and not documented and not interrupts and not damaged and not (test_torch_defaults and (bfloat16 or float64))"
 
 test-triton-ops: $(VENV)/.test build
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops tests/weight_sync -k triton
