@@ -91,6 +91,15 @@ def test_save_strategy(strategy, expected):
     assert parse_config(DPOConfig, [*NEEDED, "save_steps=5", f"save_strategy={strategy}"]).save_steps == expected
 
 
+def test_no_in_yaml_is_the_word(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("save_strategy: no\nsave_steps: 5\n")  # YAML's false
+    assert parse_config(DPOConfig, [*NEEDED, "--config", str(file)]).save_strategy == "no"
+    file.write_text("save_strategy: yes\n")
+    with pytest.raises(ConfigError, match="'save_strategy' .*is True: expected one of no, steps, epoch"):
+        parse_config(DPOConfig, [*NEEDED, "--config", str(file)])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
