@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import json
 import math
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from small_models import EPS, plain_logprobs
 from stopping import assert_same_run, stop_and_resume
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
+from sparse_opt.cli.main import main
 from sparse_opt.config import parse_config
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.masks.mask_set import MaskSet
@@ -292,6 +295,7 @@ def test_update_statistics_are_those_of_the_checkpoint(ppo_options, mask_file, m
     assert rows[1]["n_weights"] == n_weights
     assert rows[1]["share_changed"] == summary["last"]["update_share"] == changed / n_weights
     assert rows[1]["share_above_1e-5"] == above / n_weights < rows[1]["share_above_1e-6"] * 1.0001
+    assert rows[1]["share_above_tau"] == summary["last"]["update_share_above_tau"] > 0
     assert 0 < rows[1]["share_changed_bf16"] < rows[1]["share_changed"]
     assert list(rows[1]["matrices"]) == [name for name in start if name.endswith("q_proj.weight")]
     for name, matrix in rows[1]["matrices"].items():
@@ -352,6 +356,7 @@ def load_queries(sentiment, **changes):
 
 
 def test_the_sentiment_config_runs(sentiment, monkeypatch, tmp_path, read_metrics):
+    monkeypatch.chdir(tmp_path)  # where the delta log is
     words = [
         *("--config", str(SENTIMENT)),
         *("--policy_name", str(sentiment["policy"]), "--dataset", str(sentiment["reviews.jsonl"])),
@@ -382,6 +387,13 @@ def test_the_sentiment_config_runs(sentiment, monkeypatch, tmp_path, read_metric
         (logits,) = classifier([text], truncation=True)
         (logit,) = [found["score"] for found in logits if found["label"] == "POSITIVE"]
         assert reward == pytest.approx(logit, abs=1e-4)
+    # The analyses in the header, of this run's delta log.
+    commands = re.findall(r"^#     sparse-opt (analyze .*)$", SENTIMENT.read_text(), re.MULTILINE)
+    assert [command.split()[1] for command in commands] == ["coverage", "ranks"]
+    for command in commands:
+        named = command.replace("delta_logs_gpt2_imdb_ppo", Path(summary["delta_log_dir"]).name)
+        assert named != command and main([*shlex.split(named), "--no_plots"]) == 0
+    assert (tmp_path / "coverage" / "coverage.csv").is_file() and (tmp_path / "ranks" / "ranks.csv").is_file()
     assert rows[0]["reward"] == pytest.approx(sum(reward for _, reward in read[:16]) / 16, rel=1e-5)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in samples[:4]] == [reward for _, reward in read[:4]]

@@ -7,14 +7,14 @@ would hold: in mode lora with the adapters merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_opt.analysis import ChangeCounts, count_changes, get_layer_rank_stats, sum_changes
-from sparse_opt.analysis.ranks import is_weight_matrix
+from sparse_opt.analysis.ranks import TAU, RankStats, is_weight_matrix
 from sparse_opt.analysis.spectrum import Method
 from sparse_opt.errors import DataError
 from sparse_opt.masks.parameters import select_names
@@ -35,13 +35,14 @@ class UpdateStatistics:
         model: a model, or peft's wrapper of one with LoRA adapters.
         include: shell patterns of the weight matrices whose ranks are taken; None takes all.
         method: how singular values are found (`sparse_opt.analysis.spectrum`).
+        tau: of `share_above_tau`, in the units of the weights.
 
     Raises:
         DataError: no weight matrix of the model is trained and chosen.
     """
 
-    def __init__(self, model: Any, *, include: Sequence[str] | None = None, method: Method = "gram"):
-        self.method = method
+    def __init__(self, model: Any, *, include: Sequence[str] | None = None, method: Method = "gram", tau: float = TAU):
+        self.method, self.tau = method, tau
         self._is_peft = hasattr(model, "peft_config")
         parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
         self._start: dict[str, Tensor] = {}
@@ -73,7 +74,9 @@ class UpdateStatistics:
         | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
         | frobenius_norm | of the whole update |
         | effective_rank_share | mean over the chosen matrices of effective rank / min(m, n) |
-        | matrices | of each chosen matrix: shape, rank, effective_rank, stable_rank, frobenius_norm, share_changed |
+        | share_above_tau | share of the chosen matrices' weights that moved by more than tau |
+        | share_large | share that moved by more than mean + 2 standard deviations of their matrix's changes |
+        | matrices | of each chosen matrix: shape, ranks, frobenius_norm, share_changed, share_above_tau, share_large |
 
         Raises:
             DataError: a weight is NaN or infinite; names the matrix.
@@ -89,7 +92,7 @@ class UpdateStatistics:
             wide = torch.promote_types(after.dtype, torch.float32)
             squares += float((after.to(wide) - before.to(device, wide)).double().square().sum())
             if name in self.matrices:
-                for label, stats in get_layer_rank_stats({name: after}, {name: before}, method=self.method).items():
+                for label, stats in self._ranks(name, before, after).items():
                     matrices[label] = {
                         "shape": list(stats.shape),
                         "rank": stats.rank.value,
@@ -97,6 +100,8 @@ class UpdateStatistics:
                         "stable_rank": stats.stable_rank.value,
                         "frobenius_norm": stats.frobenius_norm,
                         "share_changed": counts.share,
+                        "share_above_tau": stats.share_above,
+                        "share_large": stats.share_large,
                     }
         total = sum_changes(stored)
         shares = [matrix["effective_rank"] / min(matrix["shape"]) for matrix in matrices.values()]
@@ -110,8 +115,13 @@ class UpdateStatistics:
             },
             "frobenius_norm": math.sqrt(squares),
             "effective_rank_share": sum(shares) / len(shares),
+            "share_above_tau": _mean_share(matrices, "share_above_tau"),
+            "share_large": _mean_share(matrices, "share_large"),
             "matrices": matrices,
         }
+
+    def _ranks(self, name: str, before: Tensor, after: Tensor) -> dict[str, RankStats]:
+        return get_layer_rank_stats({name: after}, {name: before}, self.tau, method=self.method)
 
     def _share(self, counts: list[ChangeCounts]) -> float | None:
         return sum_changes(counts).changed / self.n_weights if counts else None
@@ -126,6 +136,12 @@ class UpdateStatistics:
         parameters = dict(model.named_parameters())
         for name, before in self._start.items():
             yield name, before, parameters[name].detach()
+
+
+def _mean_share(matrices: Mapping[str, dict[str, Any]], key: str) -> float:
+    """The share of all weights of some matrices, from those of each."""
+    sizes = [math.prod(matrix["shape"]) for matrix in matrices.values()]
+    return sum(size * matrix[key] for size, matrix in zip(sizes, matrices.values(), strict=True)) / sum(sizes)
 
 
 def _adapted(model: Any) -> list[tuple[str, Any]]:

@@ -115,6 +115,9 @@ class PPOConfig(RolloutOptions):
         None, "shell patterns of the weight matrices whose ranks are computed; none selects all"
     )
     statistics_method: Literal["exact", "gram", "lowrank"] = option("gram", "method for the singular values")
+    statistics_tau: float = option(
+        1e-6, "count the weights of these matrices that moved by more than this", at_least=0, aliases=("tau",)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -342,7 +345,12 @@ def train(config: PPOConfig) -> dict[str, Any]:
     if config.statistics_steps is not None:
         start = run.whole_model()
         if run.ranks.is_main:
-            statistics = UpdateStatistics(start, include=config.statistics_include, method=config.statistics_method)
+            statistics = UpdateStatistics(
+                start,
+                include=config.statistics_include,
+                method=config.statistics_method,
+                tau=config.statistics_tau,
+            )
         del start
     engine = configured_engine(config, run.model, run.tokenizer)
     with closing(engine), run:
@@ -380,8 +388,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
                     del whole
                 if row is not None and statistics_file is not None:
                     statistics_file.write({"step": step, **row})
-                    metrics["update_share"] = row["share_changed"]
-                    metrics["update_effective_rank_share"] = row["effective_rank_share"]
+                    metrics |= _statistics_metrics(row)
+                    run.track(step, _matrix_metrics(row))
             if run.samples_due(step):
                 decode = run.tokenizer.batch_decode
                 prompts = decode([sequence.ids[: sequence.prompt_length] for sequence in rollout.sequences])
@@ -404,6 +412,22 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 ended=rollout.ended.float().mean(),
             )
         return run.finish(write_extra=critic.save)
+
+
+def _statistics_metrics(row: dict[str, Any]) -> dict[str, Any]:
+    """What the row of metrics has of a row of update statistics."""
+    return {
+        "update_share": row["share_changed"],
+        "update_effective_rank_share": row["effective_rank_share"],
+        "update_share_above_tau": row["share_above_tau"],
+        "update_share_large": row["share_large"],
+    }
+
+
+def _matrix_metrics(row: dict[str, Any]) -> dict[str, float]:
+    """What trackers get of each matrix: `update_effective_rank/NAME` and so on."""
+    keys = ("rank", "effective_rank", "stable_rank", "share_above_tau", "share_large")
+    return {f"update_{key}/{name}": matrix[key] for name, matrix in row["matrices"].items() for key in keys}
 
 
 def _statistics_due(step: int, config: PPOConfig) -> bool:

@@ -265,6 +265,10 @@ class TrainingRun:
             for sample in samples[:_SAMPLES]:
                 self._files.samples.write({"step": step, **sample})
 
+    def track(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report metrics to the trackers alone."""
+        self._files.track(step, metrics)
+
     def log(self, step: int, n_tokens: int, **metrics: Tensor | float | None) -> None:
         """End the step: advance the learning rate, write and show the metrics, and log the weights if they are due.
 
@@ -307,7 +311,7 @@ class TrainingRun:
                 raise SparseOptError(f"step {step}: {name} is {value}")
         self._timer.read()  # discard the timings of the evaluation
         self._files.evaluations.write({"step": step, **values, "eval_time_s": time.perf_counter() - began})
-        self._files.track(step, values)
+        self.track(step, values)
 
     # At the end
 

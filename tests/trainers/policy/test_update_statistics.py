@@ -32,7 +32,7 @@ def moved(model, size: float, share: float, seed: int = 0) -> dict[str, np.ndarr
 @pytest.mark.parametrize("config_class", [LlamaConfig, GPT2Config])  # GPT-2's embedding is its output layer
 def test_figures_are_numpys(config_class, dtype):
     model = small(config_class).to(dtype)
-    statistics = UpdateStatistics(model, method="exact")
+    statistics = UpdateStatistics(model, method="exact", tau=3e-6)
     changes = moved(model, 2e-6 if dtype == torch.float32 else 1e-3, 0.3)
     row = statistics.measure(model)
     n_weights = sum(change.size for change in changes.values())
@@ -55,7 +55,13 @@ def test_figures_are_numpys(config_class, dtype):
         assert matrix["stable_rank"] == pytest.approx((values**2).sum() / values[0] ** 2, rel=1e-5)
         assert matrix["frobenius_norm"] == pytest.approx(math.sqrt((changes[name] ** 2).sum()), rel=1e-6)
         assert matrix["share_changed"] == (changes[name] != 0).mean()
+        size = np.abs(changes[name])
+        assert matrix["share_above_tau"] == pytest.approx((size > np.float32(3e-6)).mean(), abs=1e-4)
+        assert matrix["share_large"] == pytest.approx((size > size.mean() + 2 * size.std()).mean(), abs=1e-2)
         assert matrix["shape"] == list(changes[name].shape)
+    in_matrices = np.concatenate([np.abs(change).ravel() for change in changes.values() if change.ndim == 2])
+    assert row["share_above_tau"] == pytest.approx((in_matrices > np.float32(3e-6)).mean(), abs=1e-4)
+    assert 0 < row["share_large"] < 0.25
     shares = [matrix["effective_rank"] / min(matrix["shape"]) for matrix in row["matrices"].values()]
     assert row["effective_rank_share"] == pytest.approx(sum(shares) / len(shares))
 
