@@ -92,9 +92,9 @@ def _cast(raw: Any, expected: Any) -> Any:
     origin = typing.get_origin(expected)
     if origin is Literal:
         choices = typing.get_args(expected)
-        words = {str(raw)} if not isinstance(raw, bool) else TRUE if raw else FALSE  # YAML reads `no` as false
+        given = {str(raw)} if not isinstance(raw, bool) else TRUE if raw else FALSE  # YAML reads `no` as false
         for choice in choices:
-            if str(choice) in words:
+            if str(choice) in given:
                 return choice
         names = [str(choice) for choice in choices]
         close = difflib.get_close_matches(str(raw), names, n=1)

@@ -265,7 +265,7 @@ class TrainingRun:
             for sample in samples[:_SAMPLES]:
                 self._files.samples.write({"step": step, **sample})
 
-    def track(self, step: int, metrics: Mapping[str, float]) -> None:
+    def track(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Report metrics to the trackers alone."""
         self._files.track(step, metrics)
 
