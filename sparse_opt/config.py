@@ -53,7 +53,7 @@ def add_options(parser: CommandParser, config_class: type) -> CommandParser:
             dest=field.name,
             required=required,
             default=argparse.SUPPRESS,
-            help=f"{field.metadata.get('help', '')} ({default})".replace("%", "%%").strip(),
+            help=f"{_help(config_class, field.name)} ({default})".replace("%", "%%").strip(),
             **({"action": argparse.BooleanOptionalAction} if kind is bool else {"metavar": type_name(kind)}),
         )
     given = "".join(f" --{action.dest} {action.dest.upper()}" for action in parser._actions if action.required)
@@ -88,7 +88,7 @@ def option(
     """Return a dataclass field with its help text, required if it has no default; `aliases` are other names of it.
 
     `require_number_ranges` checks the bounds. A subclass that redefines an option keeps its bounds and aliases from the
-    base classes.
+    base classes, and its help text if it has none.
     """
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {
@@ -105,6 +105,12 @@ def _aliases(config_class: type, name: str) -> list[str]:
     """The other names of an option, in the class or its base classes."""
     declared = (getattr(base, "__dataclass_fields__", {}).get(name) for base in config_class.__mro__)
     return list(dict.fromkeys(alias for field in declared if field for alias in field.metadata.get("aliases", ())))
+
+
+def _help(config_class: type, name: str) -> str:
+    """The help text of an option, in the class or the first base class that has one."""
+    declared = (getattr(base, "__dataclass_fields__", {}).get(name) for base in config_class.__mro__)
+    return next((text for field in declared if field and (text := field.metadata.get("help"))), "")
 
 
 def require_number_ranges(config: Any) -> None:

@@ -23,3 +23,13 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, n_w
     """Return the same as a Markdown table; the first `n_words` columns aligned left, the others right."""
     rule = ["---" if i < n_words else "---:" for i in range(len(headers))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(headers), rule, *map(list, rows)])
+
+
+def format_bytes(size: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

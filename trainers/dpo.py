@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,10 @@ from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenBatch, TokenSequence
-from .options import ReferenceOptions
+from .options import LoggedOptions, ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
-from .run.margins import MarginsLog
+from .run.margins import MARGINS_FOLDER, MarginsLog
 from .run.progress import Progress
 from .run.samples import sample_completions
 from .run.training_run import TrainingRun
@@ -37,7 +38,7 @@ Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
 
 
 @dataclass(kw_only=True)
-class DPOConfig(ReferenceOptions):
+class DPOConfig(LoggedOptions, ReferenceOptions):
     """Train a causal language model on preference pairs by DPO, dense, under a mask or with adapters."""
 
     beta: float = option(0.1, "strength of the pull towards the reference policy", above=0)
@@ -52,7 +53,8 @@ class DPOConfig(ReferenceOptions):
     reference: Literal["weights", "precomputed"] = option(
         "weights", "run the reference in each step, or once over all examples before training"
     )
-    log_margins: bool = option(False, "write each step's margins to logs/margins in output_dir")
+    log_margins: bool = option(False, "write each step's margins to log_dir")
+    log_dir: Path | None = option(None, "new or empty folder for margins; none is logs/margins in output_dir")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +65,16 @@ class DPOConfig(ReferenceOptions):
             )
         if self.ipo_average and self.loss_type != "ipo":
             raise ConfigError(f"option 'ipo_average' is for loss_type ipo, not '{self.loss_type}'")
+        if self.mount_dir is not None and self.output_dir is None:
+            self.save_dir = self.save_dir or Path("dpo_model")
+            self.log_dir = self.log_dir or MARGINS_FOLDER
+
+    def further_folders(self) -> dict[str, Path]:
+        """Adds the folder of the margins."""
+        folders = super().further_folders()
+        if self.log_margins and self.log_dir is not None:
+            folders["log_dir"] = self.mounted(self.log_dir)
+        return folders
 
 
 def dpo_loss(
@@ -141,7 +153,9 @@ def train(config: DPOConfig) -> dict[str, Any]:
     run = TrainingRun(config, "dpo", "preference")
     reference = _reference_logprobs(config, run)
     with run:
-        margins_log = MarginsLog(run) if config.log_margins and run.ranks.is_main else None
+        margins_log = None
+        if config.log_margins and run.ranks.is_main:
+            margins_log = MarginsLog(run, config.further_folders().get("log_dir"))
 
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None

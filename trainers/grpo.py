@@ -24,7 +24,7 @@ from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenSequence
 from .data.order import chunks
-from .options import RolloutOptions
+from .options import LoggedOptions, RolloutOptions
 from .policy.logprobs import token_logprobs
 from .rewards.functions import Rewards, Scores, load_rewards
 from .rollouts import Engine, Rollout, configured_engine, sample
@@ -218,7 +218,7 @@ class GroupOptions(RolloutOptions):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(GroupOptions):
+class GRPOConfig(LoggedOptions, GroupOptions):
     """Train a causal language model on rewarded completions by GRPO, dense, under a mask, or by adapters."""
 
     max_completion_length: int = option(512, "longest completion in tokens")

@@ -12,6 +12,7 @@ from typing import Literal
 from sparse_opt.config import option, require_count, require_number_ranges
 from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError
+from sparse_opt.option_parser import read_yaml
 
 from .ranks import Parallel
 
@@ -133,6 +134,7 @@ class TrainingOptions(ModelOptions):
     output_dir: Path | None = option(
         None, "new or empty folder for metrics and checkpoints; none is checkpoints_{model}_{algorithm}"
     )
+    save_dir: Path | None = option(None, "new or empty folder for the final model; none is final in output_dir")
     resume: bool = option(
         False, "resume from the newest checkpoint in output_dir; from the beginning if there is none yet"
     )
@@ -165,7 +167,8 @@ class TrainingOptions(ModelOptions):
 
     delta_log_dir: Path | None = option(
         None,
-        "write a delta log of the weights to this folder; auto is delta_logs_{model}, with _{algorithm} except for dpo",
+        "write a delta log of the weights to this folder; auto is delta_log in output_dir or, if that is not given, "
+        "delta_logs_{model}, with _{algorithm} except for dpo; auto_if_dense is auto in mode dense, else none",
     )
     delta_log_steps: str = option(
         "every:10,last",
@@ -196,8 +199,14 @@ class TrainingOptions(ModelOptions):
             )
         if self.mode == "lora" and self.mlp_only:
             raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")
+        if self.delta_log_dir == Path("auto_if_dense"):
+            self.delta_log_dir = Path("auto") if self.mode == "dense" else None
         if self.n_epochs is None:
             self._require_logged_step()
+
+    def further_folders(self) -> dict[str, Path]:
+        """Option -> folder that the run creates outside of its output folder, except for the delta log."""
+        return {} if self.save_dir is None else {"save_dir": self.mounted(self.save_dir)}
 
     def set_length(self, n_examples: int) -> None:
         """Set `n_steps` and `save_steps`, where options give them in passes over the data, for this many examples.
@@ -223,6 +232,18 @@ class TrainingOptions(ModelOptions):
     def examples_per_step(self) -> int:
         """Number of examples per step."""
         return self.batch_size * self.gradient_accumulation_steps
+
+
+@dataclass(kw_only=True)
+class LoggedOptions:
+    """Defaults of loops whose dense runs log their weights, so that a mask can be found in every one of them.
+
+    A base class to name before one of `TrainingOptions`. It is none itself, because a dataclass takes the defaults of
+    all fields of its first base class, inherited ones included.
+    """
+
+    delta_log_dir: Path | None = option(Path("auto_if_dense"))
+    delta_log_steps: str = option("10-50:10,every:100,last")
 
 
 @dataclass(kw_only=True)
@@ -360,14 +381,17 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
 def model_slug(name: str) -> str:
     """A model's name as part of a file name: `meta_llama_llama_3_1_8b` for `meta-llama/Llama-3.1-8B`.
 
-    A local folder is named by its last part: `model` for `runs/model`. Folders with the same name in every run
-    (`final`, `adapter`, `step_00000100`, `checkpoint-500`) are prefixed with the name of the run: `sft_final` for
-    `runs/sft/final`, `sft_step_00000100` for `runs/sft/checkpoints/step_00000100`.
+    A local folder is named by its last part: `model` for `runs/model`. A folder with the same name in every run
+    (`final`, `adapter`, `step_00000100`, `checkpoint-500`) is named by the model that its run started from, which
+    options.yaml has, and without options.yaml by the run: `sft_final` for `runs/sft/final`.
     """
     if Path(name).exists():
         path = Path(name).resolve()
         name = path.name
         if _OF_ANY_RUN.fullmatch(name):
             run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+            options = read_yaml(file, "options file") if (file := run / "options.yaml").is_file() else None
+            if isinstance(options, dict) and isinstance(trained := options.get("policy_name"), str):
+                return model_slug(trained)
             name = f"{run.name}_{name}"
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -111,6 +111,7 @@ def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
             "max_length": 32,
             "device": args.device,
             "sample_steps": None,
+            "delta_log_dir": None,
         }
         dense = dpo.train(dpo.DPOConfig(output_dir=runs / "dense", **options))
         first = Path(start)

@@ -14,8 +14,8 @@ from typing import Any
 
 from .. import __version__
 from ..errors import BackendUnavailable
-from ..tables import table
-from .output import format_bytes, print_json
+from ..tables import format_bytes, table
+from .output import print_json
 from .parser import CommandParser, add_json_flag
 
 # Environment variables that affect which code runs.

@@ -30,16 +30,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return gpu_or_python or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def format_bytes(size: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def format_percent(share: float) -> str:
     """0.01234 -> '1.234 %'."""
     return f"{100 * share:.3f} %"

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..config import add_options
 from ..errors import SparseOptError
-from .output import format_bytes, is_out_of_memory, print_json
+from ..tables import format_bytes
+from .output import is_out_of_memory, print_json
 from .parser import CommandParser, add_json_flag
 
 # Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>; for rft, of its table of stages.

@@ -78,6 +78,12 @@ class Schedule:
         end = n_steps if self.until is None else min(n_steps, self.until)
         return self.last or any(k <= end for k in self.every) or any(first <= end for first, _, _ in self.ranges)
 
+    def at_most(self, n_steps: int) -> int:
+        """An upper bound of the number of due steps in a run of n_steps, which counts a step once for each item."""
+        end = n_steps if self.until is None else min(n_steps, self.until)
+        in_ranges = sum(len(range(first, min(last, end) + 1, stride)) for first, last, stride in self.ranges)
+        return min(n_steps, sum(end // k for k in self.every) + in_ranges + self.last)
+
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."

@@ -35,7 +35,7 @@ def train(sparse_opt, files, prompts, tmp_path):
 
     def call(algorithm, *words, dataset=None, model=files.model):
         data = dataset or (prompts if algorithm in ("grpo", "ppo") else files.pairs)
-        where = ("--policy_name", model, "--dataset", data, "--output_dir", tmp_path / "out")
+        where = ("--policy_name", model, "--dataset", data, "--output_dir", tmp_path / "out", "--delta_log_dir", "none")
         shape = ("--n_steps", 1, "--batch_size", 2, "--device", "cpu", "--dtype", "fp32", "--max_length", 64)
         return sparse_opt("train", algorithm, *where, *shape, *WORDS[algorithm], *words)
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from sparse_opt import MaskSet
 
-TINY = ("--n_steps", 2, "--batch_size", 2, "--dtype", "fp32", "--device", "cpu")
+TINY = ("--n_steps", 2, "--batch_size", 2, "--dtype", "fp32", "--device", "cpu", "--delta_log_dir", "none")
 
 
 @pytest.fixture

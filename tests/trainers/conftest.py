@@ -141,6 +141,7 @@ def dpo_options(tmp_path, model_folder, pairs_file) -> Callable[..., object]:
             "learning_rate": 1e-3,
             "seed": 5,
             "sample_steps": None,
+            "delta_log_dir": None,
         }
         return DPOConfig(**{**options, **changes})
 

@@ -391,7 +391,7 @@ def test_the_sentiment_config_runs(sentiment, monkeypatch, tmp_path, read_metric
     commands = re.findall(r"^#     sparse-opt (analyze .*)$", SENTIMENT.read_text(), re.MULTILINE)
     assert [command.split()[1] for command in commands] == ["coverage", "ranks"]
     for command in commands:
-        named = command.replace("delta_logs_gpt2_imdb_ppo", Path(summary["delta_log_dir"]).name)
+        named = command.replace("delta_logs_gpt2_imdb_ppo", summary["delta_log_dir"])
         assert named != command and main([*shlex.split(named), "--no_plots"]) == 0
     assert (tmp_path / "coverage" / "coverage.csv").is_file() and (tmp_path / "ranks" / "ranks.csv").is_file()
     assert rows[0]["reward"] == pytest.approx(sum(reward for _, reward in read[:16]) / 16, rel=1e-5)

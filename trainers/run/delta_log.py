@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,8 +15,11 @@ from torch import Tensor, nn
 from sparse_opt.delta.files import MASK_NAME, list_steps
 from sparse_opt.delta.lock import WriterLock
 from sparse_opt.delta.log import DeltaLog, claim
-from sparse_opt.errors import DeltaLogError
+from sparse_opt.delta.schedule import Schedule
+from sparse_opt.errors import DeltaLogError, SparseOptError
+from sparse_opt.masks import MaskSet
 from sparse_opt.optim import SparseAdamW
+from sparse_opt.tables import format_bytes
 
 from ..options import TrainingOptions
 
@@ -68,11 +73,13 @@ class RunDeltaLog:
     def begin(self, state: LoggedState, optimizer: Any, algorithm: str) -> None:
         """Log the initial weights as step 0; step 0 of a resumed log must equal them."""
         if self._log is None:
+            mask = optimizer.mask if isinstance(optimizer, SparseAdamW) else None
+            self._require_space(state, mask)
             self._log = DeltaLog.create(
                 self.directory,
                 state,
                 level=self._config.delta_log_level,
-                mask=optimizer.mask if isinstance(optimizer, SparseAdamW) else None,
+                mask=mask,
                 metadata={"model": self._config.policy_name, "method": algorithm},
                 lock=self._lock,
             )
@@ -80,6 +87,26 @@ class RunDeltaLog:
         found = self._log.step_of(state)
         if found is None or self._log.digest(found) != self._log.digest(self._log.steps[0]):
             raise DeltaLogError(f"{self.directory}: does not begin with the weights that this run starts from")
+
+    def _require_space(self, state: LoggedState, mask: MaskSet | None) -> None:
+        """Print how large the log can become on stderr; refuse it if the initial weights alone do not fit the disk."""
+        weights = {id(w): w for w in (state.parameters() if isinstance(state, nn.Module) else state.values())}.values()
+        whole = sum(weight.nbytes for weight in weights)
+        share = 1.0 if mask is None else mask.nnz / max(1, sum(weight.numel() for weight in weights))
+        n = Schedule.parse(self._config.delta_log_steps).at_most(self._config.n_steps)
+        free = shutil.disk_usage(self.directory).free
+        if free < whole:
+            raise SparseOptError(
+                f"{self.directory}: the delta log's initial weights take {format_bytes(whole)}, found "
+                f"{format_bytes(free)} free: name another delta_log_dir, or none"
+            )
+        steps = f"{n} step{'s' * (n != 1)}"
+        print(
+            f"delta log {self.directory}: {format_bytes(whole)} of initial weights, and the changes at up to {steps}, "
+            f"at most about {format_bytes(int(whole * share))} each; {format_bytes(free)} are free. Without a log: "
+            "delta_log_dir none",
+            file=sys.stderr,
+        )
 
     def require_step(self, step: int, state: LoggedState) -> None:
         """Raise DeltaLogError if the log has other weights for this step."""

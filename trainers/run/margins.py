@@ -29,13 +29,17 @@ _STEP_FILE = re.compile(r"step_(\d+)\.npy")
 
 
 class MarginsLog:
-    """Writes the margins of a run's steps. A resumed run rewrites those of the steps after its checkpoint."""
+    """Writes the margins of a run's steps. A resumed run rewrites those of the steps after its checkpoint.
 
-    def __init__(self, run: TrainingRun):
+    Args:
+        folder: where to write; by default logs/margins in the run's output folder.
+    """
+
+    def __init__(self, run: TrainingRun, folder: Path | None = None):
         self._run = run
-        self.folder = run.output_dir / MARGINS_FOLDER
+        self.folder = folder or run.output_dir / MARGINS_FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._rows = run.row_file(str(MARGINS_FOLDER / MARGINS_FILE))
+        self._rows = run.row_file(str(self.folder.absolute() / MARGINS_FILE))
         self._written = False
 
     def write(self, step: int, margins: torch.Tensor) -> None:

@@ -17,10 +17,10 @@ from .outputs import METRICS_FILE, OPTIONS_FILE, SUMMARY_FILE, read_rows
 
 # Options that may differ in a resumed run, because they do not affect what the run computes.
 _FREE_TO_CHANGE = {
-    "resume", "resume_step", "output_dir", "mount_dir", "save_steps", "save_total_limit", "sample_steps", "report_to",
-    "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size", "eval_steps", "device",
-    "parallel", "fsdp", "gather_for_generation", "vllm_server_base_url", "vllm_gpu_memory_utilization",
-    "max_logprob_difference", "save_strategy", "logging_steps",
+    "resume", "resume_step", "output_dir", "mount_dir", "save_dir", "log_dir", "save_steps", "save_total_limit",
+    "sample_steps", "report_to", "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size",
+    "eval_steps", "device", "parallel", "fsdp", "gather_for_generation", "vllm_server_base_url",
+    "vllm_gpu_memory_utilization", "max_logprob_difference", "save_strategy", "logging_steps",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -46,7 +47,7 @@ class RunFiles:
     checks the folders and changes nothing; files are written inside the context, between `begin` and its exit.
 
     Attributes:
-        output_dir, delta_log_dir: the run's folders; the latter is None without a delta log.
+        output_dir, final_dir, delta_log_dir: folders of the run, of its final model, and of its delta log or None.
         first_step: the first step to make: 1, or the one after the checkpoint from which the run is resumed.
         metrics, evaluations, samples: files of rows, from `begin` on.
 
@@ -57,6 +58,8 @@ class RunFiles:
     def __init__(self, config: TrainingOptions, algorithm: str, ranks: Ranks):
         self._config, self._algorithm, self._ranks = config, algorithm, ranks
         self.output_dir = output_folder(config, algorithm)
+        self._further = config.further_folders()
+        self.final_dir = self._further.get("save_dir", self.output_dir / CHECKPOINT_FOLDER)
         self.delta_log_dir = delta_log_folder(config, algorithm)
         self._lock = RunLock(self.output_dir)
         self._checkpoints = Checkpoints(self.output_dir, config.save_total_limit)
@@ -77,12 +80,16 @@ class RunFiles:
         elif config.resume_step:
             raise ConfigError(f"option 'resume_step' is {config.resume_step}: there is no run in {self.output_dir}")
         else:
-            check_new_folder(self.output_dir, "output_dir")
+            self._check_new_folders()
             if self.delta_log_dir is not None:
                 check_new_folder(self.delta_log_dir, "delta_log_dir")
         last = self._checkpoints.choose(config.resume_step) if resuming else 0
         require_metrics(self.output_dir, last)
         return resuming, self._checkpoints.steps(), last + 1
+
+    def _check_new_folders(self) -> None:
+        for option, folder in {"output_dir": self.output_dir, **self._further}.items():
+            check_new_folder(folder, option)
 
     # Begin and end
 
@@ -118,7 +125,7 @@ class RunFiles:
     def _require_unchanged(self) -> None:
         """Raise ConfigError if another run has written to the folder since it was checked."""
         if not self._resuming:
-            check_new_folder(self.output_dir, "output_dir")
+            self._check_new_folders()
             return
         check_resumable(self.output_dir, self._config)
         if self._checkpoints.steps() != self._steps_found:
@@ -135,6 +142,8 @@ class RunFiles:
         if kind is None or self.metrics.rows or self._lock.loss() is not None:
             return
         discard_outputs(self.output_dir)
+        for folder in self._further.values():
+            shutil.rmtree(folder, ignore_errors=True)
         if self._delta_log is not None:
             self._delta_log.discard()
 
@@ -175,6 +184,9 @@ class RunFiles:
         self._lock.require_held(self.output_dir, last)
         # TensorBoard hides the events of repeated steps from here on.
         self._trackers = make_trackers(self._config, self._algorithm, self.output_dir, self.first_step)
+        if self._resuming:  # the process was killed after it saved the final model and before the summary
+            for folder in (self.final_dir, self.output_dir / ADAPTER_FOLDER):
+                shutil.rmtree(folder, ignore_errors=True)
         # Checkpoints come first: as long as one is there, its rows and its logged steps must be there too.
         self._checkpoints.set_aside_after(last)
         for file in self._row_files:
@@ -239,7 +251,7 @@ class RunFiles:
         summarize: Callable[[Path], dict[str, Any]],
         write_extra: Callable[[Path], object] | None,
     ) -> dict[str, Any]:
-        folder = self.output_dir / CHECKPOINT_FOLDER
+        folder = self.final_dir
         require_held, last = self._lock.require_held, self._config.n_steps
         if self._config.mode == "lora":
             adapter = self.output_dir / ADAPTER_FOLDER
@@ -271,9 +283,12 @@ def output_folder(config: TrainingOptions, algorithm: str) -> Path:
 
 
 def delta_log_folder(config: TrainingOptions, algorithm: str) -> Path | None:
-    """`delta_log_dir`, where `auto` is delta_logs_{model}, with _{algorithm} except for dpo; under `mount_dir`."""
+    """`delta_log_dir`, or for `auto` the folder that its help text gives; under `mount_dir` unless it is absolute."""
     if config.delta_log_dir is None:
         return None
+    if config.delta_log_dir != Path("auto"):
+        return config.mounted(config.delta_log_dir)
+    if config.output_dir is not None:
+        return config.mounted(config.output_dir) / "delta_log"
     suffix = "" if algorithm == "dpo" else f"_{algorithm}"
-    default = Path(f"delta_logs_{model_slug(config.policy_name)}{suffix}")
-    return config.mounted(default if config.delta_log_dir == Path("auto") else config.delta_log_dir)
+    return config.mounted(Path(f"delta_logs_{model_slug(config.policy_name)}{suffix}"))

@@ -153,7 +153,8 @@ def _finish(module: Any, config: str, options: dict[str, Any], dataset: Path, fo
     """The summary of the run in this folder, which is done now if it does not exist."""
     if (folder / "summary.json").is_file():
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return module.train(_config(module, config, {**options, "dataset": dataset, "output_dir": folder, "resume": True}))
+    options = {"delta_log_dir": "none", **options, "dataset": dataset, "output_dir": folder, "resume": True}
+    return module.train(_config(module, config, options))
 
 
 def _config(module: Any, name: str, options: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ...errors import ConfigError
 from ...progress import progress_bar
-from ..output import format_bytes, print_json
+from ...tables import format_bytes
+from ..output import print_json
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ...progress import progress_bar
-from ...tables import table
-from ..output import format_bytes, format_percent, print_json
+from ...tables import format_bytes, table
+from ..output import format_percent, print_json
 from .rebuild import open_log_of
 
 if TYPE_CHECKING:

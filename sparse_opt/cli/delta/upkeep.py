@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from ...errors import ConfigError, DeltaLogError
 from ...progress import progress_bar
-from ..output import format_bytes, print_json
+from ...tables import format_bytes
+from ..output import print_json
 from .rebuild import open_log_of, print_dtype_hint
 
 

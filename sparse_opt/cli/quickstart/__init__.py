@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import add_options, option, require_number_ranges
 from ...option_parser import CommandParser
-from ...tables import table
-from ..output import format_bytes, print_json
+from ...tables import format_bytes, table
+from ..output import print_json
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,9 @@ def step_times(folder: Path, options: Mapping[str, Mapping[str, Any]]) -> dict[s
     for i in range(ROUNDS):
         for name, chosen in options.items():
             output_dir = folder / f"{name}_{i}"
-            config = dpo.DPOConfig(**{**chosen, "n_steps": STEPS, "sample_steps": None, "output_dir": output_dir})
+            config = dpo.DPOConfig(
+                **{**chosen, "n_steps": STEPS, "sample_steps": None, "output_dir": output_dir, "delta_log_dir": None}
+            )
             dpo.train(config)
             rows[name] += read_rows(output_dir / METRICS_FILE, STEPS)[WARM_UP:]
     shutil.rmtree(folder)

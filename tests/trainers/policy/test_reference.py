@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,12 +128,12 @@ def test_lora_ends_as_a_plain_model_with_its_adapters_beside(dpo_options, model_
 def test_folders_named_by_default_and_under_the_mount(dpo_options, tmp_path, algorithm, output, log):
     from sparse_opt.trainers.run.run_files import delta_log_folder, output_folder
 
-    config: DPOConfig = dpo_options(output_dir=None, delta_log_dir="auto")
-    config.delta_log_dir = type(tmp_path)("auto")
+    config: DPOConfig = dpo_options(output_dir=None, delta_log_dir=Path("auto"))
     assert str(output_folder(config, algorithm)) == output
     assert str(delta_log_folder(config, algorithm)) == log
     config.mount_dir = tmp_path
     assert output_folder(config, algorithm) == tmp_path / output
     assert delta_log_folder(config, algorithm) == tmp_path / log
-    config.output_dir = tmp_path / "elsewhere"
+    config.output_dir = Path("elsewhere")
     assert output_folder(config, algorithm) == tmp_path / "elsewhere"
+    assert delta_log_folder(config, algorithm) == tmp_path / "elsewhere" / "delta_log"

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sparse_opt.config import parse_config
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import ConfigError, DeltaLogError, SparseOptError
-from sparse_opt.trainers import dpo
+from sparse_opt.tables import format_bytes
+from sparse_opt.trainers import dpo, grpo
 from sparse_opt.trainers.options import model_slug
 from sparse_opt.trainers.run import training_run as loop
 from sparse_opt.trainers.run.outputs import check_new_folder, save_checkpoint
@@ -168,3 +171,60 @@ def test_the_folders_of_two_runs_have_different_slugs(tmp_path, monkeypatch, fol
     assert model_slug(str(tmp_path / folder)) == slug
     monkeypatch.chdir(tmp_path / folder)
     assert model_slug(".") == slug
+
+
+def test_a_model_of_a_run_is_named_after_the_model_that_was_trained(tmp_path):
+    for run, start in (("sft", "meta-llama/Llama-3.1-8B"), ("dpo", tmp_path / "sft" / "final")):
+        (tmp_path / run / "final").mkdir(parents=True)
+        (tmp_path / run / "options.yaml").write_text(f"policy_name: {start}\n")
+        assert model_slug(str(tmp_path / run / "final")) == "meta_llama_llama_3_1_8b"
+
+
+def test_dense_runs_of_dpo_and_grpo_have_a_delta_log_by_default(dpo_options, tmp_path, capsys):
+    by_default = Path("auto_if_dense")
+    summary = dpo.train(dpo_options(delta_log_dir=by_default, n_steps=12, output_dir=tmp_path / "first"))
+    log = DeltaLog.open(tmp_path / "first" / "delta_log")
+    assert log.steps == (0, 10, 12) and summary["delta_log_dir"] == str(log.directory)
+    said = capsys.readouterr().err
+    whole = format_bytes(sum(w.nbytes for w in log.load(0).values()))
+    assert f"{whole} of initial weights, and the changes at up to 2 steps, at most about {whole} each" in said
+    dpo.train(dpo_options(delta_log_dir=by_default, n_steps=1, output_dir=tmp_path / "second"))  # another folder
+    assert dpo_options(delta_log_dir=by_default, mode="lora").delta_log_dir is None
+    for config in (dpo.DPOConfig, grpo.GRPOConfig):
+        words = ["policy_name=m", "dataset=d", "batch_size=8"]
+        assert parse_config(config, words).delta_log_dir == Path("auto")
+        assert parse_config(config, [*words, "delta_log_dir=none"]).delta_log_dir is None
+
+
+def test_a_delta_log_that_cannot_fit_the_disk_is_refused_before_training(dpo_options, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(SparseOptError, match=r"the delta log's initial weights take .* KiB, found 1000 B free"):
+        dpo.train(dpo_options(delta_log_dir=tmp_path / "log"))
+    assert not (tmp_path / "run").exists() and not (tmp_path / "log").exists()
+
+
+def test_a_mount_has_the_model_and_the_logs_of_dpo(dpo_options, tmp_path, monkeypatch):
+    options = {"output_dir": None, "mount_dir": tmp_path / "mount", "log_margins": True, "n_steps": 2}
+    monkeypatch.setattr(loop.TrainingRun, "update", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dpo.train(dpo_options(**options))
+    monkeypatch.undo()
+    assert not list((tmp_path / "mount").glob("*/*"))  # the files of the run that failed do not block the next one
+    summary = dpo.train(dpo_options(**options))
+    assert summary["checkpoint"] == str(tmp_path / "mount" / "dpo_model")
+    assert (tmp_path / "mount" / "dpo_model" / "config.json").is_file()
+    margins = tmp_path / "mount" / "logs" / "margins"
+    assert len((margins / "margins_log.jsonl").read_text().splitlines()) == 2
+    assert len(list(margins.glob("epoch_*/step_*.npy"))) == 2
+    with pytest.raises(ConfigError, match="'save_dir': .*dpo_model exists and is not empty"):
+        dpo.train(dpo_options(**options | {"policy_name": str(tmp_path / "mount" / "dpo_model")}))
+
+
+def test_a_run_killed_between_its_model_and_its_summary_is_resumed(dpo_options, tmp_path, monkeypatch):
+    options = dpo_options(save_steps=1, n_steps=2)
+    monkeypatch.setattr(loop.TrainingRun, "_summary", lambda self, final: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dpo.train(options)
+    monkeypatch.undo()
+    assert (tmp_path / "run" / "final" / "config.json").is_file()
+    assert dpo.train(dataclasses.replace(options, resume=True))["n_steps"] == 2
