@@ -11,6 +11,7 @@ from .ranks import (
     get_rank,
     get_stable_rank,
     measure_ranks,
+    measure_ranks_by_step,
     rank_stats,
 )
 from .sparsity import ChangeCounts, StepChanges, count_changes, measure_sparsity, sum_changes
@@ -30,6 +31,7 @@ __all__ = [
     "get_stable_rank",
     "measure_coverage",
     "measure_ranks",
+    "measure_ranks_by_step",
     "measure_sparsity",
     "rank_stats",
     "sum_changes",

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..errors import DataError, listed
 from ..files import DamagedFile, one_line
 from ..pt_file import check_pt, load_pt
 from ..tensor_file import open_tensors
-from ..tensors import tensor_digest
+from ..tensors import canonical_names, dtype_name, tensor_digest
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,11 +38,13 @@ class Checkpoint:
         source: the argument of `open`.
         files: tensor name -> the file it is in.
         specs: tensor name -> dtype and shape.
+        tied: of a state dict: further name of a tied tensor -> its name in `specs`.
     """
 
     source: str
     files: Mapping[str, Path]
     specs: Mapping[str, TensorSpec]
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, source: str | Path) -> Checkpoint:
@@ -81,14 +83,14 @@ class Checkpoint:
             state = _state_dict(path)
         except (OSError, DamagedFile) as error:
             raise DataError(f"{path}: not a readable state dict: {one_line(error)}") from error
-        specs: dict[str, TensorSpec] = {}
-        places = set()
-        for name, tensor in state.items():
-            place = tensor.data_ptr(), tensor.shape, tensor.stride()
-            if not tensor.numel() or place not in places:  # of tied tensors, the first
-                specs[name] = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            places.add(place)
-        return cls(str(path), dict.fromkeys(specs, path), specs)
+        firsts = canonical_names(state)
+        specs = {
+            name: TensorSpec(name, dtype_name(state[name]), tuple(state[name].shape))
+            for name, first in firsts.items()
+            if name == first
+        }
+        tied = {name: first for name, first in firsts.items() if name != first}
+        return cls(str(path), dict.fromkeys(specs, path), specs, tied)
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises DataError naming the file."""
@@ -126,7 +128,8 @@ class CheckpointSeries:
         self._names = {step: _matched(checkpoint, last) for step, checkpoint in checkpoints.items()}
         names = [name for name in last.specs if all(name in found for found in self._names.values())]
         specs = tuple(last.specs[name] for name in names)
-        self.layout = StateLayout(specs, {}, frozenset(name for name in names if _BUFFER.search(name)))
+        tied = {further: first for further, first in last.tied.items() if first in names}
+        self.layout = StateLayout(specs, tied, frozenset(name for name in names if _BUFFER.search(name)))
 
     @classmethod
     def of_folder(cls, folder: str | Path, base: str | Path | None = None) -> CheckpointSeries:

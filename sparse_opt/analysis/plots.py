@@ -99,6 +99,30 @@ def rank_figure(stats: Mapping[str, RankStats], tau: float, step: int) -> Figure
     return _layers(panels, f"Updates of weight matrices by layer and component, step {step}", columns=2)
 
 
+def rank_steps_figure(found: Mapping[int, Mapping[str, RankStats]]) -> Figure:
+    """Classical, effective and stable rank of the updates by step.
+
+    A curve for each matrix or, of more matrices than there are colours, for each component: the mean of its matrices.
+    """
+    names = list(next(iter(found.values())))
+    groups = {name: [name] for name in names}
+    if len(names) > len(_COLOURS):
+        groups = {PART_LABELS[part]: of for part, of in group_by_part({name: name for name in names}).items()}
+    statistics: dict[str, Callable[[RankStats], float]] = {
+        "classical rank": lambda s: s.rank.value,
+        "effective rank": lambda s: s.effective_rank.value,
+        "stable rank": lambda s: s.stable_rank.value,
+    }
+    panels = {
+        title: {
+            label: [sum(statistic(stats[name]) for name in of) / len(of) for stats in found.values()]
+            for label, of in groups.items()
+        }
+        for title, statistic in statistics.items()
+    }
+    return _steps(list(found), panels, "rank", "Ranks of the update by step", shared=False)
+
+
 def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
     """Elements of the model by component, as bars."""
     sums = {part: sum(n) for part, n in group_by_part({s.name: s.numel for s in shapes}).items() if sum(n)}
@@ -140,10 +164,17 @@ def _tau(tau: float) -> str:
     return f"τ = {threshold_text(tau)}"
 
 
-def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], label: str, title: str) -> Figure:
-    """Panels side by side, over one scale, with the same curves."""
+def _steps(
+    steps: Sequence[int],
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    label: str,
+    title: str,
+    *,
+    shared: bool = True,
+) -> Figure:
+    """Panels side by side, with the same curves, over one scale if it is `shared`."""
     figure = new_figure(_WIDTH if len(panels) == 1 else 12.0, 4.8)
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    row = figure.subplots(1, len(panels), sharey=shared, squeeze=False)[0]
     for axes, (name, curves) in zip(row, panels.items(), strict=True):
         for i, (curve, values) in enumerate(curves.items()):
             # Curves may overlap: later curves have smaller markers, drawn inside the earlier ones.
@@ -153,7 +184,8 @@ def _steps(steps: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[floa
         axes.xaxis.get_major_locator().set_params(integer=True)
         _tidy(axes)
     row[0].set_ylabel(label)
-    _from_zero(row)
+    for scale in [row] if shared else [[axes] for axes in row]:
+        _from_zero(scale)
     figure.suptitle(title, fontsize=11)
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     return figure

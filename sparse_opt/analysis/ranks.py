@@ -165,17 +165,50 @@ def measure_ranks(
             NaN or infinite; names the tensor.
         DeltaLogError: the log is damaged.
     """
+    steps = None if step is None else [step]
+    chosen = chosen_steps(log, steps)[-1:]
+    return measure_ranks_by_step(
+        log,
+        chosen,
+        tau=tau,
+        method=method,
+        k=k,
+        include=include,
+        exclude=exclude,
+        mlp_only=mlp_only,
+        device=device,
+        progress=progress,
+    )[chosen[0]]
+
+
+def measure_ranks_by_step(
+    log: StateLog,
+    steps: Sequence[int] | None = None,
+    *,
+    tau: float = TAU,
+    method: Method = "exact",
+    k: int = LOWRANK_K,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    mlp_only: bool = False,
+    device: torch.device = DEVICE_CPU,
+    progress: Progress = no_progress,
+) -> dict[int, dict[str, RankStats]]:
+    """Return step -> `measure_ranks` of that step, for ascending `steps`, by default all after the base.
+
+    Every matrix is read once for all steps. Arguments and errors are those of `measure_ranks`.
+    """
     require_thresholds("tau", [tau])
     dims = {spec.name: len(spec.shape) for spec in log.layout.tensors}
     names = [n for n in chosen_names(log, include, exclude, mlp_only) if is_weight_matrix(n, dims[n])]
     if not names:
         raise DataError(f"no weight matrix of {log.directory} is chosen by include, exclude and mlp_only")
-    chosen = chosen_steps(log, None if step is None else [step])[-1:]
-    stats: dict[str, RankStats] = {}
+    chosen = chosen_steps(log, steps)
+    stats: dict[int, dict[str, RankStats]] = {step: {} for step in chosen}
     for name in progress(names):
         base, states = base_and_states(log, name, chosen)
-        tensor = next(states)[1]
-        stats |= _named_stats(name, base, tensor, tau, method, k, device)
+        for step, tensor in states:
+            stats[step] |= _named_stats(name, base, tensor, tau, method, k, device)
     return stats
 
 

@@ -227,6 +227,24 @@ def rank_summary(stats: Mapping[str, RankStats]) -> Table:
     return Table(title, records)
 
 
+def rank_steps_table(found: Mapping[int, Mapping[str, RankStats]]) -> Table:
+    """A record for each step and component: means over the matrices."""
+    records = [
+        {"step": step, **record}
+        for step, stats in found.items()
+        for record in rank_summary(stats).records
+        if record["component"] != "all"
+    ]
+    title = "ranks of the update by step and component, means over the matrices; rank, effective rank: % of full rank"
+    return Table(title, records)
+
+
+def rank_step_records(found: Mapping[int, Mapping[str, RankStats]], tau: float) -> Table:
+    """A record for each step and matrix, for a CSV file."""
+    records = [{"step": step, **record} for step, stats in found.items() for record in rank_table(stats, tau).records]
+    return Table("rank and size of the update by step and weight matrix", records)
+
+
 def ranks_json(stats: Mapping[str, RankStats]) -> Record:
     """Return name -> statistics of each matrix, ranks with their intervals."""
     return {name: asdict(of) for name, of in stats.items()}

@@ -33,7 +33,9 @@ def chosen_names(
     Raises:
         DataError: none is left.
     """
-    names = select_names(floating_parameters(log), include=include, exclude=exclude, mlp_only=mlp_only)
+    names = select_names(
+        floating_parameters(log), include=include, exclude=exclude, mlp_only=mlp_only, tied=log.layout.aliases
+    )
     if not names:
         raise DataError(f"no tensor of {log.directory} is chosen by include, exclude and mlp_only")
     return names

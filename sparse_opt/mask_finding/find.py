@@ -12,7 +12,7 @@ from torch import nn
 from ..delta.state_log import StateLog, floating_parameters
 from ..errors import MaskError
 from ..masks.parameters import select_names
-from ..tensors import floating_parameters_of
+from ..tensors import canonical_names, floating_parameters_of, named_parameters_of
 from .log_scores import LogMethod, LogScores, plan_scores
 from .model_scores import CalibrationSequence, ModelMethod, calibrated_scores, weight_scores
 from .select import FoundMask, SelectionOptions, find_mask, require_arguments
@@ -64,7 +64,8 @@ def find_from_log(
     Returns:
         A mask over the chosen tensors. Its metadata: method, sparsity, step, base_step, steps_read (how many),
         log_digest (of the target state), base_digest, momentum_window for momentum, model where the log names one;
-        include, exclude and mlp_only where they were given; and those of `find_mask`.
+        include, exclude and mlp_only where they were given; tied (JSON, further name -> name
+        of the same tensor) where there are any; and those of `find_mask`.
 
     Raises:
         MaskError: as `mask_finding.log_scores.plan_scores` and `find_mask`; or no tensor is chosen.
@@ -73,7 +74,8 @@ def find_from_log(
     require_arguments(sparsity, options)
     plan = plan_scores(log, method, target_step=target_step, momentum_window=momentum_window)
     specs = floating_parameters(log)
-    names = _selected(specs, str(log.directory), include, exclude, mlp_only)
+    tied = log.layout.aliases
+    names = _selected(specs, str(log.directory), include, exclude, mlp_only, tied)
     metadata = {
         "method": method,
         "sparsity": str(float(sparsity)),
@@ -84,6 +86,7 @@ def find_from_log(
         "base_digest": log.digest(plan.steps[0]),
         **({} if plan.window is None else {"momentum_window": str(plan.window)}),
         **choice_metadata(include, exclude, mlp_only),
+        **_tied_metadata(tied, names),
     }
     model = log.metadata.get("model")
     if model is not None:
@@ -123,12 +126,16 @@ def find_from_model(
     """
     require_arguments(sparsity, options)
     parameters = floating_parameters_of(model)
-    chosen = {name: parameters[name] for name in _selected(parameters, "the model", include, exclude, mlp_only)}
+    firsts = canonical_names(named_parameters_of(model))
+    tied = {name: first for name, first in firsts.items() if name != first}
+    names = _selected(parameters, "the model", include, exclude, mlp_only, tied)
+    chosen = {name: parameters[name] for name in names}
     if method == "weight_magnitude":
         scores = weight_scores(chosen)
     else:
         scores = calibrated_scores(model, chosen, sequences, method, progress=options.get("progress", False))
-    made = {"method": method, "sparsity": str(float(sparsity)), **choice_metadata(include, exclude, mlp_only)}
+    choice = choice_metadata(include, exclude, mlp_only) | _tied_metadata(tied, names)
+    made = {"method": method, "sparsity": str(float(sparsity)), **choice}
     return find_mask(scores, sparsity=sparsity, metadata={**(metadata or {}), **made}, **options)
 
 
@@ -139,10 +146,21 @@ def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None
     return chosen | ({"mlp_only": "true"} if mlp_only else {})
 
 
+def _tied_metadata(tied: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Return `tied`, JSON of further name -> name in the mask, if there is any."""
+    listed = {further: first for further, first in tied.items() if first in names}
+    return {"tied": json.dumps(listed)} if listed else {}
+
+
 def _selected(
-    names: Collection[str], source: str, include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool
+    names: Collection[str],
+    source: str,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    mlp_only: bool,
+    tied: Mapping[str, str],
 ) -> list[str]:
-    selected = select_names(names, include=include, exclude=exclude, mlp_only=mlp_only)
+    selected = select_names(names, include=include, exclude=exclude, mlp_only=mlp_only, tied=tied)
     if not selected:
         raise MaskError(f"no tensor of {source} is chosen by include, exclude and mlp_only")
     return selected

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
 
 Part = Literal[
@@ -193,18 +194,31 @@ def select_names(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the selected names, in their order.
 
     Args:
+        tied: further name -> name of the same tensor, such as lm_head.weight -> model.embed_tokens.weight; a pattern
+            that matches one of them matches the tensor.
         include: shell patterns (`*.layers.3.*`), case-sensitive, for whole names; a name must match one. None: all.
         exclude: shell patterns; a name must match none.
         mlp_only: only tensors of feed-forward blocks (`is_mlp_parameter`).
     """
+
+    def matches(name: str, patterns: Iterable[str]) -> bool:
+        labels = [name, *(further for further, first in tied.items() if first == name)]
+        return any(fnmatchcase(label, pattern) for pattern in patterns for label in labels)
+
     return [
         name
         for name in names
-        if (include is None or any(fnmatchcase(name, pattern) for pattern in include))
-        and not any(fnmatchcase(name, pattern) for pattern in exclude or ())
+        if (include is None or matches(name, include))
+        and not matches(name, exclude or ())
         and (not mlp_only or is_mlp_parameter(name))
     ]
+
+
+def tied_text(tied: Mapping[str, str]) -> list[str]:
+    """Return a line for each further name of a tied tensor, for outputs that list tensors by their first names."""
+    return [f"tied: {further} is the same tensor as {first}, and counts once" for further, first in tied.items()]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import re
 import shlex
@@ -89,6 +90,35 @@ def test_files_are_written(sparse_opt, files, tmp_path):
     assert int(rows[name]["rank"]) == torch.linalg.matrix_rank(delta)
     assert float(rows[name]["frobenius_norm"]) == pytest.approx(float(delta.double().norm()))
     assert (rows[name]["layer"], rows[name]["component"], rows[name]["shape"]) == ("0", "MLP up", "32x16")
+
+
+def test_ranks_by_step(sparse_opt, files, tmp_path):
+    words = ("analyze", "ranks", *source(files), "--include", "*mlp*")
+    found = json.loads(sparse_opt(*words, "--steps", 1, 3, "--json").done())
+    assert [step["step"] for step in found["steps"]] == [1, 3]
+    for step in found["steps"]:
+        alone = json.loads(sparse_opt(*words, "--step", step["step"], "--json").done())
+        assert step["matrices"] == alone["matrices"]
+    assert found["matrices"] == found["steps"][1]["matrices"] != found["steps"][0]["matrices"]
+    with_plots = ("--output", tmp_path) if importlib.util.find_spec("matplotlib") else ("--no_plots",)
+    text = sparse_opt(*words, "--all_steps", *with_plots).done()
+    assert "ranks of the update by step and component" in text
+    if with_plots != ("--no_plots",):
+        with (tmp_path / "ranks.csv").open() as file:
+            assert {row["step"] for row in csv.DictReader(file)} == {"1", "2", "3"}
+        assert (tmp_path / "ranks_by_step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tied_tensors_are_named(sparse_opt, files):
+    note = "tied: lm_head.weight is the same tensor as model.embed_tokens.weight, and counts once"
+    for name in NAMES:
+        words = ("analyze", name, *source(files), "--include", "*lm_head*")
+        assert note in sparse_opt(*words).done()
+        assert json.loads(sparse_opt(*words, "--json").done())["tied"] == {
+            "lm_head.weight": "model.embed_tokens.weight"
+        }
+    for words in (("delta", "info", *source(files)), ("delta", "info", "--step", 2, *source(files))):
+        assert note in sparse_opt(*words).done()
 
 
 def test_two_checkpoints_are_compared(sparse_opt, files, tmp_path):

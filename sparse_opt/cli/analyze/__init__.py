@@ -49,10 +49,12 @@ methods, all in fp64; a statistic that a method only bounds is printed as an int
   gram     all singular values, from the eigenvalues of A^T A: faster; loses those below about 1e-6 of the norm
   lowrank  the --k largest singular values, by a randomized projection: for updates known to be of low rank
 
---output DIR writes ranks.csv, ranks.json, ranks_by_layer.png.
+--output DIR writes ranks.csv, ranks.json, ranks_by_layer.png; with --steps or --all_steps also ranks_by_step.png, and
+the last of the steps is the one by layer.
 
 examples:
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --device cuda
+  sparse-opt analyze ranks --delta_log_dir delta_logs_M --all_steps --include '*.h.0.*' --output plots/
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --step 100 --method gram --exclude '*embed*' --output plots/
   sparse-opt analyze ranks --base_model base/ --model_name merged/ --method lowrank --k 64
 """
@@ -119,7 +121,10 @@ def _parser() -> CommandParser:
 
     ranks = actions.add_parser("ranks", help="ranks and norm of each matrix's update", epilog=_RANKS_EPILOG)
     _add_source(ranks)
-    ranks.add_argument("--step", type=int, metavar="N", help="logged step (the last)")
+    which = ranks.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="logged step (the last)")
+    which.add_argument("--steps", type=int, nargs="+", metavar="N", help="several logged steps: ranks by step")
+    which.add_argument("--all_steps", action="store_true", help="all logged steps: ranks by step")
     ranks.add_argument("--tau", type=float, default=TAU, metavar="T", help="threshold of a moved element (%(default)s)")
     _add_method(ranks)
     _add_output(ranks)

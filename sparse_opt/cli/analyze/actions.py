@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from ...analysis import coverage as coverages
 from ...analysis import plots, records
 from ...analysis.checkpoints import CheckpointPair, CheckpointSeries
 from ...analysis.figures import require_matplotlib, save_png, write_text
-from ...analysis.ranks import TAU, measure_ranks
+from ...analysis.ranks import TAU, measure_ranks_by_step
 from ...analysis.shapes import weight_shapes
 from ...analysis.sparsity import measure_sparsity
 from ...analysis.states import Progress
@@ -22,6 +23,7 @@ from ...analysis.tables import Table, write_csv
 from ...delta.open import open_log
 from ...delta.state_log import StateLog
 from ...errors import ConfigError
+from ...masks.parameters import tied_text
 from ...progress import progress_bar
 from ...tables import table
 from ..output import print_json
@@ -52,7 +54,7 @@ def sparsity(args: Namespace) -> None:
         *records.change_tables(found, args.tolerance),
         *records.change_profile(found[-1], args.tolerance, args.by),
     ]
-    _give(args, "sparsity", data, shown, records.change_records(found, args.tolerance), pictures)
+    _give(args, "sparsity", data, shown, records.change_records(found, args.tolerance), pictures, log.layout.aliases)
 
 
 def coverage(args: Namespace) -> None:
@@ -66,7 +68,8 @@ def coverage(args: Namespace) -> None:
         "density_combined": lambda: plots.coverage_density_figure(found),
     }
     data = {"source": str(log.directory), "base_step": log.steps[0], **records.coverage_json(found)}
-    _give(args, "coverage", data, records.coverage_tables(found), records.coverage_records(found), pictures)
+    shown = records.coverage_tables(found)
+    _give(args, "coverage", data, shown, records.coverage_records(found), pictures, log.layout.aliases)
 
 
 def ranks(args: Namespace) -> None:
@@ -75,10 +78,12 @@ def ranks(args: Namespace) -> None:
     _require_k(args)
     _require_plots(args)
     log = _open(args)
-    stats = measure_ranks(
-        log, args.step, tau=args.tau, method=args.method, k=args.k, **_choice(args), progress=_bar("ranks")
+    by_step = args.all_steps or args.steps is not None
+    steps = args.steps if by_step else [log.steps[-1] if args.step is None else args.step]
+    found = measure_ranks_by_step(
+        log, steps, tau=args.tau, method=args.method, k=args.k, **_choice(args), progress=_bar("ranks")
     )
-    step = log.steps[-1] if args.step is None else args.step
+    step, stats = list(found.items())[-1]
     listed = records.rank_table(stats, args.tau)
     pictures = {"ranks_by_layer": lambda: plots.rank_figure(stats, args.tau, step)}
     data = {
@@ -89,7 +94,12 @@ def ranks(args: Namespace) -> None:
         "method": args.method,
         "matrices": records.ranks_json(stats),
     }
-    _give(args, "ranks", data, [listed, records.rank_summary(stats)], listed, pictures)
+    shown, rows = [listed, records.rank_summary(stats)], listed
+    if by_step:
+        shown, rows = [*shown, records.rank_steps_table(found)], records.rank_step_records(found, args.tau)
+        data["steps"] = [{"step": step, "matrices": records.ranks_json(stats)} for step, stats in found.items()]
+        pictures["ranks_by_step"] = lambda: plots.rank_steps_figure(found)
+    _give(args, "ranks", data, shown, rows, pictures, log.layout.aliases)
 
 
 def shapes(args: Namespace) -> None:
@@ -204,8 +214,10 @@ def _give(
     shown: Sequence[Table],
     rows: Table,
     pictures: Mapping[str, Callable[[], Figure]],
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write the requested files, and print the tables or the JSON."""
+    """Write the requested files, and print the tables or the JSON, with the further names of `tied` tensors."""
+    data = {**data, "tied": dict(tied)} if tied else data
     written: list[Path] = []
     if args.output is not None:
         written = [args.output / f"{name}.csv", args.output / f"{name}.json"]
@@ -220,5 +232,5 @@ def _give(
         return
     for item in shown:
         print(f"{item.title}\n{table(item.headings, item.texts, n_words=max(1, item.n_words))}\n")
-    for path in written:
-        print(f"wrote {path}")
+    for line in [*tied_text(tied), *(f"wrote {path}" for path in written)]:
+        print(line)

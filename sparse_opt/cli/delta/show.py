@@ -74,8 +74,8 @@ def _info_of_log(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
     lines = [f"{log.directory}: {content['kind']}, {format_bytes(content['bytes'])}"]
     lines.append(f"steps: {len(steps)}, {steps[0]} to {steps[-1]}")
     lines += [f"{key}: {value}" for key, value in _origin(log).items() if value is not None]
-    tied = f", {len(layout.aliases)} further names of tied ones" if layout.aliases else ""
-    lines.append(f"state: {len(layout.tensors)} tensors{tied}, {format_bytes(content['state_bytes'])}")
+    lines.append(f"state: {len(layout.tensors)} tensors, {format_bytes(content['state_bytes'])}")
+    lines += _tied(layout)
     lines += [f"{key}: {value}" for key, value in log.metadata.items()]
     rows = [(d, f"{e['tensors']:,}", f"{e['elements']:,}", format_bytes(e["bytes"])) for d, e in dtypes.items()]
     lines += ["", table(("dtype", "tensors", "elements", "bytes"), rows)]
@@ -115,6 +115,8 @@ def _info_of_step(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
     rows = [(n, f"{numels[n]:,}", f"{counts[n]:,}", format_percent(counts[n] / max(1, numels[n]))) for n in most]
     if rows:
         print("\n" + table(("most changed tensors", "elements", "changed", "share"), rows))
+    if log.layout.aliases:
+        print("\n" + "\n".join(_tied(log.layout)))
 
 
 def _changes(log: DeltaLog | PtDeltaLog, before: int, step: int) -> dict[str, int]:
@@ -137,6 +139,12 @@ def _changes_by_dtype(layout: StateLayout, counts: dict[str, int]) -> dict[str, 
         dtype: {"elements": n, "changed": changed[dtype], "share": changed[dtype] / n if n else 0.0}
         for dtype, n in elements.items()
     }
+
+
+def _tied(layout: StateLayout) -> list[str]:
+    from ...masks.parameters import tied_text
+
+    return tied_text(layout.aliases)
 
 
 def _dtypes(layout: StateLayout) -> dict[str, dict[str, int]]:
