@@ -134,7 +134,7 @@ def find_from_model(
         scores = weight_scores(chosen)
     else:
         scores = calibrated_scores(model, chosen, sequences, method, progress=options.get("progress", False))
-    choice = choice_metadata(include, exclude, mlp_only) | _tied_metadata(tied, names)
+    choice = choice_metadata(include, exclude, mlp_only) | _tied_metadata(tied, scores.shapes)
     made = {"method": method, "sparsity": str(float(sparsity)), **choice}
     return find_mask(scores, sparsity=sparsity, metadata={**(metadata or {}), **made}, **options)
 

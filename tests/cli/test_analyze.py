@@ -253,5 +253,6 @@ def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):
             json.loads(sparse_opt("analyze", *words, *where, "--json").done())
             for where in (source(files), ("--checkpoints", tmp_path))
         )
+        assert of_log.pop("tied") == {"lm_head.weight": "model.embed_tokens.weight"}
         assert of_folder.pop("source") != of_log.pop("source") and of_folder == of_log
     assert "or --checkpoints" in sparse_opt("analyze", "coverage").failed_in_one_line(2)
