@@ -92,6 +92,8 @@ def test_scores_that_are_only_clipped_or_the_same():
     scores = torch.tensor([-3.0, 0.5, 2.0])
     assert ScoreScaling(clip=1.0)(scores).tolist() == [-1.0, 0.5, 1.0]
     assert ScoreScaling()(scores) is scores
+    of_batch = ScoreScaling(batch_norm=True)(scores)
+    torch.testing.assert_close(of_batch, (scores - scores.mean()) / (scores.std(correction=0) + 1e-6))
     assert ScoreScaling(True)(torch.tensor([5.0])).tolist() == [5.0]  # the deviation of one score is undefined
     assert ScoreScaling(True, norm=True)(torch.tensor([5.0, 5.0])).tolist() == [0.0, 0.0]
 

@@ -413,6 +413,14 @@ def test_queries_are_the_beginnings_of_long_texts(sentiment, tokenizer):
     assert [e.ids for e in examples] == [e.ids for e in again] != [e.ids for e in other]
 
 
+def test_queries_of_words(sentiment, tokenizer):
+    examples = load_queries(sentiment, n_words=3, prefix="Sentiment: good. ", min_characters=0)
+    assert len(examples) == 30
+    for example in examples:
+        assert example.text == "Sentiment: good. " + " ".join(example.columns["text"].split()[:3])
+        assert example.ids == tokenizer(example.text)["input_ids"]
+
+
 def test_a_text_must_be_long_enough(sentiment):
     with pytest.raises(DataError, match=r"no queries left; 0 queries from 30 rows; 30 dropped"):
         load_queries(sentiment, min_characters=5000)
@@ -431,6 +439,8 @@ def test_a_text_must_be_long_enough(sentiment):
         ({"statistics_steps": 0}, ["'statistics_steps'", "0"]),
         ({"use_score_norm": True}, ["'use_score_norm'", "use_score_scaling"]),
         ({"score_clip": 0.0}, ["'score_clip'", "0"]),
+        ({"query_prefix": "x"}, ["'query_prefix' is 'x'", "query_words"]),
+        ({"batch_score_norm": True, "use_score_scaling": True}, ["batch_score_norm", "expected one"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

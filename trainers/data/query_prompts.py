@@ -36,14 +36,18 @@ def load_queries(
     min_tokens: int,
     max_tokens: int,
     min_characters: int,
+    n_words: int | None = None,
+    prefix: str = "",
 ) -> tuple[list[PromptExample], QueryReport]:
     """The first tokens of each text; their number is drawn uniformly from min_tokens .. max_tokens with `seed`.
 
-    The count includes a BOS added by the tokenizer. A query keeps the columns of its row.
+    The count includes a BOS added by the tokenizer. A query keeps the columns of its row. With `n_words` a query is
+    `prefix` and the first words of each text, separated by single spaces.
 
     Args:
         dataset, split, subset_size, seed: see `load_rows`; rows have a column `text`.
-        min_characters: only texts with more characters and at least `max_tokens` tokens are used.
+        min_characters: only texts with more characters are used, and without `n_words` only those with at least
+            `max_tokens` tokens.
 
     Raises:
         DataError: see `load_rows`; the column is missing, or a row has no text.
@@ -60,6 +64,12 @@ def load_queries(
         text = row[TEXT_COLUMN]
         if not isinstance(text, str):
             raise DataError(f"text is {text!r}, expected a string")
+        if n_words is not None:
+            if len(text) <= min_characters or not text.split():
+                report.n_dropped_short += 1
+                return None
+            query = prefix + " ".join(text.split()[:n_words])
+            return PromptExample(list(tokenizer(query)["input_ids"]), query, row)
         # Drawn for every row, so that the length of one row does not affect the others.
         n_tokens = generator.randint(min_tokens, max_tokens)
         # Encode the whole text: a tokenizer that appends EOS would append it to a truncated text. `verbose` would warn
@@ -68,8 +78,8 @@ def load_queries(
         if len(text) <= min_characters or len(ids) < max_tokens:
             report.n_dropped_short += 1
             return None
-        query = list(ids[:n_tokens])
-        return PromptExample(query, str(tokenizer.decode(query)), row)
+        first = list(ids[:n_tokens])
+        return PromptExample(first, str(tokenizer.decode(first)), row)
 
     return load_rows(dataset, split, subset_size, seed, encoder, report), report
 

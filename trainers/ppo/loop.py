@@ -82,6 +82,9 @@ class PPOConfig(RolloutOptions):
     kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted", above=0)
     use_score_scaling: bool = option(False, "divide scores by the standard deviation of all scores so far")
     use_score_norm: bool = option(False, "with use_score_scaling: first subtract the mean of all scores so far")
+    batch_score_norm: bool = option(
+        False, "subtract the mean of a rollout's scores and divide by their standard deviation; not use_score_scaling"
+    )
     score_clip: float | None = option(
         None, "clip scores, after scaling, to this absolute value; none for no bound", above=0
     )
@@ -98,6 +101,12 @@ class PPOConfig(RolloutOptions):
         None, "sequence classifier whose logit is the reward, hub name or local folder; in place of reward_functions"
     )
     reward_label: str = option("POSITIVE", "label of the reward model, by name or number")
+    reward_label_against: str | None = option(
+        None, "label of the reward model whose logit is subtracted from that of reward_label"
+    )
+    reward_of_completion: bool = option(
+        False, "the reward model reads the completion alone; false: the prompt and the completion"
+    )
     reward_model_dtype: Literal["bf16", "fp32"] = option("fp32", "dtype of the reward model")
 
     query_min_tokens: int = option(
@@ -105,6 +114,10 @@ class PPOConfig(RolloutOptions):
     )
     query_max_tokens: int = option(8, "for a dataset of texts: a prompt is at most this many of a text's first tokens")
     query_min_characters: int = option(200, "for a dataset of texts: use longer texts only", at_least=0)
+    query_words: int | None = option(
+        None, "for a dataset of texts: a prompt is this many of a text's first words, in place of tokens", at_least=1
+    )
+    query_prefix: str = option("", "with query_words: text in front of every prompt")
 
     statistics_steps: int | None = option(
         None,
@@ -128,6 +141,10 @@ class PPOConfig(RolloutOptions):
             )
         if (self.reward_model is None) == (not self.reward_functions):
             raise ConfigError("expected a reward: --reward_model or --reward_functions, and not both")
+        if self.query_prefix and self.query_words is None:
+            raise ConfigError(f"option 'query_prefix' is {self.query_prefix!r}: expected query_words as well")
+        if self.batch_score_norm and self.use_score_scaling:
+            raise ConfigError("options 'batch_score_norm' and 'use_score_scaling' are true: expected one of them")
         if self.use_score_norm and not self.use_score_scaling:
             raise ConfigError("option 'use_score_norm' is true: expected use_score_scaling true as well")
 
@@ -152,6 +169,7 @@ class Scorer:
     """Loads the reward model or the reward functions, and scores completions with them."""
 
     def __init__(self, config: PPOConfig):
+        self.of_completion = config.reward_of_completion
         self.model: RewardModel | None = None
         self.functions: Rewards | None = None
         if config.reward_model is None:
@@ -160,6 +178,7 @@ class Scorer:
         self.model = RewardModel(
             config.reward_model,
             config.reward_label,
+            against=config.reward_label_against,
             device=resolve_device(config.device),
             dtype=config.reward_model_dtype,
             rows_per_pass=config.batch_size,
@@ -177,7 +196,8 @@ class Scorer:
         if self.model is not None:
             # Prompt and completion are decoded together: decoded alone, a completion can lose its leading space, and a
             # character whose bytes span both cannot be decoded.
-            texts = decode([sequence.ids for sequence in rollout.sequences], skip_special_tokens=True)
+            read = rollout.completions if self.of_completion else [sequence.ids for sequence in rollout.sequences]
+            texts = decode(read, skip_special_tokens=True)
             rows = run.ranks.share(0, len(texts))
             whole = torch.zeros(len(texts), dtype=torch.float32, device=run.device)
             if rows:
@@ -316,6 +336,8 @@ def load_prompt_data(config: PPOConfig) -> LoadData:
             min_tokens=config.query_min_tokens,
             max_tokens=config.query_max_tokens,
             min_characters=config.query_min_characters,
+            n_words=config.query_words,
+            prefix=config.query_prefix,
         )
 
     return load
@@ -337,7 +359,9 @@ def train(config: PPOConfig) -> dict[str, Any]:
     )
     controller = KLController(config.kl_coefficient, config.kl_target, config.kl_horizon)
     run.keep("value_head", critic)
-    scaling = ScoreScaling(config.use_score_scaling, config.use_score_norm, config.score_clip)
+    scaling = ScoreScaling(
+        config.use_score_scaling, config.use_score_norm, config.score_clip, batch_norm=config.batch_score_norm
+    )
     run.keep("kl_controller", controller)
     if config.use_score_scaling:
         run.keep("score_scaling", scaling)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Added to the variance in `whiten`; TRL's.
 _VARIANCE_FLOOR = 1e-8
+# Added to the standard deviation of a batch of scores.
+_DEVIATION_FLOOR = 1e-6
 # Bound on the relative error that adapts the KL coefficient; Ziegler et al., section 2.2.
 _LARGEST_ERROR = 0.2
 
@@ -42,6 +44,8 @@ def token_rewards(
 class ScoreScaling:
     """Scores divided by their running standard deviation, first reduced by their running mean if `norm`, then clipped.
 
+    With `batch_norm` the scores of a batch are reduced by their mean and divided by their standard deviation instead.
+
     Mean and deviation are those of all scores so far, the present ones included, combined batch by batch as in Chan et
     al. (http://infolab.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf); in fp64.
 
@@ -49,10 +53,11 @@ class ScoreScaling:
         scale: divide by the deviation plus the machine epsilon of fp32. A single score is left as it is.
         norm: subtract the mean first; only with `scale`.
         clip: the largest absolute score; None for no bound.
+        batch_norm: without `scale`; the deviation is that of the population, plus 1e-6.
     """
 
-    def __init__(self, scale: bool = False, norm: bool = False, clip: float | None = None):
-        self.scale, self.norm, self.clip = scale, norm, clip
+    def __init__(self, scale: bool = False, norm: bool = False, clip: float | None = None, *, batch_norm: bool = False):
+        self.scale, self.norm, self.clip, self.batch_norm = scale, norm, clip, batch_norm
         self.mean, self.squares, self.count = 0.0, 0.0, 0  # squares: the sum of squared deviations from the mean
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -62,6 +67,8 @@ class ScoreScaling:
             if self.count > 1:
                 deviation = (self.squares / (self.count - 1)) ** 0.5
                 scores = (scores - self.mean if self.norm else scores) / (deviation + torch.finfo(torch.float32).eps)
+        elif self.batch_norm:
+            scores = (scores - scores.mean()) / (scores.std(correction=0) + _DEVIATION_FLOOR)
         return scores if self.clip is None else scores.clamp(-self.clip, self.clip)
 
     def _add(self, scores: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Rewards from a sequence classifier: the logit of one of its labels, as in TRL's sentiment example."""
+"""Rewards from a sequence classifier: the logit of one of its labels, as in TRL's sentiment example.
+
+With a second label the reward is the difference of the two logits, the log-odds of the first against the second.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ class RewardModel:
     Args:
         name: hub name or local folder of a sequence classifier.
         label: its label whose logit is the reward, by name (in any case) or by number.
+        against: label whose logit is subtracted; None for none.
         device: the device that it runs on.
         dtype: dtype of its weights.
         rows_per_pass: texts per forward pass.
@@ -36,13 +40,21 @@ class RewardModel:
     """
 
     def __init__(
-        self, name: str, label: str, *, device: torch.device, dtype: Literal["bf16", "fp32"], rows_per_pass: int
+        self,
+        name: str,
+        label: str,
+        *,
+        against: str | None = None,
+        device: torch.device,
+        dtype: Literal["bf16", "fp32"],
+        rows_per_pass: int,
     ):
         from transformers import AutoModelForSequenceClassification
 
         model = load_pretrained(AutoModelForSequenceClassification, name, "a reward model", dtype=DTYPES[dtype])
         self.tokenizer = load_tokenizer_from(name)
         self.label = label_index(model.config, label, name)
+        self.against = None if against is None else label_index(model.config, against, name, "reward_label_against")
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self.rows_per_pass = rows_per_pass
@@ -62,8 +74,9 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """One reward for each text: [len(texts)] fp32 on the device."""
-        logits = [self._logits(part) for part in chunks(texts, self.rows_per_pass)]
-        return torch.cat(logits)[:, self.label].float()
+        logits = torch.cat([self._logits(part) for part in chunks(texts, self.rows_per_pass)]).float()
+        reward = logits[:, self.label]
+        return reward if self.against is None else reward - logits[:, self.against]
 
     def _logits(self, texts: Sequence[str]) -> Tensor:
         inputs = self.tokenizer(
@@ -77,8 +90,8 @@ class RewardModel:
         return logits
 
 
-def label_index(config: Any, label: str, name: str) -> int:
-    """The index of a classifier's label, given by index or name.
+def label_index(config: Any, label: str, name: str, option: str = "reward_label") -> int:
+    """The index of a classifier's label, given by index or name; `option` is that of the label, for messages.
 
     Raises:
         ConfigError: there is no such label; the message lists the labels.
@@ -89,5 +102,5 @@ def label_index(config: Any, label: str, name: str) -> int:
     matches = [index for index, text in names.items() if text.lower() == label.lower()]
     if len(matches) != 1:
         listed = ", ".join(f"{index} {text}" for index, text in sorted(names.items()))
-        raise ConfigError(f"option 'reward_label' is '{label}': the reward model {name} has the labels {listed}")
+        raise ConfigError(f"option '{option}' is '{label}': the reward model {name} has the labels {listed}")
     return matches[0]

@@ -12,6 +12,7 @@ column of the dataset is passed as a list under its own name. None means that th
 |---|---|
 | exact_match | the answer is the column `answer`, character by character |
 | math | the answer equals the column `answer`, or else `solution`, according to math-verify (see `math`) |
+| number | the number in `<answer>`, or else the answer's last, is within 5 % of the column `answer` (see `numbers`) |
 | think_format | the completion starts with its only `<think>` and has a `</think>`; TRL's `think_format_reward` |
 | boxed_format | the answer has a closed, non-empty `\\boxed{...}` |
 
@@ -42,6 +43,7 @@ from sparse_opt.files import one_line
 from ..data.prompts import PromptExample
 from ..data.records import Text
 from . import math as math_rewards
+from . import numbers as number_rewards
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -54,6 +56,11 @@ def exact_match(completions: Sequence[Text], answer: Sequence[Any], **kwargs: An
         None if expected is None else float(answer_text(completion_text(completion)) == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
+
+
+def number(completions: Sequence[Text], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1.0 if the completion's number is within 5 % of the row's; None if the row has no number."""
+    return number_rewards.close_numbers([_number_text(completion_text(text)) for text in completions], answer)
 
 
 def think_format(completions: Sequence[Text], **kwargs: Any) -> list[float | None]:
@@ -79,6 +86,11 @@ def answer_text(text: str) -> str | None:
     return (rest.strip() if boxed is None else boxed) or None
 
 
+def _number_text(text: str) -> str | None:
+    """The part of a completion that has its number."""
+    return text if "<answer>" in text else answer_text(text)
+
+
 def last_boxed(text: str) -> str | None:
     """The content of the last closed `\\boxed{...}`, without surrounding spaces; None if there is none."""
     start = text.rfind(r"\boxed{")
@@ -102,6 +114,7 @@ def _after_thinking(text: str) -> str:
 _BY_NAME: dict[str, RewardFunction] = {
     "math": math_rewards.math_reward,
     "exact_match": exact_match,
+    "number": number,
     "think_format": think_format,
     "boxed_format": boxed_format,
 }
@@ -178,9 +191,11 @@ class Rewards:
         return Scores(total.masked_fill(rewards.isnan().all(dim=1), math.nan), by_function)
 
     def answered(self, completions: Sequence[str]) -> list[bool]:
-        """Whether each completion has an answer; if `math` is a reward, one that math-verify can parse."""
+        """Whether each completion has an answer; if `math` or `number` is a reward, one that it can parse."""
         if math_rewards.math_reward in self.functions.values():
             return math_rewards.answered(completions)
+        if number in self.functions.values():
+            return [number_rewards.number_in(_number_text(text) or "") is not None for text in completions]
         return [answer_text(text) is not None for text in completions]
 
 

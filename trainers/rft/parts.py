@@ -19,6 +19,7 @@ INPUTS_FILE = "inputs.json"
 PARTS_FOLDER = "parts"
 # Options that may differ when a run is resumed.
 MAY_DIFFER = {"resume", "mount_dir", "output_dir", "parallel", "fsdp", "vllm_server_base_url"}
+MAY_DIFFER |= {"report_to", "project_name", "run_name"}
 
 
 @contextmanager

@@ -38,10 +38,12 @@ from ..run.lock import RunLock, require_unlocked
 from ..run.outputs import check_new_folder
 from ..run.progress import Progress
 from ..run.resume import is_begun, require_same_options
+from ..run.trackers import make_trackers, require_trackers
 from ..run.training_run import seed_everything
 from .parts import MAY_DIFFER, claimed, part_file, read_part, write_part
 
 MatmulPrecision = Literal["highest", "high", "medium"]
+TrackerName = Literal["wandb", "tensorboard"]
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,9 @@ class SamplingOptions(CompletionOptions):
     )
     output_dir: Path | None = option(None, "new or empty folder for the results; none is rft_{stage}_{model}")
     resume: bool = option(False, "resume the run in output_dir; from the beginning if there is none yet")
+    report_to: list[TrackerName] = option([], "send the report to wandb, tensorboard, or both")
+    project_name: str | None = option(None, "project at wandb; none is {model}-rft-subnetwork-emergence")
+    run_name: str | None = option(None, "name of the run at wandb; none is the output folder's")
 
     @classmethod
     def presets(cls, given: dict[str, Any]) -> list[Setting]:
@@ -168,12 +173,12 @@ class Sampled:
     def report(self, options: SamplingOptions, stage: str, **own: Any) -> dict[str, Any]:
         """The report of a stage: inputs, counts, the stage's own entries, seconds, and the largest peak GPU memory.
 
-        tokens_per_s is the rate of one process.
+        tokens_per_s is the rate of one process. Trackers get the numbers as those of step 1.
 
         Raises:
             DataError: no completion could be judged.
         """
-        return {
+        report = {
             "algorithm": "rft",
             "stage": stage,
             "policy_name": options.policy_name,
@@ -186,6 +191,11 @@ class Sampled:
             "peak_memory_bytes": self.peak_memory_bytes,
             "n_parts_resumed": self.n_resumed,
         }
+        numbers = {f"{stage}/{name}": n for name, n in report.items() if isinstance(n, int | float)}
+        for tracker in make_trackers(options, "rft", self.folder, 1):
+            with closing(tracker):
+                tracker.log(1, numbers)
+        return report
 
 
 @contextmanager
@@ -205,6 +215,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
             f"option 'parallel' is fsdp: rft {stage} samples other prompts on each process, with the whole model; "
             "expected auto, none or replicate"
         )
+    require_trackers(options)
     folder = options.folder(stage)
 
     def check_folder() -> bool:

@@ -6,17 +6,26 @@ import importlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import yaml
 
 from sparse_opt.config import to_yaml
 from sparse_opt.errors import ConfigError
 
-from ..options import TrainingOptions, model_slug
+from ..options import model_slug
 from .outputs import write_text
 
 _ID_FILE = "wandb_run_id"
+
+
+class TrackedOptions(Protocol):
+    """What trackers read of a run's options, a dataclass."""
+
+    policy_name: str
+    report_to: list[Literal["wandb", "tensorboard"]]
+    project_name: str | None
+    run_name: str | None
 
 
 class Tracker(Protocol):
@@ -29,7 +38,7 @@ class Tracker(Protocol):
         """Send pending metrics and close."""
 
 
-def require_trackers(config: TrainingOptions) -> None:
+def require_trackers(config: TrackedOptions) -> None:
     """Raise ConfigError if a tracker in `report_to` cannot be imported."""
     for name in config.report_to:
         try:
@@ -40,7 +49,7 @@ def require_trackers(config: TrainingOptions) -> None:
             ) from error
 
 
-def make_trackers(config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int) -> list[Tracker]:
+def make_trackers(config: TrackedOptions, algorithm: str, output_dir: Path, first_step: int) -> list[Tracker]:
     """Make a tracker for each entry of `report_to`; `first_step` is the first step that this process logs.
 
     Raises:
@@ -51,7 +60,7 @@ def make_trackers(config: TrainingOptions, algorithm: str, output_dir: Path, fir
     return [makers[name](config, algorithm, output_dir, first_step) for name in config.report_to]
 
 
-def project_name(config: TrainingOptions, algorithm: str) -> str:
+def project_name(config: TrackedOptions, algorithm: str) -> str:
     """`{model}-{algorithm}-subnetwork-emergence`, unless the option names another."""
     return config.project_name or f"{model_slug(config.policy_name)}-{algorithm}-subnetwork-emergence"
 
@@ -59,7 +68,7 @@ def project_name(config: TrainingOptions, algorithm: str) -> str:
 class TensorBoardTracker:
     """Writes event files to `output_dir/tensorboard`. A resumed run hides earlier events from its first step on."""
 
-    def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
+    def __init__(self, config: TrackedOptions, algorithm: str, output_dir: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step)
@@ -79,7 +88,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """Reports to a wandb run, which a resumed training continues. WANDB_MODE and other variables work as usual."""
 
-    def __init__(self, config: TrainingOptions, algorithm: str, output_dir: Path, first_step: int):
+    def __init__(self, config: TrackedOptions, algorithm: str, output_dir: Path, first_step: int):
         import wandb
 
         file = output_dir / _ID_FILE

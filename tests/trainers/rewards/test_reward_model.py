@@ -52,6 +52,14 @@ def test_the_reward_is_the_labels_logit(classifier, rows_per_pass):
     assert rewards.requires_grad is False
 
 
+def test_a_difference_of_logits(classifier):
+    expected = own_logits(classifier, TEXTS)
+    model = RewardModel(str(classifier), "POSITIVE", against="NEGATIVE", device=CPU, dtype="fp32", rows_per_pass=8)
+    torch.testing.assert_close(model(TEXTS), expected[:, 1] - expected[:, 0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="'reward_label_against' is 'NEUTRAL'"):
+        RewardModel(str(classifier), "POSITIVE", against="NEUTRAL", device=CPU, dtype="fp32", rows_per_pass=8)
+
+
 def test_the_classifier_of_these_tests_tells_moods_apart(classifier):
     good, bad, better, worse = reward_model(classifier)(TEXTS).tolist()
     assert min(good, better) > max(bad, worse)

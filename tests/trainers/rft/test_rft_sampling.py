@@ -128,6 +128,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(options, tmp_path, monkeypatch, 
     assert parts == {path: path.stat().st_mtime_ns for path in parts}
 
 
+@pytest.mark.parametrize(("stage", "config_class"), [("datagen", DatagenConfig), ("test", TestConfig)])
+def test_trackers_get_the_report(options, tmp_path, stage, config_class):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = options(config_class, report_to=["tensorboard"], subset_size=2)
+    report = rft.STAGES[stage][1](config)
+    events = accumulator.EventAccumulator(str(tmp_path / "data" / "tensorboard"))
+    events.Reload()
+    found = {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
+    for name in ("accuracy", "answer_rate", "n_completions", "tokens_per_s"):
+        assert found[f"{stage}/{name}"] == pytest.approx(report[name], rel=1e-6)
+
+
 def test_resume_of_nothing_begins(options):
     assert datagen(options(resume=True))["n_parts_resumed"] == 0
 
