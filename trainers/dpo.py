@@ -41,7 +41,7 @@ Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
 class DPOConfig(LoggedOptions, ReferenceOptions):
     """Train a causal language model on preference pairs by DPO, dense, under a mask or with adapters."""
 
-    beta: float = option(0.1, "strength of the pull towards the reference policy", above=0)
+    beta: float = option(0.1, "strength of the pull towards the reference policy", above=0, aliases=("dpo_beta",))
     loss_type: LossType = option("sigmoid", "loss of a pair: sigmoid (DPO), robust, hinge (SLiC) or ipo")
     label_smoothing: float = option(
         0.0,

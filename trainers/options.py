@@ -28,10 +28,13 @@ class ModelOptions:
         help="model to train or sample from: hub name or local folder", aliases=("model_name", "model_name_or_path")
     )
     checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name to start from")
-    dataset: str = option(help="hub name, or local .json, .jsonl or .parquet file")
+    dataset: str = option(
+        help="hub name, or local .json, .jsonl or .parquet file", aliases=("dataset_name", "dataset_id_or_path")
+    )
     dataset_split: str = option("train", "split of a hub dataset")
-    subset_size: int | None = option(
-        None, "use this many examples, drawn with the seed", at_least=1, aliases=("subset",)
+    subset_size: int | None = option(None, "use this many examples, drawn with the seed", at_least=1)
+    subset: str | None = option(
+        None, "a number is subset_size; other text is dataset_split, which may be a part such as train[:90%]"
     )
     device: str = option("auto", "torch device; auto is cuda if available, else cpu")
     parallel: Parallel = option(
@@ -46,6 +49,12 @@ class ModelOptions:
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
 
     def __post_init__(self) -> None:
+        if self.subset is not None:
+            if self.subset.isdecimal():
+                self.subset_size = int(self.subset)
+            else:
+                self.dataset_split = self.subset
+            self.subset = None
         require_number_ranges(self)
         if self.fsdp and self.parallel == "auto":
             self.parallel = "fsdp"
@@ -66,7 +75,10 @@ class TrainingOptions(ModelOptions):
     """Shared by all loops; each adds its own in a subclass."""
 
     max_length: int = option(
-        1024, "longest sequence in tokens, prompt and completion together", at_least=2, aliases=("max_len",)
+        1024,
+        "longest sequence in tokens, prompt and completion together",
+        at_least=2,
+        aliases=("max_len", "max_seq_length"),
     )
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start", "the end of a sequence longer than max_length that is kept (as in TRL)"
@@ -78,9 +90,8 @@ class TrainingOptions(ModelOptions):
         "dense without",
     )
     mask: Path | None = option(None, "mask file of mode sparse")
-    lora_rank: int = option(
-        16, "rank of mode lora's adapters, on all linear layers but the output; alpha is twice it", at_least=1
-    )
+    lora_rank: int = option(16, "rank of mode lora's adapters, on all linear layers but the output", at_least=1)
+    lora_alpha: float | None = option(None, "alpha of mode lora's adapters; none is twice the rank", above=0)
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
     master_weights: bool | None = option(
@@ -101,7 +112,7 @@ class TrainingOptions(ModelOptions):
         aliases=("ds3_gather_for_generation",),
     )
 
-    n_steps: int = option(100, "steps, each with its own batch", at_least=1, aliases=("max_steps",))
+    n_steps: int = option(100, "steps, each with its own batch", at_least=1, aliases=("max_steps", "num_updates"))
     n_epochs: float | None = option(
         None,
         "train for this many passes over the data, in place of n_steps steps",
@@ -112,19 +123,31 @@ class TrainingOptions(ModelOptions):
     per_device_train_batch_size: int | None = option(
         None, "examples per forward pass of each process, in place of batch_size, which is that of all", at_least=1
     )
-    gradient_accumulation_steps: int = option(1, "forward passes per optimizer step", at_least=1)
-    learning_rate: float = option(1e-6, "peak learning rate", at_least=0)
+    gradient_accumulation_steps: int = option(
+        1, "forward passes per optimizer step", at_least=1, aliases=("grad_accum",)
+    )
+    learning_rate: float = option(1e-6, "peak learning rate", at_least=0, aliases=("lr",))
     lr_schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "learning rate after warm-up, to step n_steps"
+        "linear", "learning rate after warm-up, to step n_steps", aliases=("lr_scheduler_type",)
     )
     warmup_steps: int = option(0, "steps of linear warm-up from 0", at_least=0)
+    warmup_ratio: float | None = option(
+        None, "warm-up as a share of n_steps, in place of warmup_steps", at_least=0, at_most=1
+    )
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
-    adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=0)
+    adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=0, aliases=("adam_eps",))
     max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it", above=0)
 
     eval_dataset: str | None = option(None, "evaluate on this dataset: hub name or local file, of the training format")
+    eval_ratio: float | None = option(
+        None,
+        "without an eval_dataset: hold out this share of the examples, drawn with the seed, and evaluate on them",
+        above=0,
+        below=1,
+        aliases=("val_ratio",),
+    )
     eval_dataset_split: str = option("test", "split of a hub eval_dataset")
     eval_subset_size: int | None = option(None, "evaluate on this many examples, drawn with the seed", at_least=1)
     eval_steps: int = option(
@@ -144,7 +167,10 @@ class TrainingOptions(ModelOptions):
         at_least=0,
     )
     save_steps: int | None = option(
-        None, "write a checkpoint to resume from every so many steps; none writes none", at_least=1
+        None,
+        "write a checkpoint to resume from every so many steps; none writes none",
+        at_least=1,
+        aliases=("save_every", "save_ckpt_every"),
     )
     save_strategy: Literal["no", "steps", "epoch"] | None = option(
         None, "epoch sets save_steps to the steps of a pass over the data; no sets it to none; steps uses it"
@@ -162,8 +188,12 @@ class TrainingOptions(ModelOptions):
         aliases=("log_steps",),
     )
     report_to: list[Literal["wandb", "tensorboard"]] = option([], "send metrics to wandb, tensorboard, or both")
-    project_name: str | None = option(None, "project at wandb; none is {model}-{algorithm}-subnetwork-emergence")
-    run_name: str | None = option(None, "name of the run at wandb; none is the output folder's")
+    project_name: str | None = option(
+        None, "project at wandb; none is {model}-{algorithm}-subnetwork-emergence", aliases=("wandb_project",)
+    )
+    run_name: str | None = option(
+        None, "name of the run at wandb; none is the output folder's", aliases=("wandb_run_name",)
+    )
 
     delta_log_dir: Path | None = option(
         None,
@@ -189,6 +219,10 @@ class TrainingOptions(ModelOptions):
             self.save_steps = None
         if self.save_strategy == "steps" and self.save_steps is None:
             raise ConfigError("option 'save_strategy' is steps: expected save_steps")
+        if self.eval_ratio is not None and self.eval_dataset is not None:
+            raise ConfigError(
+                f"option 'eval_ratio' is {self.eval_ratio:g}, and eval_dataset is {self.eval_dataset}: give one"
+            )
         if self.mode is None:
             self.mode = "dense" if self.mask is None else "sparse"
         if self.mode == "sparse" and self.mask is None:
@@ -209,7 +243,7 @@ class TrainingOptions(ModelOptions):
         return {} if self.save_dir is None else {"save_dir": self.mounted(self.save_dir)}
 
     def set_length(self, n_examples: int) -> None:
-        """Set `n_steps` and `save_steps`, where options give them in passes over the data, for this many examples.
+        """Set `n_steps`, `save_steps` and `warmup_steps`, where options give them as shares, for this many examples.
 
         Raises:
             ConfigError: the number of steps is too large, or `delta_log_steps` selects none of them.
@@ -221,6 +255,8 @@ class TrainingOptions(ModelOptions):
             self._require_logged_step()
         if self.save_strategy == "epoch":
             self.save_steps = math.ceil(epoch)
+        if self.warmup_ratio is not None:
+            self.warmup_steps = math.ceil(self.warmup_ratio * self.n_steps)
 
     def _require_logged_step(self) -> None:
         if not Schedule.parse(self.delta_log_steps).names_step(self.n_steps):
@@ -257,9 +293,11 @@ class ReferenceOptions(TrainingOptions):
 class CompletionOptions(ModelOptions):
     """How completions are sampled and rewarded."""
 
-    n_generations: int = option(8, "completions per prompt", at_least=1, aliases=("num_generations",))
-    max_prompt_length: int = option(512, "longest prompt in tokens; longer ones are left out", at_least=1)
-    max_completion_length: int = option(256, "longest completion in tokens", at_least=1)
+    n_generations: int = option(8, "completions per prompt", at_least=1, aliases=("num_generations", "oversample"))
+    max_prompt_length: int = option(
+        512, "longest prompt in tokens; longer ones are left out", at_least=1, aliases=("max_prompt_tokens",)
+    )
+    max_completion_length: int = option(256, "longest completion in tokens", at_least=1, aliases=("max_new_tokens",))
     temperature: float = option(1.0, "sampling temperature; 0 takes the most likely token", at_least=0)
     top_p: float = option(1.0, "sample from the most likely tokens of this total probability", above=0, at_most=1)
     top_k: int = option(0, "sample from this many of the most likely tokens; 0 from all", at_least=0)
@@ -303,7 +341,7 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
 
     batch_size: int = option(8, "completions per forward pass of training")
     n_minibatches: int = option(1, "optimizer steps in one pass over a rollout", at_least=1)
-    num_iterations: int = option(1, "passes over each rollout", at_least=1)
+    num_iterations: int = option(1, "passes over each rollout", at_least=1, aliases=("ppo_epochs",))
     temperature: float = option(1.0, "sampling temperature, also of the log-probabilities", above=0)
     max_logprob_difference: float | None = option(
         None,

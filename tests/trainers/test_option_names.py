@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 
 import pytest
 
 from sparse_opt.config import parse_config
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.trainers import dpo
+from sparse_opt.trainers.data.order import held_out
 from sparse_opt.trainers.dpo import DPOConfig
 from sparse_opt.trainers.grpo import GRPOConfig
 from sparse_opt.trainers.ppo import PPOConfig
@@ -29,6 +31,14 @@ NEEDED = ["policy_name=m", "dataset=d"]
         ("model_name_or_path=x", "policy_name"),
         ("max_steps=400", "n_steps"),
         ("num_train_epochs=2", "n_epochs"),
+        ("dataset_name=x", "dataset"),
+        ("max_seq_length=77", "max_length"),
+        ("lr=0.5", "learning_rate"),
+        ("lr_scheduler_type=cosine", "lr_schedule"),
+        ("grad_accum=2", "gradient_accumulation_steps"),
+        ("adam_eps=0.5", "adam_epsilon"),
+        ("wandb_project=x", "project_name"),
+        ("save_every=7", "save_steps"),
         ("epochs=2", "n_epochs"),
         ("train_batch_size=16", "batch_size"),
         ("max_len=77", "max_length"),
@@ -43,6 +53,33 @@ def test_an_alias_is_its_option_in_every_loop(config_class, alias, name):
     word = f"{name}={alias.partition('=')[2]}"
     found = parse_config(config_class, [*needed, alias])
     assert found == parse_config(config_class, [*needed, word]) != parse_config(config_class, needed)
+
+
+def test_a_subset_is_a_number_or_a_split():
+    assert parse_config(DPOConfig, [*NEEDED, "subset=5"]).subset_size == 5
+    config = parse_config(DPOConfig, [*NEEDED, "subset=train[:90%]"])
+    assert (config.dataset_split, config.subset_size, config.subset) == ("train[:90%]", None, None)
+
+
+def test_warm_up_as_a_share_of_the_steps():
+    config = parse_config(DPOConfig, [*NEEDED, "warmup_ratio=0.05", "n_steps=50"])
+    config.set_length(10)
+    assert config.warmup_steps == 3
+    with pytest.raises(ConfigError, match="'warmup_ratio' is 1.5: expected at least 0, at most 1"):
+        parse_config(DPOConfig, [*NEEDED, "warmup_ratio=1.5"])
+
+
+def test_examples_that_are_held_out(dpo_options, pairs, read_metrics):
+    summary = dpo.train(dpo_options(eval_ratio=0.25, eval_steps=2, n_epochs=1))
+    assert summary["n_steps"] == math.ceil(len(pairs) * 0.75 / 4) and summary["last_evaluation"]["eval_loss"] > 0
+    examples = list(range(10))
+    train, held = held_out(examples, 0.3, 5, "d")
+    assert sorted(train + held) == examples and len(held) == 3 and held_out(examples, 0.3, 5, "d") == (train, held)
+    assert held_out(examples, 0.3, 6, "d") != (train, held)
+    with pytest.raises(DataError, match="dataset d: 0.01 of 10 examples are 0"):
+        held_out(examples, 0.01, 5, "d")
+    with pytest.raises(ConfigError, match="'eval_ratio' is 0.1, and eval_dataset is x"):
+        dpo_options(eval_ratio=0.1, eval_dataset="x")
 
 
 def test_num_generations_is_an_alias():

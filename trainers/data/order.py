@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from sparse_opt.errors import DataError
+
 ItemT = TypeVar("ItemT")
 
 
@@ -32,6 +34,20 @@ class ShuffledOrder:
             self._permutation = permutation(self.n, self.seed, epoch)
             self._epoch = epoch
         return self._permutation[offset]
+
+
+def held_out(examples: Sequence[ItemT], share: float, seed: int, name: str) -> tuple[list[ItemT], list[ItemT]]:
+    """Split examples into those to train on and a share drawn with `seed`, both in their order.
+
+    Raises:
+        DataError: one of the two would be empty; names the dataset, `name`.
+    """
+    count = round(share * len(examples))
+    if not 0 < count < len(examples):
+        raise DataError(f"dataset {name}: {share:g} of {len(examples)} examples are {count}, expected 1 to all but 1")
+    drawn = set(permutation(len(examples), seed, -1)[:count])
+    rest = [example for i, example in enumerate(examples) if i not in drawn]
+    return rest, [examples[i] for i in sorted(drawn)]
 
 
 def permutation(n: int, seed: int, epoch: int) -> list[int]:

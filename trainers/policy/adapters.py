@@ -10,10 +10,11 @@ from torch import nn
 from sparse_opt.errors import ConfigError
 
 
-def add_lora(model: Any, rank: int) -> Any:
+def add_lora(model: Any, rank: int, alpha: float | None = None) -> Any:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
 
-    They are added to `model` itself and have its dtype; alpha is twice the rank, and initially they change nothing.
+    They are added to `model` itself and have its dtype. At first they change nothing. `alpha` is by default twice the
+    rank.
 
     Returns:
         The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
@@ -26,9 +27,8 @@ def add_lora(model: Any, rank: int) -> Any:
     except ImportError as error:
         raise ConfigError(f"LoRA needs peft, which cannot be imported ({error}): pip install peft") from error
 
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    alpha = 2 * rank if alpha is None else alpha
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

@@ -31,7 +31,7 @@ def adapt(config: TrainingOptions, model: nn.Module) -> Any:
     from .adapters import add_lora
 
     torch.manual_seed(config.seed)
-    return add_lora(model, config.lora_rank)
+    return add_lora(model, config.lora_rank, config.lora_alpha)
 
 
 def make_optimizer(

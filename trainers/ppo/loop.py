@@ -66,20 +66,29 @@ class PPOConfig(RolloutOptions):
     max_completion_length: int = option(32, "longest completion in tokens")
 
     gamma: float = option(1.0, "discount of later rewards, per token", at_least=0, at_most=1)
-    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation", at_least=0, at_most=1)
-    clip_range: float = option(0.2, "how far a token's ratio may go from 1", above=0)
-    value_clip_range: float = option(0.2, "how far a value may go from that of the rollout", above=0)
-    value_coefficient: float = option(0.1, "weight of the value loss", at_least=0)
+    gae_lambda: float = option(
+        0.95, "lambda of generalised advantage estimation", at_least=0, at_most=1, aliases=("lam",)
+    )
+    clip_range: float = option(0.2, "how far a token's ratio may go from 1", above=0, aliases=("cliprange",))
+    value_clip_range: float = option(
+        0.2, "how far a value may go from that of the rollout", above=0, aliases=("cliprange_value",)
+    )
+    value_coefficient: float = option(0.1, "weight of the value loss", at_least=0, aliases=("vf_coef",))
     value_head_learning_rate: float | None = option(
         None, "peak learning rate of the value head, which follows the same schedule; none is learning_rate", at_least=0
     )
     kl_coefficient: float = option(
-        0.2, "weight of a token's divergence from the reference in its reward, at the first step", at_least=0
+        0.2,
+        "weight of a token's divergence from the reference in its reward, at the first step",
+        at_least=0,
+        aliases=("init_kl_coef",),
     )
     kl_target: float | None = option(
         6.0, "target divergence of a completion, for adapting the coefficient; none keeps the coefficient", above=0
     )
-    kl_horizon: float = option(10000.0, "completions over which the coefficient is adapted", above=0)
+    kl_horizon: float = option(
+        10000.0, "completions over which the coefficient is adapted", above=0, aliases=("horizon",)
+    )
     use_score_scaling: bool = option(False, "divide scores by the standard deviation of all scores so far")
     use_score_norm: bool = option(False, "with use_score_scaling: first subtract the mean of all scores so far")
     batch_score_norm: bool = option(
@@ -98,7 +107,9 @@ class PPOConfig(RolloutOptions):
     )
 
     reward_model: str | None = option(
-        None, "sequence classifier whose logit is the reward, hub name or local folder; in place of reward_functions"
+        None,
+        "sequence classifier whose logit is the reward, hub name or local folder; in place of reward_functions",
+        aliases=("reward_model_name",),
     )
     reward_label: str = option("POSITIVE", "label of the reward model, by name or number")
     reward_label_against: str | None = option(
@@ -123,6 +134,7 @@ class PPOConfig(RolloutOptions):
         None,
         "measure the update's sparsity and ranks every so many steps; keeps the initial weights on the CPU",
         at_least=1,
+        aliases=("rank_log_every",),
     )
     statistics_include: list[str] | None = option(
         None, "shell patterns of the weight matrices whose ranks are computed; none selects all"

@@ -45,7 +45,7 @@ from sparse_opt.errors import ConfigError, SparseOptError
 
 from ..data.encoding import TokenBatch, TokenSequence, collate, require_known_tokens
 from ..data.loaders import DataKind, LoadData, data_loader
-from ..data.order import ShuffledOrder
+from ..data.order import ShuffledOrder, held_out
 from ..options import TrainingOptions
 from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
 from ..policy.optimizers import adapt, make_optimizer, make_scheduler
@@ -138,6 +138,8 @@ class TrainingRun:
             self.eval_data, _ = load(
                 config.eval_dataset, config.eval_dataset_split, tokenizer, config.eval_subset_size, config.seed
             )
+        elif config.eval_ratio is not None:
+            self.data, self.eval_data = held_out(self.data, config.eval_ratio, config.seed, config.dataset)
         dropped = self.data_report.n_examples < self.data_report.n_rows
         logger.log(logging.WARNING if dropped else logging.INFO, "%s: %s", config.dataset, self.data_report)
 
