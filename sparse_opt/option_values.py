@@ -102,8 +102,8 @@ def _cast(raw: Any, expected: Any) -> Any:
     if origin is list:
         (kind,) = typing.get_args(expected)
         words = raw if isinstance(raw, list) else [raw]
-        if len(words) == 1 and isinstance(words[0], str) and words[0][:1] == "[" and words[0][-1:] == "]":
-            words = [words[0][1:-1]] if words[0][1:-1].strip() else []  # Hydra's and YAML's notation
+        if kind not in (str, Path) and len(words) == 1 and str(words[0])[:1] == "[" and str(words[0])[-1:] == "]":
+            words = str(words[0])[1:-1].split(",")  # [1, 0.01], as in YAML and Hydra; patterns of names may look so
         if kind is not Path:  # names of files may have commas
             words = [part for word in words for part in (word.split(",") if isinstance(word, str) else [word])]
         return [_cast(word, kind) for word in words]

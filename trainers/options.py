@@ -91,7 +91,7 @@ class TrainingOptions(ModelOptions):
     )
     mask: Path | None = option(None, "mask file of mode sparse")
     lora_rank: int = option(16, "rank of mode lora's adapters, on all linear layers but the output", at_least=1)
-    lora_alpha: float | None = option(None, "alpha of mode lora's adapters; none is twice the rank", above=0)
+    lora_alpha: int | None = option(None, "alpha of mode lora's adapters; none is twice the rank", at_least=1)
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
     master_weights: bool | None = option(

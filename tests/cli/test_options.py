@@ -45,6 +45,8 @@ def test_switches_take_values(words, json, by):
 def test_lists_take_words_and_commas_and_repeated_patterns_add_up():
     args = parse("--include", "a", "b", "--include", "c", "exclude=d,e", "--steps", "1", "2", "device=cpu")
     assert (args.include, args.exclude, args.steps, args.device) == (["a", "b", "c"], ["d", "e"], [1, 2], "cpu")
+    assert parse("--steps", "[1, 2]").steps == parse("steps=[1,2]").steps == [1, 2]
+    assert parse("--include", "[ab]").include == ["[ab]"]
     assert parse("--steps", "1", "steps=none").steps is parse("--steps", "None").steps is None
     assert parse("--include", "a", "include=none").include is None
     assert parse("include=none", "--include", "a").include == ["a"]

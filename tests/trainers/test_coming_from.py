@@ -253,5 +253,5 @@ def test_minimal_dpo(run, chat_folder, data, tmp_path, monkeypatch, whose):
     folder = tmp_path / "mounts" / "output"
     summary = json.loads(next(folder.rglob("summary.json")).read_text())
     assert summary["n_steps"] == 3  # 12 rows, less the tenth that is held out, by 4
-    if whose == "ours":
-        assert list(folder.rglob("margins_log.jsonl"))
+    assert (folder / "dpo_model" / "model.safetensors").is_file()
+    assert (folder / "logs" / "margins" / "margins_log.jsonl").is_file() == (whose == "ours")

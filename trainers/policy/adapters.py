@@ -10,7 +10,7 @@ from torch import nn
 from sparse_opt.errors import ConfigError
 
 
-def add_lora(model: Any, rank: int, alpha: float | None = None) -> Any:
+def add_lora(model: Any, rank: int, alpha: int | None = None) -> Any:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
 
     They are added to `model` itself and have its dtype. At first they change nothing. `alpha` is by default twice the
