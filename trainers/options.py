@@ -126,6 +126,9 @@ class TrainingOptions(ModelOptions):
     gradient_accumulation_steps: int = option(
         1, "forward passes per optimizer step", at_least=1, aliases=("grad_accum",)
     )
+    group_by_length: bool = option(
+        False, "put examples of similar lengths into the same step, for less padding; the steps are in random order"
+    )
     learning_rate: float = option(1e-6, "peak learning rate", at_least=0, aliases=("lr",))
     lr_schedule: Literal["linear", "cosine", "constant"] = option(
         "linear", "learning rate after warm-up, to step n_steps", aliases=("lr_scheduler_type",)
@@ -133,6 +136,10 @@ class TrainingOptions(ModelOptions):
     warmup_steps: int = option(0, "steps of linear warm-up from 0", at_least=0)
     warmup_ratio: float | None = option(
         None, "warm-up as a share of n_steps, in place of warmup_steps", at_least=0, at_most=1
+    )
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = option(
+        "adamw_torch_fused",
+        "AdamW of the modes dense and lora: torch's fused kernel, or its slower default",
     )
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)

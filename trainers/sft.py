@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from sparse_opt.config import option
+from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenBatch, TokenSequence
 from .data.loaders import data_loader
-from .data.packing import check_packing, collate_packed, packing_loader
+from .data.packing import check_packing, collate_packed, packed_rows, packing_loader
 from .options import TrainingOptions
 from .policy.logprobs import completion_logprobs
 from .run.samples import sample_completions
@@ -33,6 +34,16 @@ class SFTConfig(TrainingOptions):
     packing: bool = option(
         False, "pack sequences into rows of max_length, separated in attention; batch_size then counts rows"
     )
+    padding_free: bool = option(
+        False,
+        "pack the sequences of each forward pass into rows as long as its longest; batch_size still counts sequences, "
+        "and the steps are those without packing",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing and self.padding_free:
+            raise ConfigError("options 'packing' and 'padding_free' are true: give one")
 
 
 def sft_loss(logprobs: Tensor, n_trained: int) -> Tensor:
@@ -56,18 +67,22 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     """
     load = data_loader("demonstration", config)
     run = TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load)
-    if config.packing:
+    if config.packing or config.padding_free:
         check_packing(run.model)
     with run:
 
         def collate(examples: Sequence[list[TokenSequence]]) -> TokenBatch:
-            return collate_packed(examples, run.pad_id).to(run.device) if config.packing else run.collate(examples)
+            if config.padding_free:
+                examples = packed_rows([sequence for (sequence,) in examples])
+            elif not config.packing:
+                return run.collate(examples)
+            return collate_packed(examples, run.pad_id).to(run.device)
 
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None
-            logprobs = torch.zeros(len(run.eval_data), dtype=torch.float32, device=run.device)
+            logprobs = torch.zeros((), dtype=torch.float32, device=run.device)
             for rows in run.passes(len(run.eval_data)):
-                logprobs[rows] = completion_logprobs(run.model, collate(run.eval_data[rows]))
+                logprobs += completion_logprobs(run.model, collate(run.eval_data[rows])).sum()
             return {"loss": sft_loss(run.ranks.sum(logprobs), n_trained_tokens(run.eval_data))}
 
         for step in run.steps(evaluate):

@@ -60,6 +60,36 @@ def test_packed_steps_over_the_whole_data_are_the_unpacked_ones(options, read_me
     assert 0 <= packed[0]["padding"] < 0.1
 
 
+def test_steps_without_padding_are_the_padded_ones(options, read_metrics, pairs_file):
+    common = {"batch_size": 5, "gradient_accumulation_steps": 2, "eval_dataset": str(pairs_file), "eval_steps": 2}
+    plain, free = (sft.train(options(str(on), **common, padding_free=on)) for on in (False, True))
+    for row, other in zip(read_metrics(free), read_metrics(plain), strict=True):
+        assert row["n_tokens"] == other["n_tokens"]
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-4)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+        assert row["padding"] <= other["padding"]
+    assert free["last_evaluation"]["eval_loss"] == pytest.approx(plain["last_evaluation"]["eval_loss"], rel=2e-4)
+    with pytest.raises(ConfigError, match="'packing' and 'padding_free' are true"):
+        options("both", packing=True, padding_free=True)
+
+
+def test_grouped_steps_have_less_padding(options, read_metrics):
+    plain, grouped = (
+        read_metrics(sft.train(options(str(on), batch_size=4, n_steps=6, group_by_length=on))) for on in (False, True)
+    )
+    assert sum(row["padding"] for row in grouped) < 0.7 * sum(row["padding"] for row in plain)
+    assert sum(row["n_tokens"] for row in grouped) == sum(row["n_tokens"] for row in plain)  # one epoch
+
+
+def test_warm_up_by_share_and_torchs_default_adamw(options, read_metrics):
+    rows = read_metrics(sft.train(options("a", n_steps=5, warmup_ratio=0.3, lr_schedule="cosine", optim="adamw_torch")))
+    rates = [row["learning_rate"] for row in rows]
+    assert rates[0] == 0.0 and rates[2] == max(rates) == pytest.approx(1e-3)  # two steps of five
+    fused = read_metrics(sft.train(options("b", n_steps=5, warmup_steps=2, lr_schedule="cosine")))
+    assert [row["learning_rate"] for row in fused] == rates
+    assert [row["loss"] for row in fused] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_evaluation_is_the_loss_per_token_of_the_whole_dataset(options, pairs_file, model_folder, tokenizer, packing):
     config = options(

@@ -10,6 +10,7 @@ import torch
 from sparse_opt.errors import DataError
 
 ItemT = TypeVar("ItemT")
+_POOL = 50  # parts whose examples are sorted together, as many as transformers sorts
 
 
 class ShuffledOrder:
@@ -31,9 +32,35 @@ class ShuffledOrder:
     def _at(self, position: int) -> int:
         epoch, offset = divmod(position, self.n)
         if epoch != self._epoch:
-            self._permutation = permutation(self.n, self.seed, epoch)
+            self._permutation = self._permuted(epoch)
             self._epoch = epoch
         return self._permutation[offset]
+
+    def _permuted(self, epoch: int) -> list[int]:
+        return permutation(self.n, self.seed, epoch)
+
+
+class GroupedOrder(ShuffledOrder):
+    """A `ShuffledOrder` in which consecutive parts of `size` examples have similar lengths.
+
+    Each epoch's permutation is divided into pools of 50 parts; the examples of a pool are sorted by length, and its
+    parts are put into a random order, so that lengths do not follow the course of training.
+    """
+
+    def __init__(self, lengths: Sequence[int], seed: int, size: int):
+        super().__init__(len(lengths), seed)
+        self.lengths = lengths
+        self.size = size
+
+    def _permuted(self, epoch: int) -> list[int]:
+        order: list[int] = []
+        for pool in chunks(super()._permuted(epoch), _POOL * self.size):
+            parts = chunks(sorted(pool, key=lambda index: -self.lengths[index]), self.size)
+            # The last part may be smaller, and stays the last, so that the others begin at multiples of `size`.
+            last = len(parts) - 1 if len(parts[-1]) < self.size else len(parts)
+            places = [*permutation(last, self.seed, epoch), *range(last, len(parts))]
+            order += [index for place in places for index in parts[place]]
+        return order
 
 
 def held_out(examples: Sequence[ItemT], share: float, seed: int, name: str) -> tuple[list[ItemT], list[ItemT]]:

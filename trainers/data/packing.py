@@ -82,6 +82,12 @@ def packing_loader(load: LoadData, max_length: int) -> LoadData:
     return load_packed
 
 
+def packed_rows(sequences: Sequence[TokenSequence]) -> list[list[TokenSequence]]:
+    """Pack these sequences into rows that are at most as long as the longest of them."""
+    lengths = [len(sequence.ids) for sequence in sequences]
+    return [[sequences[index] for index in row] for row in pack(lengths, max(lengths, default=1))]
+
+
 def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
     """Rows of concatenated sequences as one batch on the CPU, padded to the longest row.
 

@@ -25,6 +25,8 @@ class DenseAdamW(torch.optim.AdamW):
         params: the weights to train.
         max_grad_norm: clip the global gradient norm to this before each step; None disables clipping.
         master_weights: keep fp32 copies of the weights and round them into the weights after each step.
+        fused: one pass over memory, the fastest AdamW that torch has on CPU and CUDA; else the one that torch takes by
+            default, a few operations over lists of tensors (CUDA) or per tensor (CPU).
 
     The weights may be sharded by FSDP2 (DTensors).
 
@@ -41,14 +43,19 @@ class DenseAdamW(torch.optim.AdamW):
         weight_decay: float,
         max_grad_norm: float | None = None,
         master_weights: bool = False,
+        fused: bool = True,
     ):
         self.weights = list(params)
         self.masters = [weight.detach().float().clone() for weight in self.weights] if master_weights else None
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
-        # Fused: one pass over memory, the fastest AdamW torch has on CPU and CUDA.
         super().__init__(
-            self.masters or self.weights, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            self.masters or self.weights,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True if fused else None,
         )
 
     @torch.no_grad()

@@ -73,6 +73,7 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         master_weights=master_weights,
+        fused=config.optim == "adamw_torch_fused",
     )
 
 

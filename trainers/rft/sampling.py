@@ -54,6 +54,11 @@ class SamplingOptions(CompletionOptions):
         32, "prompts whose completions are sampled together, seeded and kept as one block", at_least=1
     )
     max_rows: int | None = option(None, "completions in flight at once; none is all of a block's")
+    group_by_length: bool = option(
+        False, "engine generate: sample prompts of similar lengths together, where max_rows divides a block"
+    )
+    share_prompts: bool = option(False, "engine generate: compute a prompt once for all of its completions")
+    drop_ended: bool = option(False, "engine generate: remove ended completions whenever half of those at once ended")
     reward_functions: list[str] = option(["math"], "rewards by name or as module:function, several with commas")
     reward_threshold: float = option(1.0, "a completion with at least this reward is right")
     float32_matmul_precision: MatmulPrecision = option(
@@ -250,6 +255,9 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
         model,
         tokenizer,
         max_rows=options.max_rows,
+        by_length=options.group_by_length,
+        share_prompts=options.share_prompts,
+        drop_ended=options.drop_ended,
         max_length=max(len(example.ids) for example in prompts) + options.max_completion_length,
         **vllm_settings(options),
     )

@@ -25,6 +25,7 @@ from .continuous_batching import ContinuousBatchingEngine
 from .generate import GenerateEngine
 from .sampling import Completions, Engine, InParts, Rollout, Sampling, joined, rollout, sample, stop_ids
 from .sharded import GatheredEngine, LayerwiseEngine
+from .shared_cache import SharedCacheEngine
 from .vllm import VLLMEngine
 from .vllm_server import VLLMServerEngine
 
@@ -36,6 +37,7 @@ __all__ = [
     "InParts",
     "Rollout",
     "Sampling",
+    "SharedCacheEngine",
     "VLLMEngine",
     "VLLMServerEngine",
     "configured_engine",
@@ -54,6 +56,9 @@ def make_engine(
     tokenizer: Any,
     *,
     max_rows: int | None = None,
+    by_length: bool = False,
+    share_prompts: bool = False,
+    drop_ended: bool = False,
     max_length: int | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     vllm_enforce_eager: bool = False,
@@ -70,6 +75,9 @@ def make_engine(
         model: a transformers causal language model, or a PEFT wrapper of one.
         tokenizer: provides EOS, and the padding that engine generate puts before prompts.
         max_rows: completions sampled at once, which limits the memory of keys and values; None samples all of a call.
+        by_length: for engine generate: sample prompts of similar lengths together, where max_rows divides them.
+        share_prompts, drop_ended: for engine generate: compute equal prompts once, remove rows that have ended; see
+            `SharedCacheEngine`.
         max_length: for engine vllm: tokens of the longest prompt with its completion; None for the model's limit.
         vllm_gpu_memory_utilization, vllm_enforce_eager, vllm_enable_prefix_caching: for engine vllm in this process,
             see `VLLMEngine`.
@@ -103,8 +111,16 @@ def make_engine(
             )
         return LayerwiseEngine(GenerateEngine(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows, synced=True))
     if name in ("generate", "continuous_batching"):
-        kind = GenerateEngine if name == "generate" else ContinuousBatchingEngine
-        engine: Engine = kind(model, pad_id=pad_id, eos_ids=eos_ids, max_rows=max_rows)
+        common: dict[str, Any] = {"pad_id": pad_id, "eos_ids": eos_ids, "max_rows": max_rows}
+        engine: Engine
+        if name == "continuous_batching":
+            engine = ContinuousBatchingEngine(model, **common)
+        elif share_prompts or drop_ended:
+            engine = SharedCacheEngine(
+                model, **common, by_length=by_length, share_prompts=share_prompts, drop_ended=drop_ended
+            )
+        else:
+            engine = GenerateEngine(model, **common, by_length=by_length)
         if at_once is not None:
             engine = InParts(engine, at_once)
         return GatheredEngine(engine, model) if is_sharded(model) else engine

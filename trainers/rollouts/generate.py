@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.order import chunks
 from ..policy.models import causal_lm, running_eagerly
@@ -26,6 +27,7 @@ class GenerateEngine:
         eos_ids: any of them ends a completion.
         max_rows: completions sampled at once, which limits the memory of the cache; None for all of a call. Samples
             depend on it.
+        by_length: sample prompts of similar lengths together, where `max_rows` divides them, for less padding.
         synced: make as many forward passes on every rank as on the one with the longest completion.
     """
 
@@ -36,12 +38,14 @@ class GenerateEngine:
         pad_id: int,
         eos_ids: Sequence[int],
         max_rows: int | None = None,
+        by_length: bool = False,
         synced: bool = False,
     ):
         self.model = causal_lm(model)
         self.pad_id = pad_id
         self.eos_ids = tuple(eos_ids)
         self.max_rows = max_rows
+        self.by_length = by_length
         self.synced = synced
 
     @torch.no_grad()
@@ -55,25 +59,35 @@ class GenerateEngine:
             return Completions([])
         require_room(self.model, prompts, sampling)
         rows = [prompt for prompt in prompts for _ in range(n)]
-        completions = []
+        order = list(range(len(rows)))
+        if self.by_length:
+            order.sort(key=lambda row: len(rows[row]))
+        completions: list[list[int]] = [[] for _ in rows]
         with generating(self.model, generation_config(sampling, self.pad_id, self.eos_ids)):
-            for part in chunks(rows, self.max_rows or len(rows)):
-                completions += self._sample(part)
+            for part in chunks(order, self.max_rows or len(rows)):
+                for row, ids in zip(part, self._sample([rows[row] for row in part], sampling), strict=True):
+                    completions[row] = ids
         return Completions(completions)
 
-    def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        width = max(map(len, prompts))
-        padded = [[self.pad_id] * (width - len(ids)) + list(ids) for ids in prompts]
-        attended = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-        input_ids, attention_mask = (torch.tensor(t, dtype=torch.int64, device="cpu") for t in (padded, attended))
-        device = self.model.device
+    def _sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """One completion of each prompt; within `generating` with these settings."""
+        input_ids, attended = self.padded(prompts)
         generated = self.model.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=attention_mask.to(device),
+            input_ids=input_ids,
+            attention_mask=attended,
             generation_config=self.model.generation_config,
             synced_gpus=self.synced,
         )
-        return [cut_at_eos(row, self.eos_ids) for row in generated[:, width:].tolist()]
+        return [cut_at_eos(row, self.eos_ids) for row in generated[:, input_ids.shape[1] :].tolist()]
+
+    def padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """The prompts, left-padded to the longest, and the mask of their tokens: [R, T] int64 on the model's device."""
+        width = max(map(len, prompts))
+        padded = [[self.pad_id] * (width - len(ids)) + list(ids) for ids in prompts]
+        attended = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        tables = (torch.tensor(table, dtype=torch.int64, device="cpu") for table in (padded, attended))
+        input_ids, attention_mask = (table.to(self.model.device) for table in tables)
+        return input_ids, attention_mask
 
     def close(self) -> None:
         """Do nothing: no resources are held."""

@@ -45,7 +45,7 @@ from sparse_opt.errors import ConfigError, SparseOptError
 
 from ..data.encoding import TokenBatch, TokenSequence, collate, require_known_tokens
 from ..data.loaders import DataKind, LoadData, data_loader
-from ..data.order import ShuffledOrder, held_out
+from ..data.order import GroupedOrder, ShuffledOrder, held_out
 from ..options import TrainingOptions
 from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
 from ..policy.optimizers import adapt, make_optimizer, make_scheduler
@@ -124,7 +124,7 @@ class TrainingRun:
         self.optimizer = make_optimizer(config, self.model, self.ranks.group)
         self._averaging = GradientAveraging(self.ranks, self.model, self.optimizer)
         self._scheduler = make_scheduler(config, self.optimizer)
-        self._order = ShuffledOrder(len(self.data), config.seed)
+        self._order = self._data_order()
         self._timer = StepTimer(self.device)
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
 
@@ -142,6 +142,14 @@ class TrainingRun:
             self.data, self.eval_data = held_out(self.data, config.eval_ratio, config.seed, config.dataset)
         dropped = self.data_report.n_examples < self.data_report.n_rows
         logger.log(logging.WARNING if dropped else logging.INFO, "%s: %s", config.dataset, self.data_report)
+
+    def _data_order(self) -> ShuffledOrder:
+        config = self.config
+        if not config.group_by_length:
+            return ShuffledOrder(len(self.data), config.seed)
+        parts = (example if isinstance(example, list) else [example] for example in self.data)
+        lengths = [max(len(part.ids) for part in example) for example in parts]
+        return GroupedOrder(lengths, config.seed, config.examples_per_step)
 
     def __enter__(self) -> TrainingRun:
         self._files.begin(self._whole, self.optimizer)

@@ -3,13 +3,15 @@
 `sparse-opt bench profiles` takes a model through RFT's three stages (sample and verify, train on the right completions,
 test), once for each configuration and repeat, each in its own process:
 
-- plain: dense training and transformers' generate in --baseline_dtype, without any optimization;
+- plain: what a plain script with transformers does: one prompt at a time with `generate`, all weights trained in
+  --baseline_dtype, padded batches, and torch's AdamW as it is by default;
 - each profile;
 - each setting of a profile that differs from plain, alone or with the settings it depends on, and those of --also.
 
 A step reads 32 examples in every configuration: with packing, as many rows as hold that many on average.
 
-Without a model it generates arithmetic and a small Llama, trained by SFT on demonstrations, only some of them right.
+Without a model it generates arithmetic and a Llama of --hidden_size and --n_layers, trained by SFT on demonstrations,
+only some of them right.
 All configurations start from the same weights; a repeat is another seed of sampling, order and mask. The accuracy of a
 profile holds if it is at most `--sigmas` binomial standard errors of the difference below plain's, counted with the
 prompts of the test alone, whatever the number of repeats; the exit code is 1 if the accuracy of a profile does not
@@ -42,6 +44,11 @@ from .run import STAGES, Job
 ARITHMETIC: dict[str, Any] = {"max_operand": 29, "n_train": 600, "p_right": 0.5}
 # Setting -> the settings without which it has no effect, or another one.
 _DEPENDS_ON = {
+    "max_rows": ("prompts_per_batch",),
+    "group_by_length": ("prompts_per_batch", "max_rows"),
+    "drop_ended": ("prompts_per_batch", "max_rows"),
+    "lr_schedule": ("warmup_ratio",),
+    "warmup_ratio": ("lr_schedule",),
     "mode": ("mask_density",),
     "mask_density": ("mode",),
     "learning_rate_scale": ("mode", "mask_density"),
@@ -52,6 +59,8 @@ _DEPENDS_ON = {
 
 _EPILOG = """examples:
   sparse-opt bench profiles                                    # arithmetic, on this machine
+  sparse-opt bench profiles --device cuda --hidden_size 768 --n_layers 14 --start_learning_rate 3e-4 \\
+      --learning_rate 1e-4                                     # a Llama of 107 million weights
   sparse-opt bench profiles --profiles balanced --no_settings --repeats 1
   sparse-opt bench profiles --model_name M --dataset train.jsonl --test_dataset test.jsonl --reward_functions math \\
       --max_completion_length 1024 --max_length 2048 --train_steps 200 --learning_rate 1e-5
@@ -65,12 +74,18 @@ class ProfilesOptions:
     profiles: list[str] = option(list(NAMES), "names, or folders with train.yaml and sampling.yaml")
     baseline_dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of plain")
     no_settings: bool = option(False, "do not measure single settings")
-    also: list[str] = option(["rollout_engine=continuous_batching"], "further settings to measure alone, KEY=VALUE")
+    also: list[str] = option(
+        ["rollout_engine=continuous_batching+prompts_per_batch=128", "packing=true", "compile=true"],
+        "further settings to measure alone, KEY=VALUE; several of one setting with +",
+    )
     model_name: str | None = option(None, "hub name or local folder; none is a small model for arithmetic")
     dataset: str | None = option(None, "prompts with answers to train on; required with model_name")
     test_dataset: str | None = option(None, "prompts with answers to test on; required with model_name")
     reward_functions: list[str] = option([], "verifiers; by default exact_match for arithmetic, else math")
+    hidden_size: int = option(128, "width of the model for arithmetic, which has 13 x n_layers x hidden_size^2 weights")
+    n_layers: int = option(2, "layers of the model for arithmetic", at_least=1)
     start_steps: int = option(600, "steps of SFT that make the start for arithmetic", at_least=1)
+    start_learning_rate: float = option(1e-3, "peak learning rate of these steps", above=0)
     n_prompts: int = option(256, "prompts to sample completions of", at_least=1)
     n_generations: int = option(8, "completions per prompt", at_least=1)
     temperature: float = option(1.0, "temperature of these completions", above=0)
@@ -95,7 +110,7 @@ class ProfilesOptions:
         if len({self.model_name is None, self.dataset is None, self.test_dataset is None}) > 1:
             raise ConfigError("expected all of --model_name, --dataset and --test_dataset, or none for arithmetic")
         known = {key for values in plain_values(self.baseline_dtype).values() for key in values}
-        for setting in self.also:
+        for setting in (part for word in self.also for part in word.split("+")):
             key, _, value = setting.partition("=")
             if key not in known or not value:
                 names = ", ".join(sorted(known))
@@ -121,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = ProfilesOptions(**vars(parser.parse_words(sys.argv[1:] if argv is None else argv)))
     assert args.output is not None
     profiles = {Path(profile).name: profile_values(profile) for profile in args.profiles}
-    also = [] if args.no_settings else [word.partition("=")[::2] for word in args.also]
+    also = [] if args.no_settings else [parse_settings(word) for word in args.also]
     configurations = make_configurations(profiles, args.baseline_dtype, settings=not args.no_settings, also=also)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:
         folder = Path(name).resolve()
@@ -166,27 +181,33 @@ def make_configurations(
     baseline_dtype: str,
     *,
     settings: bool,
-    also: Sequence[tuple[str, str]] = (),
+    also: Sequence[Mapping[str, str]] = (),
 ) -> list[Configuration]:
     """Return plain, each profile, and with `settings` each setting alone that differs from plain, once.
 
     Args:
         profiles: name -> stage -> options.
-        also: further settings, (option, value), for every stage that has the option.
+        also: further settings, option -> value, for every stage that has the option.
     """
     plain = plain_values(baseline_dtype)
     found = [Configuration("plain", "plain", plain)]
     for name, values in profiles.items():
         found.append(Configuration(name, "profile", {stage: {**plain[stage], **values[stage]} for stage in STAGES}))
     alone: list[tuple[str, dict[str, dict[str, Any]]]] = []
+    measured: set[tuple[str, Any]] = set()  # with the dependencies that the first profile gives it
     for values in profiles.values() if settings else ():
         flat = {key: value for stage in ("train", "datagen", "test") for key, value in values[stage].items()}
         for key in flat:
+            if (key, flat[key]) in measured:
+                continue
+            measured.add((key, flat[key]))
             keys = [other for other in flat if other == key or other in _DEPENDS_ON.get(key, ())]
             changes = {stage: {k: v for k, v in values[stage].items() if k in keys} for stage in STAGES}
             alone.append((", ".join(f"{k}={_shown(flat[k])}" for k in keys), changes))
-    for key, value in also:
-        alone.append((f"{key}={value}", {stage: {key: value} if key in plain[stage] else {} for stage in STAGES}))
+    for given in also:
+        name = ", ".join(f"{key}={value}" for key, value in given.items())
+        changes = {stage: {k: v for k, v in given.items() if k in plain[stage]} for stage in STAGES}
+        alone.append((name, changes))
     seen = [plain]
     for name, changes in alone:
         values = {stage: {**plain[stage], **changes[stage]} for stage in STAGES}
@@ -196,19 +217,38 @@ def make_configurations(
     return found
 
 
+def parse_settings(word: str) -> dict[str, str]:
+    """`a=1+b=2` as options and values."""
+    return {key: value for key, _, value in (part.partition("=") for part in word.split("+"))}
+
+
 def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
     """Return the options of plain training and sampling by stage: each option that profiles set, unoptimized."""
     common = {"dtype": dtype, "float32_matmul_precision": "highest"}
-    sampling = {**common, "rollout_engine": "generate", "prompts_per_batch": 32}
+    sampling = {
+        **common,
+        "rollout_engine": "generate",
+        "prompts_per_batch": 1,
+        "max_rows": None,
+        "group_by_length": False,
+        "share_prompts": False,
+        "drop_ended": False,
+    }
     train = {
         **common,
         "mode": "dense",
         "learning_rate_scale": 1.0,
         "master_weights": True,
         "gradient_checkpointing": False,
+        "optim": "adamw_torch",
         "packing": False,
+        "padding_free": False,
+        "group_by_length": False,
         "batch_size": 32,
         "gradient_accumulation_steps": 1,
+        "compile": False,
+        "lr_schedule": "linear",
+        "warmup_ratio": None,
     }
     return {"datagen": sampling, "train": train, "test": dict(sampling)}
 
@@ -234,7 +274,14 @@ def _shared_options(folder: Path, args: ProfilesOptions) -> dict[str, dict[str, 
     if model is None:
         from sparse_opt.trainers.arithmetic import make_arithmetic
 
-        world = make_arithmetic(folder / "arithmetic", **ARITHMETIC, n_test=args.n_test, seed=args.seed)
+        world = make_arithmetic(
+            folder / "arithmetic",
+            **ARITHMETIC,
+            n_test=args.n_test,
+            hidden_size=args.hidden_size,
+            n_layers=args.n_layers,
+            seed=args.seed,
+        )
         model, dataset, test_dataset = (str(world / part) for part in ("model", "data/train.jsonl", "data/test.jsonl"))
     common = {"policy_name": model, "device": args.device, "mount_dir": str(folder)}
     sampling = {
@@ -277,7 +324,7 @@ def _start_job(folder: Path, args: ProfilesOptions, shared: dict[str, dict[str, 
             "dtype": "fp32",
             "n_steps": args.start_steps,
             "batch_size": 64,
-            "learning_rate": 1e-3,
+            "learning_rate": args.start_learning_rate,
             "lr_schedule": "cosine",
             "warmup_steps": 20,
             "sample_steps": None,

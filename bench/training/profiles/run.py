@@ -60,7 +60,7 @@ def _stages(job: Job, folder: Path, *, few: bool) -> tuple[dict[str, dict[str, A
             # The warm-up's few prompts may have no right answer to train on.
             values["dataset"] = _any_rows(folder) if few else outputs["datagen"]["kept_file"]
             values |= {"n_steps": _WARMUP_STEPS} if few else {}
-            if values["packing"]:
+            if values["packing"] in (True, "true"):
                 values["batch_size"] = rows_for(values)
         elif few:
             values["subset_size"] = _WARMUP_PROMPTS

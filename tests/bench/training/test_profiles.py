@@ -14,7 +14,13 @@ pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[
 
 from sparse_opt.bench.training.profiles import main as profiles
 from sparse_opt.bench.training.profiles import run as profiles_run
-from sparse_opt.bench.training.profiles.main import make_configurations, plain_values, profile_values, relative_to
+from sparse_opt.bench.training.profiles.main import (
+    make_configurations,
+    parse_settings,
+    plain_values,
+    profile_values,
+    relative_to,
+)
 from sparse_opt.bench.training.profiles.report import Configuration, accuracy_check, failures, summarized, text
 from sparse_opt.bench.training.profiles.run import STAGES, configured, rows_for
 from sparse_opt.cli.main import main
@@ -52,22 +58,27 @@ def test_each_setting_that_differs_is_measured_alone(dtype):
     assert [configuration.name for configuration in found[:4]] == ["plain", *NAMES]
     assert all(a.values != b.values for i, a in enumerate(found) for b in found[:i] if "setting" in (a.kind, b.kind))
     alone = {configuration.name: configuration.values for configuration in found if configuration.kind == "setting"}
-    assert alone["packing=true"]["train"] == {**plain["train"], "packing": True}
-    assert {stage: alone["packing=true"][stage] for stage in ("datagen", "test")} == {
+    assert alone["padding_free=true"]["train"] == {**plain["train"], "padding_free": True}
+    assert {stage: alone["padding_free=true"][stage] for stage in ("datagen", "test")} == {
         stage: plain[stage] for stage in ("datagen", "test")
     }
     assert alone["mode=sparse, mask_density=0.1"]["train"] == {**plain["train"], "mode": "sparse", "mask_density": 0.1}
     assert alone["prompts_per_batch=128"]["test"]["prompts_per_batch"] == 128
+    by_length = {"prompts_per_batch": 128, "max_rows": 256, "group_by_length": True}
+    assert alone["prompts_per_batch=128, max_rows=256, group_by_length=true"]["test"] == {**plain["test"], **by_length}
+    shares = ("optim=adamw_torch_fused", "float32_matmul_precision=high", "share_prompts=true")
+    assert set(shares) <= set(alone)
     assert ("dtype=bf16" in alone) == (dtype == "fp32")
     assert ("dtype=fp32" in alone) == (dtype == "bf16")
 
 
 def test_settings_of_no_profile_can_be_measured_too():
-    plain, alone = make_configurations({}, "fp32", settings=True, also=[("rollout_engine", "continuous_batching")])
-    assert alone.name == "rollout_engine=continuous_batching"
+    word = "rollout_engine=continuous_batching+prompts_per_batch=32"
+    plain, alone = make_configurations({}, "fp32", settings=True, also=[parse_settings(word)])
+    assert alone.name == "rollout_engine=continuous_batching, prompts_per_batch=32"
     assert alone.values["train"] == plain.values["train"]
     assert {alone.values[stage]["rollout_engine"] for stage in ("datagen", "test")} == {"continuous_batching"}
-    assert len(make_configurations({}, "fp32", settings=True, also=[("dtype", "fp32")])) == 1
+    assert len(make_configurations({}, "fp32", settings=True, also=[{"dtype": "fp32"}])) == 1
 
 
 def test_without_settings_there_are_profiles_alone():
@@ -166,7 +177,7 @@ def test_what_is_wrong_is_said():
         (["--work_dir", "/nowhere/at/all"], "option 'work_dir': no such folder: /nowhere/at/all"),
         (
             ["--also", "rollout_engin=vllm"],
-            "option 'also' is rollout_engin=vllm: expected KEY=VALUE with a key of batch_size, dtype",
+            "option 'also' is rollout_engin=vllm: expected KEY=VALUE with a key of batch_size, compile",
         ),
         (["--repeat", 2], "unknown option 'repeat' (from --repeat); the nearest is 'repeats'"),
     ],
