@@ -43,8 +43,13 @@ class ModelOptions:
         "each has a part of every weight (FSDP2); none, a single process; auto is replicate under torchrun, else none",
     )
     fsdp: bool | None = option(None, "true is parallel fsdp; false is any other")
-    dtype: Literal["bf16", "fp32"] = option("bf16", "dtype of the weights", aliases=("precision",))
+    dtype: Literal["bf16", "fp16", "fp32"] = option(
+        "bf16",
+        "dtype of the weights; fp16 trains fp32 weights under fp16 autocast with loss scaling",
+        aliases=("precision",),
+    )
     bf16: bool | None = option(None, "true is dtype bf16; false is fp32")
+    fp16: bool | None = option(None, "true is dtype fp16; false is any other")
     seed: int = option(0, "seed of the data order and of all sampling; on a CPU the same seed gives the same results")
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
 
@@ -60,10 +65,22 @@ class ModelOptions:
             self.parallel = "fsdp"
         if self.fsdp is not None and self.fsdp != (self.parallel == "fsdp"):
             raise ConfigError(f"option 'fsdp' is {str(self.fsdp).lower()}, and parallel is {self.parallel}: give one")
-        if self.bf16 and self.dtype == "fp32":
-            raise ConfigError("option 'bf16' is true, and dtype is fp32: give one")
-        if self.bf16 is not None:
-            self.dtype = "bf16" if self.bf16 else "fp32"
+        self._apply_dtype_names()
+
+    def _apply_dtype_names(self) -> None:
+        """Set `dtype` to what `bf16` and `fp16` say. bf16, the default of `dtype`, gives way to them."""
+        given = {"bf16": self.bf16, "fp16": self.fp16}
+        named = [name for name, on in given.items() if on]
+        if len(named) > 1:
+            raise ConfigError("options 'bf16' and 'fp16' are true: give one")
+        for name in named:
+            if self.dtype not in ("bf16", name):
+                raise ConfigError(f"option '{name}' is true, and dtype is {self.dtype}: give one")
+            self.dtype = name  # type: ignore[assignment]
+        if self.fp16 is False and self.dtype == "fp16":
+            raise ConfigError("option 'fp16' is false, and dtype is fp16: give one")
+        if self.bf16 is False and self.dtype == "bf16":
+            self.dtype = "fp32"
 
     def mounted(self, folder: Path) -> Path:
         """The folder, under `mount_dir` unless it is absolute."""

@@ -281,3 +281,12 @@ def test_rewards_that_are_not_there_leave_nothing(options, tmp_path, changes, me
     with pytest.raises(ConfigError, match=message):
         grpo.train(options(**changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_fp16_is_fp32_within_rounding(options, read_metrics):
+    half, single = (
+        read_metrics(grpo.train(options(dtype, dtype=dtype, n_steps=1, beta=0.1))) for dtype in ("fp16", "fp32")
+    )
+    assert half[0]["reward"] == single[0]["reward"]  # completions are sampled in fp32
+    assert half[0]["grad_norm"] == pytest.approx(single[0]["grad_norm"], rel=0.02)
+    assert half[0]["loss_scale"] == 2.0**16

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from sparse_opt.config import parse_config
+from sparse_opt.config import parse_config, to_yaml
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.data.order import held_out
@@ -86,9 +86,25 @@ def test_num_generations_is_an_alias():
     assert parse_config(GRPOConfig, [*NEEDED, "--num_generations", "4"]).n_generations == 4
 
 
-@pytest.mark.parametrize(("word", "dtype"), [("bf16=true", "bf16"), ("bf16=false", "fp32"), ("dtype=fp32", "fp32")])
-def test_bf16_is_an_alias_of_a_dtype(word, dtype):
-    assert parse_config(DPOConfig, [*NEEDED, word]).dtype == dtype
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("bf16=true", "bf16"),
+        ("bf16=false", "fp32"),
+        ("dtype=fp32", "fp32"),
+        ("dtype=fp16", "fp16"),
+        ("fp16=true", "fp16"),
+        ("fp16=true bf16=false", "fp16"),
+        ("fp16=false", "bf16"),
+        ("fp16=false bf16=false", "fp32"),
+        ("fp16=true dtype=fp16", "fp16"),
+    ],
+)
+def test_bf16_and_fp16_are_aliases_of_a_dtype(words, dtype, tmp_path):
+    config = parse_config(DPOConfig, [*NEEDED, *words.split()])
+    assert config.dtype == dtype
+    (tmp_path / "options.yaml").write_text(to_yaml(config))
+    assert parse_config(DPOConfig, ["--config", str(tmp_path / "options.yaml")]) == config
 
 
 def test_batches_of_each_process(monkeypatch):
@@ -142,6 +158,9 @@ def test_no_in_yaml_is_the_word(tmp_path):
     [
         (["save_strategy=steps"], "'save_strategy' is steps: expected save_steps"),
         (["bf16=true", "dtype=fp32"], "'bf16' is true, and dtype is fp32"),
+        (["fp16=true", "dtype=fp32"], "'fp16' is true, and dtype is fp32"),
+        (["fp16=false", "dtype=fp16"], "'fp16' is false, and dtype is fp16"),
+        (["fp16=true", "bf16=true"], "'bf16' and 'fp16' are true"),
         (["mode=dense", "mask=m"], "mode sparse only, and mode is dense"),
         (["enforce_eager=true"], "unknown option 'enforce_eager'.*the nearest is 'vllm_enforce_eager'"),
         (["rollout=vllm"], "the nearest is 'rollout_engine'"),

@@ -485,3 +485,12 @@ def test_the_arithmetic_config_can_be_read():
     config = parse_config(PPOConfig, ["--config", str(SENTIMENT.with_name("ppo.yaml"))])
     assert config.examples_per_step == config.completions_per_step == 256
     assert config.reward_functions == ["exact_match"]
+
+
+def test_fp16_trains_policy_and_value_head(ppo_options, read_metrics):
+    """Both optimizers unscale: the losses are those of fp32 within fp16's rounding, also after several steps."""
+    half, single = (read_metrics(ppo.train(ppo_options(dtype, dtype=dtype, n_steps=2))) for dtype in ("fp16", "fp32"))
+    assert half[0]["reward"] == single[0]["reward"]
+    for name in ("value_loss", "grad_norm"):
+        assert half[0][name] == pytest.approx(single[0][name], rel=0.03), name
+    assert half[0]["loss_scale"] == 2.0**16 and half[0]["value_loss"] != single[0]["value_loss"]

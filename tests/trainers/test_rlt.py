@@ -335,3 +335,16 @@ def test_original_names_of_options_are_understood():
     config = parse_config(RLTConfig, [*words, "reduction_kl_fn=sum", "unbias_student_log_probs_temp=1.0"])
     assert (config.solution_coefficients, config.kl_coefficients, config.kl_reductions) == ([5, 0.05], [1], ["sum"])
     assert config.student_temperature == 1.0
+
+
+def test_fp16_scores_with_a_student_under_autocast_too(rlt_options, model_folder, tmp_path, read_metrics):
+    half, single = (
+        read_metrics(
+            rlt.train(rlt_options(output_dir=tmp_path / dtype, dtype=dtype, n_steps=1, student_model=str(model_folder)))
+        )[0]
+        for dtype in ("fp16", "fp32")
+    )
+    assert half["completion_length"] == single["completion_length"]
+    assert half["reward_solution"] == pytest.approx(single["reward_solution"], abs=0.02)
+    assert half["reward_solution"] != single["reward_solution"]
+    assert half["loss_scale"] == 2.0**16

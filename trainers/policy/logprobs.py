@@ -6,6 +6,8 @@ hidden states one slice of the vocabulary at a time, and are never held as a who
 (`linear_logprobs`). The logits of other models are used as returned (`selected_logprobs`). `output_layer.py` detects
 which case applies.
 
+A model that is trained in fp16 runs under autocast, with its logits as returned.
+
 If the model's layers are compiled, so is the work on a slice's logits.
 
 The ranks of a sharded model make the same number of forward passes. One that has no sequences left passes a batch
@@ -27,7 +29,7 @@ from sparse_opt.optim.gradients.tile_backward import route_of
 
 from ..data.encoding import TokenBatch
 from .chunked_logprobs import WeightGrad, linear_logprobs, selected_logprobs
-from .models import causal_lm, has_compiled_layers, skip_padding_masks
+from .models import autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
 from .output_layer import hidden_states, plain_head
 from .sharding import in_forward, is_sharded
 
@@ -60,7 +62,8 @@ def token_logprobs_and_states(model: nn.Module, batch: TokenBatch, temperature: 
 
 def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states: bool) -> tuple[Tensor, Tensor | None]:
     if not is_sharded(model):
-        return _pass(model, model, batch, temperature, states=states)
+        with autocast_of(model):
+            return _pass(model, model, batch, temperature, states=states)
     inner = causal_lm(model)
     given, batch = batch, batch if len(batch.input_ids) else TokenBatch.placeholder(batch.input_ids.device)
 

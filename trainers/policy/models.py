@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from ..options import ModelOptions, TrainingOptions
 from ..ranks import local_rank, world_size
 from .pretrained import load_causal_lm, load_config_from, load_tokenizer_from
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Attribute of a model that `autocast_of` reads; copies of the model have it too.
+_AUTOCAST_DTYPE = "_sparse_opt_autocast_dtype"
 # torch's attention, registered under another name so that `_mask` makes its masks.
 _SKIPPABLE = "sparse_opt_sdpa"
 # Models whose layers attend to all previous tokens, unless a window is set.
@@ -60,9 +62,9 @@ def load_tokenizer(config: ModelOptions) -> Any:
 def load_policy(config: ModelOptions, device: torch.device | None) -> nn.Module:
     """The model to train or sample from: policy_name's weights, or those of `checkpoint`, in `dtype` on `device`.
 
-    Without a device it is on the CPU, to be sharded. Dropout is disabled, because policy and reference must give the
-    same log-probabilities for the same weights. The model is nevertheless in train mode, because transformers
-    checkpoints activations only in this mode.
+    To be trained in fp16, it has fp32 weights and runs under autocast, see `autocast_of`. Without a device it is on the
+    CPU, to be sharded. Dropout is disabled, because policy and reference must give the same log-probabilities for the
+    same weights. The model is nevertheless in train mode, because transformers checkpoints activations only then.
 
     Raises:
         DataError: see `load_pretrained`; or the checkpoint belongs to another model than policy_name.
@@ -73,7 +75,10 @@ def load_policy(config: ModelOptions, device: torch.device | None) -> nn.Module:
             raise DataError(f"checkpoint {config.checkpoint}: expected a folder with config.json and weights")
         source = str(config.checkpoint)
         _require_same_sizes(config.policy_name, source)
-    model = load_causal_lm(source, DTYPES[config.dtype])
+    if isinstance(config, TrainingOptions):
+        model = load_for_training(source, config.dtype)
+    else:
+        model = load_causal_lm(source, DTYPES[config.dtype])
     disable_dropout(model)
     model.to(device or "cpu").train()
     make_masks_skippable(model)
@@ -82,6 +87,26 @@ def load_policy(config: ModelOptions, device: torch.device | None) -> nn.Module:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def load_for_training(source: str, dtype: str) -> Any:
+    """A causal language model on the CPU in `dtype`, a key of `DTYPES`; fp16 is fp32 under autocast (`autocast_of`).
+
+    Raises:
+        DataError: see `load_pretrained`.
+    """
+    model: Any = load_causal_lm(source, DTYPES["fp32" if dtype == "fp16" else dtype])
+    if dtype == "fp16":
+        setattr(model, _AUTOCAST_DTYPE, torch.float16)
+    return model
+
+
+def autocast_of(model: Any) -> AbstractContextManager[Any]:
+    """The context of a training or reference forward pass of a model: autocast if it was loaded for fp16."""
+    dtype = getattr(causal_lm(model), _AUTOCAST_DTYPE, None)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=dtype)
 
 
 def _require_same_sizes(policy_name: str, checkpoint: str) -> None:

@@ -47,8 +47,8 @@ def make_optimizer(
         ConfigError, DataError: `mlp_only` leaves nothing to train.
     """
     betas = (config.adam_beta1, config.adam_beta2)
-    # fp32 weights are their own master copies.
-    master_weights = config.dtype != "fp32" and config.master_weights is not False
+    # fp32 weights are their own master copies, also under fp16 autocast.
+    master_weights = config.dtype == "bf16" and config.master_weights is not False
     if config.mode == "sparse":
         return SparseAdamW(
             model.named_parameters(),
@@ -59,6 +59,7 @@ def make_optimizer(
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             master_weights=master_weights,
+            amp_scaling=config.dtype == "fp16",
             model=model,
             process_group=process_group,
             backend=None if config.backend == "auto" else config.backend,

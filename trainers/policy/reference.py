@@ -15,8 +15,14 @@ from ..options import ReferenceOptions, TrainingOptions
 from ..ranks import ONE_RANK, Ranks
 from ..rollouts import Rollout
 from .logprobs import token_logprobs
-from .models import DTYPES, compile_layers, disable_dropout, frozen_copy, load_policy, make_masks_skippable
-from .pretrained import load_causal_lm
+from .models import (
+    compile_layers,
+    disable_dropout,
+    frozen_copy,
+    load_for_training,
+    load_policy,
+    make_masks_skippable,
+)
 from .sharding import shard
 
 
@@ -71,7 +77,7 @@ def load_frozen(name: str, dtype: str) -> Any:
     Raises:
         DataError: it cannot be loaded.
     """
-    model = load_causal_lm(name, DTYPES[dtype]).requires_grad_(False)
+    model = load_for_training(name, dtype).requires_grad_(False)
     disable_dropout(model)
     make_masks_skippable(model)
     return model

@@ -80,11 +80,6 @@ class ValueHeadTrainer:
         )
         self.scheduler = make_scheduler(config, self.optimizer)
 
-    def update(self) -> None:
-        """Make an optimizer step and free the gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def state_dict(self) -> dict[str, Any]:
         """The state saved in a checkpoint."""
         return {

@@ -307,10 +307,9 @@ def _optimizer_step(
             sums = torch.stack([moved.square().sum() / 2, -moved.sum(), policy_clipped.sum(), value_clipped.sum()])
             losses = torch.stack([loss, for_policy, for_values]).detach()
             statistics += torch.cat([losses, sums / n_tokens])
-    run.update()
     with run.time("optimizer"):
         run.ranks.average_gradients(critic.head.parameters())
-        critic.update()
+    run.update(critic.optimizer)
     return run.ranks.sum(statistics)
 
 

@@ -55,6 +55,7 @@ from ..policy.whole_model import Outline
 from ..ranks import Ranks
 from .averaging import GradientAveraging
 from .checkpoints import Stateful
+from .loss_scaling import LossScaling
 from .outputs import RowFile
 from .process_statistics import process_statistics, read_scalars, statistics_columns
 from .progress import Progress
@@ -95,6 +96,11 @@ class TrainingRun:
                 f"batch_size x gradient_accumulation_steps is {rows}: the {self.ranks.size} processes share these "
                 "examples, expected at least one for each"
             )
+        if config.dtype == "fp16" and self.ranks.sharded:
+            raise ConfigError(
+                "option 'dtype' is fp16 with parallel fsdp: a rank sees the overflows of its own part alone, so that "
+                "some ranks would skip a step that others make; expected bf16 or fp32"
+            )
         self._files = RunFiles(config, algorithm, self.ranks)
         self.output_dir = self._files.output_dir
         require_trackers(config)
@@ -123,10 +129,13 @@ class TrainingRun:
         self._whole = WholeState(self.ranks, self.model, outline)
         self.optimizer = make_optimizer(config, self.model, self.ranks.group)
         self._averaging = GradientAveraging(self.ranks, self.model, self.optimizer)
+        self._scaling = LossScaling(self.device, enabled=config.dtype == "fp16")
         self._scheduler = make_scheduler(config, self.optimizer)
         self._order = self._data_order()
         self._timer = StepTimer(self.device)
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
+        if self._scaling.enabled:
+            self._kept["loss_scale"] = self._scaling
 
     def _load_data(self, load: LoadData) -> None:
         config, tokenizer = self.config, self.tokenizer
@@ -247,7 +256,7 @@ class TrainingRun:
 
         The backward pass of the last forward pass of an optimizer step averages the gradients over the ranks.
         """
-        self._averaging.backward(loss, is_last)
+        self._averaging.backward(self._scaling.scaled(loss), is_last)
 
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
         """One batch of examples on the device: the first sequence of each (the chosen one), then the second of each."""
@@ -258,11 +267,14 @@ class TrainingRun:
         """`with run.time("optimizer"):` adds the block's time to the step's `optimizer_time_s`."""
         return self._timer.section(section)
 
-    def update(self) -> None:
-        """Make an optimizer step with the current gradients, then free them; timed as `optimizer`."""
+    def update(self, *others: torch.optim.Optimizer) -> None:
+        """Make a step of the optimizer with the current gradients, then free them; timed as `optimizer`.
+
+        Args:
+            others: optimizers of other weights that the same loss trains, which make a step too.
+        """
         with self.time("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._scaling.step(self.optimizer, *others)
 
     def samples_due(self, step: int) -> bool:
         """Whether `log_samples` writes at this step."""
@@ -290,8 +302,10 @@ class TrainingRun:
         Raises:
             SparseOptError: a metric is not finite.
         """
-        if self.optimizer.grad_norm is not None:
-            metrics["grad_norm"] = self.optimizer.grad_norm
+        if self.config.max_grad_norm is not None:
+            metrics["grad_norm"] = None if self._scaling.skipped else self.optimizer.grad_norm
+        if self._scaling.enabled:
+            metrics |= {"loss_scale": self._scaling.scale, "step_skipped": float(self._scaling.skipped)}
         values = read_scalars(metrics)
         step_time = time.perf_counter() - self._step_started
         of_ranks = self.ranks.gather(process_statistics(self.device))

@@ -109,7 +109,8 @@ def config(tmp_path) -> PPOConfig:
 
 def one_update(trainer: ValueHeadTrainer, states: torch.Tensor) -> None:
     trainer.head(states).square().sum().backward()
-    trainer.update()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
     trainer.scheduler.step()
 
 
