@@ -73,6 +73,9 @@ class ProfilesOptions:
 
     profiles: list[str] = option(list(NAMES), "names, or folders with train.yaml and sampling.yaml")
     baseline_dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of plain")
+    profile_dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        None, "dtype of every profile, in place of its own: fp32 where a device has no 16-bit matrix units"
+    )
     no_settings: bool = option(False, "do not measure single settings")
     also: list[str] = option(
         ["rollout_engine=continuous_batching+prompts_per_batch=128", "packing=true", "compile=true"],
@@ -136,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = ProfilesOptions(**vars(parser.parse_words(sys.argv[1:] if argv is None else argv)))
     assert args.output is not None
     profiles = {Path(profile).name: profile_values(profile) for profile in args.profiles}
+    if args.profile_dtype is not None:
+        for stage in (stage for values in profiles.values() for stage in values.values()):
+            stage["dtype"] = args.profile_dtype
     also = [] if args.no_settings else [parse_settings(word) for word in args.also]
     configurations = make_configurations(profiles, args.baseline_dtype, settings=not args.no_settings, also=also)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:
@@ -173,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def profile_values(name: str) -> dict[str, dict[str, Any]]:
     """Return the options of a profile by stage."""
     parts = {part: {key: value for key, value, _ in profile_settings(name, part)} for part in ("train", "sampling")}
-    return {stage: parts.get(stage, parts["sampling"]) for stage in STAGES}
+    return {stage: dict(parts.get(stage, parts["sampling"])) for stage in STAGES}
 
 
 def make_configurations(
