@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .data.encoding import TokenBatch, TokenSequence
+from .data.encoding import TokenBatch, TokenSequence, collate_examples
 from .options import LoggedOptions, ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
@@ -152,6 +153,7 @@ def train(config: DPOConfig) -> dict[str, Any]:
     """
     run = TrainingRun(config, "dpo", "preference")
     reference = _reference_logprobs(config, run)
+    collate = partial(collate_examples, pad_id=run.pad_id)
     with run:
         margins_log = None
         if config.log_margins and run.ranks.is_main:
@@ -171,7 +173,7 @@ def train(config: DPOConfig) -> dict[str, Any]:
         for step in run.steps(evaluate):
             examples = run.examples_of(step)
             groups = [examples[rows] for rows in run.passes(len(examples))]
-            batches = [run.collate(pairs) for pairs in groups]
+            batches = list(run.batches(step, collate))
 
             with run.time("reference"):
                 ref_logprobs = reference(groups, batches)

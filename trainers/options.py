@@ -143,6 +143,9 @@ class TrainingOptions(ModelOptions):
     gradient_accumulation_steps: int = option(
         1, "forward passes per optimizer step", at_least=1, aliases=("grad_accum",)
     )
+    dataloader_num_workers: int = option(
+        0, "processes that make the batches of coming steps while a step runs; 0 makes them within the step", at_least=0
+    )
     group_by_length: bool = option(
         False, "put examples of similar lengths into the same step, for less padding; the steps are in random order"
     )
@@ -421,6 +424,11 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
                     f"option 'vllm_importance_sampling_mode' is {self.vllm_importance_sampling_mode}: expected "
                     "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min"
                 )
+        if self.dataloader_num_workers:
+            raise ConfigError(
+                f"option 'dataloader_num_workers' is {self.dataloader_num_workers}: batches of sampled completions "
+                "cannot be made ahead of time; expected 0"
+            )
         require_count("batch_size x gradient_accumulation_steps x n_minibatches", self.completions_per_step)
         if self.completions_per_step % self.n_generations:
             raise ConfigError(

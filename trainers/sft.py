@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .data.encoding import TokenBatch, TokenSequence
+from .data.encoding import TokenBatch, TokenSequence, collate_examples
 from .data.loaders import data_loader
 from .data.packing import check_packing, collate_packed, packed_rows, packing_loader
 from .options import TrainingOptions
@@ -59,6 +60,15 @@ def n_trained_tokens(examples: Sequence[list[TokenSequence]]) -> int:
     return sum(sequence.n_trained for example in examples for sequence in example)
 
 
+def _batch(examples: Sequence[list[TokenSequence]], *, pad_id: int, packing: bool, padding_free: bool) -> TokenBatch:
+    """The batch of a forward pass on the CPU; with packing an example is a packed row."""
+    if padding_free:
+        examples = packed_rows([sequence for (sequence,) in examples])
+    elif not packing:
+        return collate_examples(examples, pad_id)
+    return collate_packed(examples, pad_id)
+
+
 def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     """Run SFT and return its summary; outputs and errors as in `dpo.train`.
 
@@ -69,20 +79,14 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     run = TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load)
     if config.packing or config.padding_free:
         check_packing(run.model)
+    collate = partial(_batch, pad_id=run.pad_id, packing=config.packing, padding_free=config.padding_free)
     with run:
-
-        def collate(examples: Sequence[list[TokenSequence]]) -> TokenBatch:
-            if config.padding_free:
-                examples = packed_rows([sequence for (sequence,) in examples])
-            elif not config.packing:
-                return run.collate(examples)
-            return collate_packed(examples, run.pad_id).to(run.device)
 
         def evaluate() -> dict[str, Tensor]:
             assert run.eval_data is not None
             logprobs = torch.zeros((), dtype=torch.float32, device=run.device)
             for rows in run.passes(len(run.eval_data)):
-                logprobs += completion_logprobs(run.model, collate(run.eval_data[rows])).sum()
+                logprobs += completion_logprobs(run.model, collate(run.eval_data[rows]).to(run.device)).sum()
             return {"loss": sft_loss(run.ranks.sum(logprobs), n_trained_tokens(run.eval_data))}
 
         for step in run.steps(evaluate):
@@ -92,8 +96,8 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
 
             sums = torch.zeros(2, dtype=torch.float32, device=run.device)  # the loss, and the size of all batches
             with run.time("forward_backward"):
-                for rows, is_last in run.training_passes(len(examples)):
-                    batch = collate(examples[rows])
+                passes = zip(run.training_passes(len(examples)), run.batches(step, collate), strict=True)
+                for (_, is_last), batch in passes:
                     loss = sft_loss(completion_logprobs(run.model, batch), n_trained)
                     run.backward(loss, is_last)
                     sums[0] += loss.detach()

@@ -210,12 +210,22 @@ class TokenBatch:
         """The batch on another device; the copy to a GPU is asynchronous."""
         if device.type == "cpu":
             return self
-        tensors = {
-            name: getattr(self, name).pin_memory().to(device, non_blocking=True)
-            for name in ("input_ids", "attention_mask", "completion_mask", "position_ids")
-            if getattr(self, name) is not None
-        }
-        return replace(self, **tensors)
+        return self._with(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+
+    def pin_memory(self) -> TokenBatch:
+        """The batch in page-locked memory; torch's DataLoader calls it."""
+        return self._with(torch.Tensor.pin_memory)
+
+    def _with(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TokenBatch:
+        names = ("input_ids", "attention_mask", "completion_mask", "position_ids")
+        return replace(
+            self, **{name: function(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        )
+
+
+def collate_examples(examples: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
+    """One batch on the CPU: the first sequence of each example (the chosen one), then the second of each."""
+    return collate([sequence for column in zip(*examples, strict=True) for sequence in column], pad_id)
 
 
 def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:

@@ -21,6 +21,7 @@ _FREE_TO_CHANGE = {
     "sample_steps", "report_to", "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size",
     "eval_steps", "device", "parallel", "fsdp", "gather_for_generation", "vllm_server_base_url",
     "vllm_gpu_memory_utilization", "max_logprob_difference", "save_strategy", "logging_steps",
+    "dataloader_num_workers",
 }  # fmt: skip
 
 

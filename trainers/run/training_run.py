@@ -28,7 +28,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -43,9 +43,10 @@ from torch import Tensor
 from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
 
-from ..data.encoding import TokenBatch, TokenSequence, collate, require_known_tokens
+from ..data.encoding import TokenBatch, TokenSequence, collate_examples, require_known_tokens
 from ..data.loaders import DataKind, LoadData, data_loader
 from ..data.order import GroupedOrder, ShuffledOrder, held_out
+from ..data.prefetch import StepBatches
 from ..options import TrainingOptions
 from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
 from ..policy.optimizers import adapt, make_optimizer, make_scheduler
@@ -132,6 +133,8 @@ class TrainingRun:
         self._scaling = LossScaling(self.device, enabled=config.dtype == "fp16")
         self._scheduler = make_scheduler(config, self.optimizer)
         self._order = self._data_order()
+        self._step_batches: StepBatches | None = None
+        self._ahead: Iterator[tuple[int, list[TokenBatch]]] | None = None  # (step, its batches) of the next steps
         self._timer = StepTimer(self.device)
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
         if self._scaling.enabled:
@@ -167,6 +170,7 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._ahead = None  # ends the workers
         self._files.__exit__(kind, error, traceback)
 
     # Before the first step
@@ -259,9 +263,33 @@ class TrainingRun:
         self._averaging.backward(self._scaling.scaled(loss), is_last)
 
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
-        """One batch of examples on the device: the first sequence of each (the chosen one), then the second of each."""
-        sequences = [sequence for column in zip(*examples, strict=True) for sequence in column]
-        return collate(sequences, self.pad_id).to(self.device)
+        """`collate_examples` on the device."""
+        return collate_examples(examples, self.pad_id).to(self.device)
+
+    def batches(self, step: int, collate: Callable[[Sequence[Any]], TokenBatch]) -> Iterator[TokenBatch]:
+        """The batches of this rank's forward passes in the step, on the device, in the order of `passes`.
+
+        With `dataloader_num_workers` they are made while earlier steps run; it is then called once for each step.
+
+        Args:
+            collate: makes a batch on the CPU from examples; the same for all steps, and a function that can be pickled.
+        """
+        config = self.config
+        if self._step_batches is None:
+            passes = self.passes(config.examples_per_step)
+            self._step_batches = StepBatches(self.data, self._order, config.examples_per_step, passes, collate)
+            if config.dataloader_num_workers:
+                steps = range(step, config.n_steps + 1)
+                pin_memory = self.device.type == "cuda"
+                workers = self._step_batches.ahead(steps, config.dataloader_num_workers, pin_memory=pin_memory)
+                self._ahead = zip(steps, workers, strict=True)
+        found: Iterable[TokenBatch] = self._step_batches.batches(step)
+        if self._ahead is not None:
+            made_for, found = next(self._ahead)
+            if made_for != step:
+                raise ValueError(f"batches of step {step} after those of step {made_for - 1}: expected {made_for}")
+        for batch in found:
+            yield batch.to(self.device)
 
     def time(self, section: str) -> AbstractContextManager[None]:
         """`with run.time("optimizer"):` adds the block's time to the step's `optimizer_time_s`."""

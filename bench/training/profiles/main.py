@@ -78,7 +78,12 @@ class ProfilesOptions:
     )
     no_settings: bool = option(False, "do not measure single settings")
     also: list[str] = option(
-        ["rollout_engine=continuous_batching+prompts_per_batch=128", "packing=true", "compile=true"],
+        [
+            "rollout_engine=continuous_batching+prompts_per_batch=128",
+            "packing=true",
+            "compile=true",
+            "dataloader_num_workers=1",
+        ],
         "further settings to measure alone, KEY=VALUE; several of one setting with +",
     )
     model_name: str | None = option(None, "hub name or local folder; none is a small model for arithmetic")
@@ -250,6 +255,7 @@ def plain_values(dtype: str) -> dict[str, dict[str, Any]]:
         "packing": False,
         "padding_free": False,
         "group_by_length": False,
+        "dataloader_num_workers": 0,
         "batch_size": 32,
         "gradient_accumulation_steps": 1,
         "compile": False,
