@@ -217,9 +217,12 @@ class TokenBatch:
         return self._with(torch.Tensor.pin_memory)
 
     def _with(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TokenBatch:
-        names = ("input_ids", "attention_mask", "completion_mask", "position_ids")
         return replace(
-            self, **{name: function(getattr(self, name)) for name in names if getattr(self, name) is not None}
+            self,
+            input_ids=function(self.input_ids),
+            attention_mask=function(self.attention_mask),
+            completion_mask=function(self.completion_mask),
+            position_ids=None if self.position_ids is None else function(self.position_ids),
         )
 
 

@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert args.output is not None
     profiles = {Path(profile).name: profile_values(profile) for profile in args.profiles}
     if args.profile_dtype is not None:
-        for stage in (stage for values in profiles.values() for stage in values.values()):
-            stage["dtype"] = args.profile_dtype
+        for options in (options for stages in profiles.values() for options in stages.values()):
+            options["dtype"] = args.profile_dtype
     also = [] if args.no_settings else [parse_settings(word) for word in args.also]
     configurations = make_configurations(profiles, args.baseline_dtype, settings=not args.no_settings, also=also)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_", dir=args.work_dir) as name:

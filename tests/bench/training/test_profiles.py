@@ -230,7 +230,7 @@ def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
     (own / "train.yaml").write_text("packing: true\n", encoding="utf-8")
     (own / "sampling.yaml").write_text("rollout_engine: generate\n", encoding="utf-8")
     sampling = {"rollout_engine": "generate"}
-    small = ["--n_prompts", 256, "--n_generations", 8, "--train_steps", 3, "--n_test", 16, "--start_steps", 80]
+    small = ["--n_prompts", 64, "--n_generations", 8, "--train_steps", 3, "--n_test", 16, "--start_steps", 80]
     code, out, err = bench("--profiles", own, "--no_settings", "--repeats", 1, "--device", "cpu", *small, "--json")
     assert code == 0, err
     report = json.loads(out)
