@@ -21,7 +21,7 @@ from .common.harness import exit_code
 from .common.report import Columns, machine_line, render
 from .delta import report as delta_report
 from .distributed import report as distributed_report
-from .kernels import dram_bytes, floors
+from .kernels import bounds, dram_bytes
 from .kernels.table import main as kernels
 from .kernels.table import targets
 from .training import trl_memory
@@ -97,7 +97,7 @@ def kernel_table(results: Path) -> str:
     report = _load(results / "gpu_check.json")
     found = report["kernels"]
     rows = [row for row in found["rows"] if not targets.is_weight_gradient(row)]  # see tile_table
-    judged = found.get("floor_counting") == floors.COUNTING
+    judged = found.get("floor_counting") == bounds.COUNTING
     verdicts = targets.judge(rows) if judged else []
     missed = [verdict for verdict in verdicts if not verdict.met]
     columns = dict(kernels.columns(verdicts))
@@ -110,7 +110,7 @@ def kernel_table(results: Path) -> str:
         del columns["verdict"], columns["target"]
         lines += [
             *(render(columns, rows, n_words=2, markdown=True), ""),
-            "This run counted its bounds in another way than `floors.py` does now. It must be repeated before its rows "
+            "This run counted its bounds in another way than `bounds.py` does now. It must be repeated before its rows "
             "can be judged.",
         ]
         return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 Each case is checked against the reference before it is timed. All backends of a case are timed in turns (see `timing`)
 when its first test runs: after a warm-up, and on a GPU with device time and buffers rotated past the L2.
-pytest-benchmark records these times. `extra_info` holds the minimum traffic of the work in bytes (see `floors`), the
+pytest-benchmark records these times. `extra_info` holds the minimum traffic of the work in bytes (see `bounds`), the
 rate that follows from the median, and its share of the device's copy rate.
 """
 
@@ -157,10 +157,10 @@ def _measured_op(session: Session, op: str, density: float, dtype: str, names: S
     first = make(0)
     for name in names:
         check(first, name)
-    n_sets = n_buffer_sets(int(first.floor_bytes), session.device)
+    n_sets = n_buffer_sets(int(first.bound_bytes), session.device)
     cases = [first, *(make(seed) for seed in range(1, n_sets))]
     calls = {name: [functools.partial(case.run, name) for case in cases] for name in names}
-    return session.measure(calls, dict.fromkeys(names, first.floor_bytes))
+    return session.measure(calls, dict.fromkeys(names, first.bound_bytes))
 
 
 def _measured_step(

@@ -1,7 +1,7 @@
 """Renders tables as aligned text and as Markdown: the one renderer of the command line and the benchmarks.
 
-The library rich was tried: in a pipe it cuts names to 80 columns, reads `[red]` in a name as markup unless told not to,
-writes no Markdown, and takes 0.17 s to import.
+The library rich was tried: in a pipe it cuts names to 80 columns, reads `[red]` in a name as markup unless markup is
+switched off, writes no Markdown, and takes 0.17 s to import.
 """
 
 from __future__ import annotations

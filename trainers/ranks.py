@@ -184,7 +184,7 @@ def joined() -> Iterator[None]:
         yield
     except SystemExit:
         raise
-    except BaseException as error:  # every failure, of which one rank's is shown
+    except BaseException as error:  # each rank's failure; only one rank's is printed
         if store.add("sparse_opt/failures", 1) > 1:
             raise SystemExit(1) from None
         if isinstance(error, RuntimeError) and _is_of_collective(error):

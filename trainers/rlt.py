@@ -38,7 +38,7 @@ from .grpo import GroupOptions, LossType, group_advantages, update_on_rollout
 from .policy.models import resolve_device
 from .policy.reference import Reference, load_frozen, placed
 from .ranks import Ranks
-from .rewards.student import load_student_tokenizer, require_student_room, spans, student_logprobs
+from .rewards.student import load_student_tokenizer, require_student_positions, spans, student_logprobs
 from .rollouts import Rollout, configured_engine
 from .run.rollout_step import (
     completion_metrics,
@@ -393,7 +393,7 @@ def _loader(config: RLTConfig) -> LoadData:
             seed=seed,
         )
         student_name = config.student_model or config.ref_name or config.policy_name
-        require_student_room(student_name, examples, config.max_completion_length)
+        require_student_positions(student_name, examples, config.max_completion_length)
         return examples, report
 
     return load

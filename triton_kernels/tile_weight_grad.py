@@ -317,7 +317,7 @@ def _splits(active: int, tokens: int, tile_size: int, device: torch.device) -> i
     multiprocessors = _multiprocessors(device)
     splits = PROGRAMS[tile_size] * multiprocessors // active
     if tile_size == 128 and splits < 2 and tokens >= 6144:
-        # Splits of many tokens also pay if two programs share a multiprocessor, or if they shorten the last round.
+        # More splits are also faster if two programs share a multiprocessor, or if they shorten the last round.
         if active <= multiprocessors:
             splits = 2 * multiprocessors // active
         elif 3 * active <= 4 * multiprocessors:

@@ -2,7 +2,7 @@
 
 On one device, the pairs of all ranks are micro-batches of one step, whose gradients add up in the compact buffer. Both
 runs compute the same gradients of each pair, because they run the same kernels on the same weights, and deterministic
-ones are asked for. They add the gradients in different orders and dtypes: of these roundings follow the tolerances.
+ones are required. They add the gradients in different orders and dtypes; the tolerances follow from these roundings.
 
 - First moments. Each of the W ranks' values is rounded to the gradient's dtype, and so is each of W - 1 sums and the
   stored moment, each by at most u of the largest intermediate value (u = 2^-24 in fp32, 2^-9 in bf16). The intermediate

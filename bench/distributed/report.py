@@ -215,7 +215,7 @@ def _verdict(met: bool) -> str:
 
 
 def ratios(report: Report) -> list[dict[str, Any]]:
-    """The ratio of each target of which both rows were measured, on the largest number of GPUs of each target's row."""
+    """The ratio of each target whose two rows were measured, on the largest number of GPUs of each target's row."""
     largest = max((row["world_size"] for row in report["rows"]), default=1)
     found = []
     for target in TARGETS:

@@ -76,7 +76,7 @@ class World:
         self.longest_s = 0.0  # that building and checking a variant has taken
 
     def measure(self) -> None:
-        """Measure the variants that the results file lacks, FSDP2's after the others."""
+        """Measure the variants that are not yet in the results file, FSDP2's after the others."""
         missing = [VARIANTS[name] for name in self._broadcast(self._missing() if self.rank == 0 else None)]
         for sharded in (False, True):
             self._measure_in_turns([variant for variant in missing if (variant.layout == "fsdp2") == sharded])
@@ -85,7 +85,7 @@ class World:
         """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
-            while missing and self._has_time(group) and (not group or self._has_room()):
+            while missing and self._has_time(group) and (not group or self._fits_another_variant()):
                 began = time.monotonic()
                 group.append(self._prepare(missing.pop(0)))
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
@@ -128,7 +128,7 @@ class World:
         training.step(own)
         peak = self._peak()
         # Collectives are those of the third step, because DDP arranges its buckets in the second. They are counted
-        # eagerly: torch.compile gives up, for all later models too, on a function that it meets under a dispatch mode.
+        # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
         step_s = self._clock(lambda: training.step(own))[0] / 1e3  # the steps before are slower: they load kernels
@@ -222,7 +222,7 @@ class World:
         )
 
     def _mask(self, pattern: str) -> MaskSet:
-        """A random mask of the matrices. With a folder of masks, rank 0 draws those that it lacks, for all."""
+        """A random mask of the matrices. With a folder of masks, rank 0 draws those missing from it, for all ranks."""
         if pattern not in self.masks:
             self.masks[pattern] = self._draw(pattern) if self.args.mask_dir is None else self._read_mask(pattern)
         return self.masks[pattern]
@@ -269,7 +269,7 @@ class World:
         left_s: float = self._broadcast(self.args.deadline - time.time())
         return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 
-    def _has_room(self) -> bool:
+    def _fits_another_variant(self) -> bool:
         """Whether all ranks have memory for one more variant next to those built."""
         if self.device.type == "cpu":
             return True

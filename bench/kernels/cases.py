@@ -78,7 +78,7 @@ class Case:
         return written | dict(zip(self.returned, self.result, strict=True))
 
     @property
-    def floor_bytes(self) -> float:
+    def bound_bytes(self) -> float:
         return self.count_bytes(self.arguments)
 
     def changed(self, **arguments: Any) -> Self:

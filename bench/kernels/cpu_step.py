@@ -21,7 +21,7 @@ from ..common.harness import Benchmark, Report
 from ..common.report import Columns, machine_line, render
 from ..common.shapes import LLAMA_64M, scaled, total_numel
 from ..common.timing import measure
-from . import floors
+from . import bounds
 from .inputs import random_tensors
 from .optimizers import (
     Gradients,
@@ -85,7 +85,7 @@ def run(args: Namespace, report: Report) -> None:
     nbytes = {
         f"SparseAdamW, {kind} gradients": step_bytes(optimizer, param_itemsize=4, dense_grads=kind == "dense")
         for kind in kinds
-    } | {DENSE: floors.dense_adamw_bytes(mask.numel, param_itemsize=4)}
+    } | {DENSE: bounds.dense_adamw_bytes(mask.numel, param_itemsize=4)}
     report |= {
         "threads": args.threads,
         "backend": args.backend,

@@ -1,4 +1,4 @@
-"""The bytes that the ops move, counted by Nsight Compute, next to their bandwidth bounds (see `floors`).
+"""The bytes that the ops move, counted by Nsight Compute, next to their bandwidth bounds (see `bounds`).
 
 The program runs itself under `ncu`: each op once on each GPU backend, on the matrices of a 3B model (data that stays in
 the L2 is not counted as written, so the tensors must be many times its size). Every result is checked first, outside of
@@ -27,7 +27,7 @@ from sparse_opt.errors import SparseOptError
 from ..common.harness import Benchmark, Report
 from ..common.report import Columns, render
 from ..common.shapes import LLAMA_3_2_3B, scaled
-from . import floors, inputs
+from . import bounds, inputs
 from .cases import Case, check
 
 NCU = "ncu"
@@ -86,7 +86,7 @@ def count(args: Namespace, report: Report) -> None:
         if done.returncode != 0:
             end = log.read_text(encoding="utf-8")[-2000:] if log.is_file() else "no log"
             raise SparseOptError(f"{NCU} ended with exit code {done.returncode}: {end}")
-        report["floor_counting"] = floors.COUNTING
+        report["floor_counting"] = bounds.COUNTING
         report["rows"] = counted(json.loads(calls.read_text(encoding="utf-8")), parse(log.read_text(encoding="utf-8")))
 
 
@@ -177,7 +177,7 @@ def _make_calls(args: Namespace) -> None:
             for backend in [name for name in backends.available("cuda") if name != "reference"]:
                 check(case, backend)
                 _profile(case, backend)
-                calls.append({"op": op, "backend": backend, "density": density, "floor_bytes": case.floor_bytes})
+                calls.append({"op": op, "backend": backend, "density": density, "floor_bytes": case.bound_bytes})
             del case
     args.profiled.write_text(json.dumps(calls), encoding="utf-8")
 

@@ -14,7 +14,7 @@ from sparse_opt.masks.patterns import expand_units, unit_grid
 from sparse_opt.ops import STEP_OPS, narrow_indices, tile_table
 from sparse_opt.tensors import as_bits
 
-from . import floors
+from . import bounds
 from .cases import Active, Case
 
 # So large that a step changes the bits of nearly every active weight, as the bandwidth bounds assume.
@@ -92,14 +92,14 @@ def step_case_of(
         "steps": torch.full((len(params),), float(step), device=device),
         **options,
     }
-    return Case(op, arguments, floors.of_step, written=("params", *states))
+    return Case(op, arguments, bounds.of_step, written=("params", *states))
 
 
 def gather_case(grads: list[Tensor], active: Active) -> Case:
     """masked_grad_gather_ into a compact fp32 gradient with the sums that clipping uses, as in the optimizer."""
     outputs = _gradient_outputs(active.nnz, len(grads), grads[0].device)
     arguments = {"dense": grads, **active.arguments(), **outputs}
-    return Case("masked_grad_gather_", arguments, floors.of_gather, **_GRADIENT_OUTPUTS)
+    return Case("masked_grad_gather_", arguments, bounds.of_gather, **_GRADIENT_OUTPUTS)
 
 
 def _gradient_outputs(nnz: int, n_tensors: int, device: torch.device) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def tile_weight_grad_case(
         **_gradient_outputs(sum(slots), len(matrices), device),
     }
     nbytes = sum(
-        floors.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=tile_size, itemsize=dtype.itemsize)
+        bounds.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=tile_size, itemsize=dtype.itemsize)
         for shape, nnz in zip(matrices, slots, strict=True)
     )
     return Case("tile_weight_grad_", arguments, lambda arguments: nbytes, **_GRADIENT_OUTPUTS)
@@ -166,7 +166,7 @@ def tile_weight_grad_case(
 
 def swap_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
     arguments = {"dense": dense, "compact": _values(dense, active, generator), **active.arguments()}
-    return Case("indexed_swap_", arguments, floors.of_swap, written=("dense", "compact"))
+    return Case("indexed_swap_", arguments, bounds.of_swap, written=("dense", "compact"))
 
 
 def _values(dense: list[Tensor], active: Active, generator: torch.Generator) -> Tensor:
@@ -181,14 +181,14 @@ def delta_encode_case(old: list[Tensor], density: float, generator: torch.Genera
         bits = as_bits(tensor) ^ flips
         new.append(bits.view(tensor.dtype).view(tensor.shape))
         n_changed += int(flips.sum())
-    nbytes = floors.delta_encode_bytes(floors.numel_of(old), n_changed, itemsize=old[0].element_size())
+    nbytes = bounds.delta_encode_bytes(bounds.numel_of(old), n_changed, itemsize=old[0].element_size())
     returned = ("indices", "values", "counts")
     return Case("delta_encode", {"old": old, "new": new}, lambda arguments: nbytes, returned=returned)
 
 
 def delta_apply_case(dense: list[Tensor], active: Active, values: Tensor) -> Case:
     arguments = {"dense": dense, "values": values, **active.arguments()}
-    return Case("delta_apply_", arguments, floors.of_apply, written=("dense",))
+    return Case("delta_apply_", arguments, bounds.of_apply, written=("dense",))
 
 
 def random_case(

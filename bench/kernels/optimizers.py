@@ -13,7 +13,7 @@ from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.ops import STEP_OPS
 from sparse_opt.tensors import as_bits
 
-from . import floors
+from . import bounds
 from .cases import SUM_RTOL, Active, WrongResult, check_bits
 from .inputs import segments, step_case_of
 
@@ -228,7 +228,7 @@ def index_itemsize(optimizer: SparseAdamW) -> int:
 
 def step_bytes(optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0) -> float:
     """The minimum memory traffic of a step, whose compact gradients are fp32."""
-    return floors.step_bytes(
+    return bounds.step_bytes(
         optimizer.mask.numel,
         optimizer.mask.nnz,
         states=len(STEP_OPS[ADAMW].states),

@@ -218,7 +218,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
     written = fields.pop("header_digest", "")
     if metadata_digest(fields) != written:
         raise DeltaLogError(
-            f"{file.where}: damaged: its header has digest {metadata_digest(fields)}, it says {written!r}"
+            f"{file.where}: damaged: its header has digest {metadata_digest(fields)}, expected {written!r}"
         )
     for key, expected in (("step", str(file.step)), ("kind", file.kind)):
         if fields[key] != expected:
@@ -286,7 +286,7 @@ def read_keyframe(header: StepHeader, names: Collection[str] | None = None) -> I
             tensor = content.read(spec.name)
             if (dtype_name(tensor), tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise DeltaLogError(
-                    f"{where}: {spec.name} is {dtype_name(tensor)} {list(tensor.shape)}, its layout says {spec}"
+                    f"{where}: {spec.name} is {dtype_name(tensor)} {list(tensor.shape)}, expected {spec}"
                 )
             require_tensor(header, spec.name, tensor, digest)
             yield spec.name, tensor
@@ -296,7 +296,7 @@ def require_tensor(header: StepHeader, name: str, tensor: Tensor, digest: str) -
     """Raise DeltaLogError unless the tensor's bytes have the digest that the step's header states for them."""
     found = StateDigest.start([tensor]).result()[0]
     if found != digest:
-        raise DeltaLogError(f"{header.file.where}: damaged: {name} has digest {found}, the header says {digest}")
+        raise DeltaLogError(f"{header.file.where}: damaged: {name} has digest {found}, expected {digest}")
 
 
 def read_payload(header: StepHeader) -> dict[str, Tensor]:
@@ -310,7 +310,7 @@ def read_payload(header: StepHeader) -> dict[str, Tensor]:
     found = payload_digest(payload)
     if found != header.payload_digest:
         raise DeltaLogError(
-            f"{header.file.where}: damaged: its payload has digest {found}, the header says {header.payload_digest}"
+            f"{header.file.where}: damaged: its payload has digest {found}, expected {header.payload_digest}"
         )
     return payload
 

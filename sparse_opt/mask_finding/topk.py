@@ -239,8 +239,8 @@ def _ranked(scores: UnitScores, threshold: int) -> tuple[Tensor, Tensor]:
 
 def _top(bits: Tensor, k: int, threshold: int) -> Tensor:
     """Return the sorted positions of the k largest scores of single elements; at least k >= 1 are above zero."""
-    for guess in (threshold, None):
-        at = _cut(UnitScores(bits), k) if guess is None else guess
+    for lower_bound in (threshold, None):
+        at = _cut(UnitScores(bits), k) if lower_bound is None else lower_bound
         over = positions(bits > at)
         missing = k - over.numel()
         ties = positions(bits == at)[: max(missing, 0)]

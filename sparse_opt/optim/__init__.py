@@ -11,9 +11,9 @@ How a gradient travels from autograd to the weights, with grads='compact':
    `values`, and computes their sum of squares in the same pass. While steps 1 and 2 have nothing to decide, the native
    buffer receives gradients directly in C++, without the interpreter's lock.
 4. With a process group, the `GradientReducer` (reduction.py) replaces the values by their mean over the ranks, piece by
-   piece: a `BackwardNotifier` (backward_notifier.py) tells it which pieces are complete while the backward pass runs.
+   piece: during the backward pass a `BackwardNotifier` (backward_notifier.py) reports to it which pieces are complete.
    After it all ranks have the same values, and nothing below communicates. ranks/group.py has the collectives.
-5. Clipping (clipping.py) adds up the sums of squares of all buffers.
+5. Clipping (clipping.py) adds up the sums of squares of all buffers; the norm gives the coefficient of the next step.
 6. The bucket's `Stepper` (stepping.py) calls the step's op on the parameters, the buffer's values and the bucket's
    state. The collector then marks the gradients as used.
 

@@ -77,7 +77,7 @@ def build_buckets(
         unsharded = _segments_of([shard.unsharded for shard in its_shards], positions, run_length, narrow)
         local, first_slots = unsharded, [0] * len(names)
         if not its_shards[0].is_whole:
-            parts = [_local_positions(shard, every) for shard, every in zip(its_shards, positions, strict=True)]
+            parts = [shard.local_positions(every) for shard, every in zip(its_shards, positions, strict=True)]
             first_slots = [first for _, first in parts]
             local = _segments_of([s.local for s in its_shards], [part for part, _ in parts], run_length, narrow)
         buckets.append(
@@ -122,13 +122,6 @@ def _bucket_keys(
                 its_shards.append(shard)
         for (*_, run_length, narrow), (names, its_shards) in split.items():
             yield group, names, its_shards, run_length, narrow
-
-
-def _local_positions(shard: Shard, positions: Tensor) -> tuple[Tensor, int]:
-    """Return the part of sorted `positions` that is in the shard, relative to it, and the slot of its first element."""
-    ends = torch.tensor([shard.first, shard.first + shard.local.numel()], dtype=positions.dtype, device="cpu")
-    begin, end = torch.searchsorted(positions, ends).tolist()
-    return positions[begin:end] - shard.first, begin
 
 
 def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_length: int, narrow: bool) -> Segments:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, binding, options, state_io
+from . import base_weights, binding, options, state_entries
 from .buckets import Bucket, compact
 from .gradients import tile_linears
 from .gradients.collector import GradientCollector
@@ -275,7 +275,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             checks.require_same_setup(self, mask, self.process_group)
         steppers = self._build(active, mask.pattern)
         buckets = [stepper.bucket for stepper in steppers]
-        state_io.carry(self._buckets, buckets)
+        state_entries.carry(self._buckets, buckets)
         held = dict(part for base in self._bases for part in base.parts())
         bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
         self.mask = mask
@@ -283,7 +283,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def _publish_state(self) -> None:
         self.state.clear()
-        self.state.update(state_io.entries(self._buckets, self._bases))
+        self.state.update(state_entries.entries(self._buckets, self._bases))
 
     @property
     def gradient_buffers(self) -> tuple[GradientBuffer, ...]:

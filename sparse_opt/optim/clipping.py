@@ -1,4 +1,4 @@
-"""The global norm of compact gradients, computed without a synchronization."""
+"""The global norm of compact gradients and the coefficient that clips them, computed without a synchronization."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def global_norm(buffers: Sequence[GradientBuffer], received: Sequence[list[bool]
     sums = [buffer.sums_of_squares(flags).sum().to(home) for buffer, flags in pairs]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return total.sqrt()
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that clips gradients of this norm to `max_norm`: at most 1, as in torch's clip_grad_norm_."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, options, state_io
+from . import base_weights, options, state_entries
 from .bound_optimizer import BoundOptimizer, Params
-from .clipping import global_norm
+from .clipping import clip_coefficient, global_norm
 from .ranks import checks, sharding
 from .ranks.group import raise_on_all
-from .saved_state import SavedState
+from .state_loading import SavedState
 from .stepping import BucketStep, Stepper
 
 __all__ = ["Params", "SparseOptimizer"]
@@ -127,7 +127,7 @@ class SparseOptimizer(BoundOptimizer):
             norm = norm / grad_scale.to(norm.device).squeeze()
         if not any(any(flags) for flags in received):
             return norm, None
-        return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm, clip_coefficient(norm, max_norm)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -300,7 +300,7 @@ class SparseOptimizer(BoundOptimizer):
         params, state = self.param_groups[0]["params"], self.state
         try:
             self.param_groups[0]["params"] = params[: len(params) - self._collector.shown_proxies()]
-            self.state = state_io.with_indices(state, self._buckets, self._bases)
+            self.state = state_entries.with_indices(state, self._buckets, self._bases)
             sharded = [shard for shard in self._shards.values() if not shard.is_whole]
             if sharded:
                 from .ranks import sharded_state
@@ -359,4 +359,4 @@ class SparseOptimizer(BoundOptimizer):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the compact buffers by purpose: state, master, indices, grad, base."""
-        return state_io.nbytes(self._buckets, self._bases)
+        return state_entries.nbytes(self._buckets, self._bases)

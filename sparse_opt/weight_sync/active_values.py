@@ -66,7 +66,7 @@ class WeightsOf:
         """
         require_current(self._source, self.mask)
         values = self._taken()
-        # The host looks for moved weights while the GPU reads; the indices keep the memory that they read alive.
+        # The host checks whether weights have moved while the GPU reads; the indices keep the memory they read alive.
         weights = self._weights()
         addresses = {name: weight.data_ptr() for name, weight in weights.items()}
         if addresses != self._addresses:

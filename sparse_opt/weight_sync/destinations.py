@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """A part of a named weight, as it lies in a tensor of the receiver.
+    """A part of a named weight, as it is stored in a tensor of the receiver.
 
     The weight is seen as a matrix (`masks.patterns.matrix_shape`: the last dimension is its columns, all others its
     rows; a vector is one row). Fused projections, tensor-parallel slices, padded vocabularies and FSDP shards all have

@@ -143,7 +143,7 @@ class ReferenceChanges:
 
 @dataclass(frozen=True)
 class _Part:
-    """The active elements of a tensor that lie in one destination."""
+    """The active elements of a tensor that are stored in one destination."""
 
     begin: int  # the tensor's active elements are begin:end of the group
     end: int

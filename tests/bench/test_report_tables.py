@@ -9,7 +9,7 @@ import pytest
 
 from sparse_opt.bench import report_tables
 from sparse_opt.bench.common import spread
-from sparse_opt.bench.kernels import floors
+from sparse_opt.bench.kernels import bounds
 from sparse_opt.bench.kernels.table import targets
 from sparse_opt.errors import ConfigError
 
@@ -125,11 +125,11 @@ def test_missing_results_are_named(tmp_path, capsys):
     assert "gpu_check.json" in capsys.readouterr().err
 
 
-def test_rows_are_judged_only_by_floors_that_are_counted_as_now(tmp_path):
+def test_rows_are_judged_only_by_bounds_that_are_counted_as_now(tmp_path):
     report = json.loads((RESULTS / "gpu_check.json").read_text())
     for row in report["kernels"]["rows"]:
         row |= {"is_auto": row["backend"] == "cuda", "bytes_per_active": None}
-    report["kernels"] |= {"floor_counting": floors.COUNTING, "left_out": {"FlashAdamW.step": "not installed"}}
+    report["kernels"] |= {"floor_counting": bounds.COUNTING, "left_out": {"FlashAdamW.step": "not installed"}}
     path = tmp_path / "gpu_check.json"
     path.write_text(json.dumps(report))
     judged = report_tables.kernel_table(tmp_path)

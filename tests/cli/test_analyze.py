@@ -244,7 +244,7 @@ def test_plots_without_matplotlib_are_refused_before_the_work(sparse_opt, files,
 
 
 def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):
-    """The same figures as from the log, of which the folder has two steps."""
+    """The same statistics as from the log; the folder has two of its steps."""
     for step in (0, 3):
         state = {n: t for n, t in files.states[step].items() if n != "lm_head.weight"}
         torch.save(state, tmp_path / f"step_{step:03d}.pt")

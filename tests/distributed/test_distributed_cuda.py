@@ -154,7 +154,7 @@ ENDS_WITHIN = 180.0  # a process whose collectives have failed
 
 
 def start(folder: Path, backend: str, store: str, *launcher: str, **variables: str) -> subprocess.Popen[str]:
-    """Start the training above, the second process of which is killed, in the background."""
+    """Start the training above in the background, and kill its second process."""
     script = folder / "training.py"
     script.write_text(TRAINING)
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

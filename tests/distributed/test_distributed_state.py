@@ -48,7 +48,7 @@ def make(seed: int = 0) -> Small:
 
 
 def masks(model: nn.Module) -> tuple[MaskSet, MaskSet]:
-    """Two masks of which the second has no element of `left`."""
+    """Two masks; the second has no element of `left`."""
     first, second = (MaskSet.random(model, density=0.4, seed=seed).indices for seed in (1, 2))
     scale = {"scale": torch.zeros(1, dtype=torch.int32)}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -108,7 +108,7 @@ def test_wanda_of_linear_layers(tiny_llama, tied: bool) -> None:
     model = tiny_llama(tie_word_embeddings=tied).eval()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not (tied and n == "lm_head")}
     found = scores_of(model, "wanda")
-    # A tied output layer is an embedding too, which meets no input.
+    # A tied output layer is an embedding too, which receives no input.
     assert set(found) == {f"{name}.weight" for name in layers}
     assert ("lm_head.weight" in found) != tied
     for name, expected in wanda_by_hand(model, layers, out_first=True).items():

@@ -323,6 +323,6 @@ def test_a_failed_pt_leaves_the_old_file_and_nothing_else(
 
 
 def test_positions_from_an_empty_numpy_array_are_written(tmp_path: Path) -> None:
-    """Such a tensor's stride is 0, with which torch refuses to look at its bytes."""
+    """Such a tensor's stride is 0, with which torch refuses to view its bytes."""
     mask = MaskSet({"w": torch.from_numpy(np.empty(0, dtype=np.int32))}, {"w": (3,)})
     assert MaskSet.load(mask.save(tmp_path / "m.safetensors")) == mask

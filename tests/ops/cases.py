@@ -234,8 +234,8 @@ def behind_its_beginning(t: Tensor) -> Tensor:
     return torch.cat([flat[:1], flat])[1:].view(t.shape)
 
 
-def assert_same_bits(got: Case, want: Case, context: str = "") -> None:
-    other = want.tensors()
+def assert_same_bits(got: Case, expected: Case, context: str = "") -> None:
+    other = expected.tensors()
     for name, tensor in got.tensors().items():
         differ = bits_of(tensor) != bits_of(other[name])
         # The payload of a NaN result depends on the hardware; that the result is NaN does not.

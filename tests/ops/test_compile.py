@@ -153,9 +153,9 @@ def test_every_op_is_here():
     assert {name.split(",")[0] for name in FUNCTIONS} == set(backends.OPS)
 
 
-def assert_equal_bits(got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want)
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+def assert_equal_bits(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype, f"result {i}"
         assert torch.equal(bits_of(a), bits_of(b)), f"result {i}"
 
@@ -171,13 +171,13 @@ def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, wh
     device, backend = where
     function = FUNCTIONS[op]
     case = make(device, dtype=dtype, layout="element" if op in DELTAS else layout)
-    want, got = case.clone(), case.clone()
+    expected, got = case.clone(), case.clone()
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
     for _ in range(2):  # each call starts from the buffers of the previous one
-        assert_equal_bits(compiled(got, backend), function(want, backend))
-        for c in (want, got):
+        assert_equal_bits(compiled(got, backend), function(expected, backend))
+        for c in (expected, got):
             c.steps += 1
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
     if op != "delta_encode":
         assert any(not torch.equal(bits_of(t), bits_of(case.tensors()[n])) for n, t in got.tensors().items())
     assert counters["stats"]["unique_graphs"] == 1
@@ -230,12 +230,12 @@ def test_inductor_hands_over_the_tensors_themselves(monkeypatch):
 
 def test_parameters_that_require_gradients():
     case = make(torch.device("cpu"))
-    want, got = case.clone(), case.clone()
-    for c in (want, got):
+    expected, got = case.clone(), case.clone()
+    for c in (expected, got):
         c.params = [torch.nn.Parameter(p) for p in c.params]
-    eager, compiled = ADAMW(want, "cpu"), torch.compile(ADAMW, fullgraph=True, backend="aot_eager")(got, "cpu")
+    eager, compiled = ADAMW(expected, "cpu"), torch.compile(ADAMW, fullgraph=True, backend="aot_eager")(got, "cpu")
     assert_equal_bits(compiled, eager)
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
     assert [t.requires_grad for t in compiled] == [t.requires_grad for t in eager] == [True] * 6 + [False]
     compiled[0].sum().backward()  # the graph has recorded the weights' new version
     assert torch.equal(got.params[0].grad, torch.full_like(got.params[0], 2.0))
@@ -361,7 +361,7 @@ def test_replays_are_eager_calls(op, compiler, dtype, layout, gpu_backend):
     function = FUNCTIONS[op]
     captured = function if compiler == "eager" else torch.compile(function, fullgraph=True, backend=compiler)
     case = make(torch.device("cuda"), dtype=dtype, layout="element" if op in DELTAS else layout)
-    want, got, other = case.clone(), case.clone(), case.clone()
+    expected, got, other = case.clone(), case.clone(), case.clone()
     results: list[Tensor] = []
 
     def work() -> None:
@@ -371,12 +371,12 @@ def test_replays_are_eager_calls(op, compiler, dtype, layout, gpu_backend):
     graph = capture(work, lambda: captured(other, gpu_backend))
     assert_same_bits(got, case, "capturing alone")
     for i in range(4):
-        expected = function(want, gpu_backend)
-        want.steps += 1
+        eager = function(expected, gpu_backend)
+        expected.steps += 1
         graph.replay()
-        assert_equal_bits(results, expected)
-        assert_same_bits(got, want, f"replay {i}")
-        for c in (want, got):  # the graph reads the tensors of its capture, with their current content
+        assert_equal_bits(results, eager)
+        assert_same_bits(got, expected, f"replay {i}")
+        for c in (expected, got):  # the graph reads the tensors of its capture, with their current content
             c.lr *= 0.5
             c.grad.neg_()
             for g in c.dense_grads:

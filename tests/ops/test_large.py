@@ -47,8 +47,8 @@ def test_step_gather_and_swap(large, run_length):
             getattr(ops, op.name)(params, indices, [0], [n], *states, 0.01 * one, one, dense_grads=params, **how)
         ops.indexed_swap_(params, compact, indices, [0], [n], **how)
         results.append([gathered, *moments, compact])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
     assert (tensor[positions] == 1).all()
     tensor[positions] = 0
     assert not tensor.any()
@@ -84,9 +84,9 @@ def test_changes_that_are_other_than_before(place, n_tensors):
         found = ops.delta_encode(olds, news, backend=backend)
         held = torch.cuda.memory_allocated() - free
         assert held <= 1.4 * 6 * found[0].numel() + 2**22, share  # an estimate that was too high is not kept
-        for got, want in zip(found, ops.delta_encode(olds, news, backend="reference"), strict=True):
-            assert torch.equal(got, want), share
-        del found, got, want
+        for got, expected in zip(found, ops.delta_encode(olds, news, backend="reference"), strict=True):
+            assert torch.equal(got, expected), share
+        del found, got, expected
 
 
 @pytest.mark.gpu
@@ -102,6 +102,6 @@ def test_changes_that_a_sample_misses(place, n_tensors):
     new.view(torch.int16)[torch.arange(new.numel(), device=device) // 8192 % 512 > 1] = 1  # all except the sampled ones
     olds, news = ([t[i * numel : (i + 1) * numel] for i in range(n_tensors)] for t in (old, new))
     found = ops.delta_encode(olds, news, backend=backend)
-    expected = ops.delta_encode(olds, news, backend="reference")
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
+    reference = ops.delta_encode(olds, news, backend="reference")
+    for got, expected in zip(found, reference, strict=True):
+        assert torch.equal(got, expected)

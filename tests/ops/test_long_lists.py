@@ -32,11 +32,11 @@ def test_long_lists(count, place):
         ops.indexed_swap_(c.params, values, c.indices, c.starts, c.ends, backend=name)
         encoded = ops.delta_encode(case.params, c.params, backend=name)
         results.append((c, sum_sq, values, *encoded))
-    want, got = results
-    assert_same_bits(got[0], want[0])
+    expected, got = results
+    assert_same_bits(got[0], expected[0])
     # Sums of at most 8 squares, in another order.
-    torch.testing.assert_close(got[1], want[1], rtol=8 * 2**-23, atol=0)
-    for a, b in zip(got[2:], want[2:], strict=True):
+    torch.testing.assert_close(got[1], expected[1], rtol=8 * 2**-23, atol=0)
+    for a, b in zip(got[2:], expected[2:], strict=True):
         assert torch.equal(a, b)
 
 
@@ -66,9 +66,9 @@ def test_long_lists_of_tiles(count, place):
             out, grads, inputs, tiles.to(device), starts, ends, tile_size=64, sum_sq=sum_sq, backend=name
         )
         results.append((out, sum_sq))
-    want, got = results
-    assert torch.equal(got[0], want[0]) and got[0].isfinite().all()
-    assert torch.equal(got[1], want[1])  # integers below 2^24, too
+    expected, got = results
+    assert torch.equal(got[0], expected[0]) and got[0].isfinite().all()
+    assert torch.equal(got[1], expected[1])  # integers below 2^24, too
 
 
 @pytest.mark.parametrize("op", backends.OPS)

@@ -44,27 +44,27 @@ def test_gather(dtype, accumulate, layout, mask, place):
     if not accumulate:
         case.grad.fill_(math.nan)  # every slot of a segment must be written
     case.extra = {"scale": torch.tensor([0.3], device=device)}
-    want, got = case.clone(), case.clone()
-    want_sq, got_sq = (torch.full((len(case.params),), math.nan, device=device) for _ in range(2))
-    gather(want, "reference", accumulate=accumulate, sum_sq=want_sq)
+    expected, got = case.clone(), case.clone()
+    expected_sq, got_sq = (torch.full((len(case.params),), math.nan, device=device) for _ in range(2))
+    gather(expected, "reference", accumulate=accumulate, sum_sq=expected_sq)
     gather(got, backend, accumulate=accumulate, sum_sq=got_sq)
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
     # Positive terms, added in another order: each of the two sums is within n roundings, usually far fewer.
     longest = max(e - s for s, e in zip(case.starts, case.ends, strict=True))
-    torch.testing.assert_close(got_sq, want_sq, rtol=max(1, longest) ** 0.5 * 4 * 2**-24, atol=0)
+    torch.testing.assert_close(got_sq, expected_sq, rtol=max(1, longest) ** 0.5 * 4 * 2**-24, atol=0)
 
 
 @pytest.mark.parametrize(("dense_moved", "out_moved"), [(True, False), (False, True)], ids=["dense", "out"])
 def test_gather_of_runs_in_buffers_that_no_vector_fits(dense_moved, out_moved, place):
     case = make(torch.device(place[0]), dtype=torch.bfloat16, layout="run16")
-    want, got = case.clone(), case.clone()
+    expected, got = case.clone(), case.clone()
     if dense_moved:
         got.dense_grads = [behind_its_beginning(t) for t in got.dense_grads]
     if out_moved:
         got.grad = behind_its_beginning(got.grad)
-    gather(want, "reference", accumulate=True)
+    gather(expected, "reference", accumulate=True)
     gather(got, place[1], accumulate=True)
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=name_of)
@@ -82,10 +82,10 @@ def test_gather_dtypes(layout, index_dtype, dense_dtype, out_dtype, place):
         layout=layout,
     )
     case.grad = case.grad.to(out_dtype)
-    want, got = case.clone(), case.clone()
-    gather(want, "reference", accumulate=True)
+    expected, got = case.clone(), case.clone()
+    gather(expected, "reference", accumulate=True)
     gather(got, place[1], accumulate=True)
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -153,11 +153,11 @@ def test_swap_moves_bits(dtype, layout, index_dtype, place):
         case = make(device, index_dtype=index_dtype, mask=mask, layout=layout, shapes=shapes)
         case.params = [any_bits(p.shape, dtype, generator, device) for p in case.params]
         case.grad = any_bits(case.grad.shape, dtype, generator, device)
-        want, got = case.clone(), case.clone()
+        expected, got = case.clone(), case.clone()
         how = case.layout
-        for c, name in ((want, "reference"), (got, backend)):
+        for c, name in ((expected, "reference"), (got, backend)):
             ops.indexed_swap_(c.params, c.grad, c.indices, c.starts, c.ends, backend=name, **how)
-        for a, b in zip((*got.params, got.grad), (*want.params, want.grad), strict=True):
+        for a, b in zip((*got.params, got.grad), (*expected.params, expected.grad), strict=True):
             assert torch.equal(bits_of(a), bits_of(b)), mask
         if mask not in ("empty",):
             assert not torch.equal(bits_of(got.grad), bits_of(case.grad))
@@ -180,11 +180,11 @@ def test_delta_round_trip(dtype, share, place):
         change = (torch.rand(t.shape, generator=generator) < share).to(device)
         new.append(torch.where(change, any_bits(t.shape, dtype, generator, device), t))
         bits_of(new[-1])[~change.view(-1)] = bits_of(t)[~change.view(-1)]  # where() may not keep NaN payloads
-    want = ops.delta_encode(old, new, backend="reference")
+    expected = ops.delta_encode(old, new, backend="reference")
     got = ops.delta_encode(old, new, backend=backend)
     assert got[0].dtype == torch.int32 and got[1].dtype == dtype
     assert got[2].device.type == "cpu" and got[2].dtype == torch.int64
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got, expected, strict=True):
         assert torch.equal(bits_of(a), bits_of(b))
     if share == 0.0:
         assert got[0].numel() == 0

@@ -30,13 +30,13 @@ def name_of(value):
 def check(op, case, place, rounds=2, **options):
     """Several calls in a row, each of which starts from the results of the previous one."""
     _, backend = place
-    want, got = case.clone(), case.clone()
+    expected, got = case.clone(), case.clone()
     for _ in range(rounds):
-        run_step(op, want, "reference", **options)
+        run_step(op, expected, "reference", **options)
         run_step(op, got, backend, **options)
-        for c in (want, got):
+        for c in (expected, got):
             c.steps += 1
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
     return got
 
 
@@ -94,7 +94,7 @@ def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype,
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize("layout", ["element", "narrow"])
 @pytest.mark.parametrize("op", STEP_OPS)
-def test_lengths_beside_those_that_kernels_work_in(op, layout, compact, place):
+def test_lengths_next_to_block_lengths(op, layout, compact, place):
     """All in fp32, whose steps on a CPU look up to 512 slots ahead in a ring of 1024, 16 at a time."""
     lengths = [n + off for n in (16, 256, 512, 768, 1024, 2048, 8192) for off in (-1, 0, 1)]
     case = make(torch.device(place[0]), shapes=[(n,) for n in lengths], mask="full", layout=layout)
@@ -129,13 +129,13 @@ def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
 def test_runs_in_buffers_that_no_vector_fits(op, which, compact, place):
     device, backend = place
     case = make(torch.device(device), dtype=torch.bfloat16, layout="run16")
-    want, got = case.clone(), case.clone()
+    expected, got = case.clone(), case.clone()
     held = getattr(got, which)
     moved = [behind_its_beginning(t) for t in held] if isinstance(held, list) else behind_its_beginning(held)
     setattr(got, which, moved)
-    for c, name in ((want, "reference"), (got, backend)):
+    for c, name in ((expected, "reference"), (got, backend)):
         run_step(op, c, name, compact=compact, master=True)
-    assert_same_bits(got, want)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("layout", ["run2", "run8", "run128", "run2048"])

@@ -109,8 +109,8 @@ def make(
     )
 
 
-def assert_bits(got: Tensor, want: Tensor) -> None:
-    differ = bits_of(got) != bits_of(want)
+def assert_bits(got: Tensor, expected: Tensor) -> None:
+    differ = bits_of(got) != bits_of(expected)
     assert not differ.any(), (
         f"{int(differ.sum())} of {got.numel()} slots differ, the first at {int(differ.nonzero()[0])}"
     )
@@ -135,16 +135,16 @@ def test_tile_table_lists_the_tiles_of_a_mask(shape, tile_size):
         mask = MaskSet.random({"w": shape}, density=density, pattern=f"tile{tile_size}", seed=seed)
         dense = mask.bool("w")
         slots = (dense.view(-1).cumsum(0) - 1).view(shape)
-        want = []
+        expected = []
         for row in range(0, rows, tile_size):
             for column in range(0, columns, tile_size):
                 if dense[row, column]:
-                    want.append([row, column, int(slots[row, column]) + 17, int(dense[row].sum())])
+                    expected.append([row, column, int(slots[row, column]) + 17, int(dense[row].sum())])
         for index_dtype in (torch.int32, torch.int64):
             table = ops.tile_table(mask["w"].to(index_dtype), shape, tile_size, first_slot=17)
-            assert table.dtype == torch.int64 and table.shape == (len(want), 4)
-            assert table.tolist() == want
-        for row, column, slot, stride in want:  # as the op reads them
+            assert table.dtype == torch.int64 and table.shape == (len(expected), 4)
+            assert table.tolist() == expected
+        for row, column, slot, stride in expected:  # as the op reads them
             for r in range(min(tile_size, rows - row)):
                 assert slots[row + r, column] == slot - 17 + r * stride
 
@@ -312,8 +312,8 @@ def test_tiles_are_those_of_autograd(any_place):
     conv1d = torch.zeros(33, 70, device=device, requires_grad=True)
     torch.addmm(torch.zeros(70, device=device), x.view(-1, 33), conv1d).backward(grad.view(-1, 70))
     call.grad_outputs, call.inputs = [grad, x], [x, grad]
-    want = torch.cat([linear.grad.view(-1), conv1d.grad.view(-1)])
-    assert torch.equal(call.run(backend)[PADDING:-PADDING], want)
+    expected = torch.cat([linear.grad.view(-1), conv1d.grad.view(-1)])
+    assert torch.equal(call.run(backend)[PADDING:-PADDING], expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
@@ -354,11 +354,11 @@ def test_tiles_flag_what_is_not_finite(dtype, bad, any_place):
     assert [t[:2] for t in table[:9]] == [[r, c] for r in (0, 64, 128) for c in (0, 64, 128)]
     call.tiles, call.starts, call.ends = call.tiles[[0, 9, 10]].contiguous(), [0, 1], [1, 3]
     flag = torch.tensor([0.5], device=device)
-    want = call.run(backend, found_inf=flag)
+    expected = call.run(backend, found_inf=flag)
     assert flag.item() == 0.5  # unchanged
     call.grad_outputs[0][:, 64:] = bad  # next to the tile, where kernels continue to read
     call.inputs[0][:, 64:] = bad
-    assert_bits(call.run(backend, found_inf=flag), want)
+    assert_bits(call.run(backend, found_inf=flag), expected)
     assert flag.item() == 0.5  # elements outside the tiles are not read
     call.inputs[1][4, 69] = bad
     call.run(backend, found_inf=flag)

@@ -373,7 +373,7 @@ def test_the_notifier(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
         loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
         assert events == [1, 0, "end"]
     events.clear()
-    model[2:](torch.ones(1, 128, device=device())).sum().backward()  # the first layer has no part in this pass
+    model[2:](torch.ones(1, 128, device=device())).sum().backward()  # the first layer is not used in this pass
     assert events == [1, "end"]
     events.clear()
     notifier.remove()

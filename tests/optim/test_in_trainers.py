@@ -221,7 +221,7 @@ def test_a_refused_step_is_not_counted(sparse_optimizer, some, device):
     assert steps() == [2 * first, 2 * first, 2.0, 2.0]
 
 
-def test_amp_scaling_beside_masks_and_distributed_checkpoints(sparse_optimizer, device):
+def test_amp_scaling_with_masks_and_distributed_checkpoints(sparse_optimizer, device):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model = make_model(device)

@@ -341,7 +341,7 @@ def test_vmap_over_a_model_with_tiles(device, native):
     torch.testing.assert_close(torch.func.vmap(model[2:])(model[:2](x)), twin(x))
 
 
-def test_autograd_grad_beside_tiles(device, native):
+def test_autograd_grad_with_tiles(device, native):
     model, tiles, twin, _ = pair(device)
     x = batch(device).requires_grad_()
     (ours,) = torch.autograd.grad(loss_of(model, x), x)
@@ -352,7 +352,7 @@ def test_autograd_grad_beside_tiles(device, native):
     assert all(tiles.compact_grad(p) is None for p in model.parameters())
 
 
-def test_autograd_grad_beside_tiles_of_a_backend_without_native_layers():
+def test_autograd_grad_with_tiles_of_a_backend_without_native_layers():
     model, tiles, twin, _ = pair(torch.device("cpu"), backend="reference")
     x = batch("cpu").requires_grad_()
     (ours,) = torch.autograd.grad(loss_of(model, x), x)

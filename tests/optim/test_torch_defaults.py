@@ -195,7 +195,7 @@ def test_tile_backward(setting, checkpointed, backend):
 
 
 def masks(folder: Path, device: torch.device) -> Results:
-    """Made, combined, compared, saved and loaded. Positions are on the CPU wherever the model is."""
+    """Made, combined, compared, saved and loaded. Positions are on the CPU, whatever the model's device."""
     model = make_model(device)
     dense = {n: randn(tuple(p.shape), device, torch.float32, 9) > 0.5 for n, p in model.named_parameters()}
     made = {

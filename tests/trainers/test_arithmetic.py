@@ -85,7 +85,7 @@ def test_explanations_of_near_misses_lead_to_them(tmp_path):
         assert int(row["solution"]) == value(row["question"])
 
 
-def test_near_misses_are_beside_and_never_negative():
+def test_near_misses_are_one_or_ten_off_and_never_negative():
     generator = random.Random(0)
     for question in all_questions(12, ["+", "-"]):
         miss = question.near_miss(generator)

@@ -17,7 +17,7 @@ from sparse_opt.trainers.arithmetic import make_arithmetic
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Sums of digits, and a model that has begun to learn them from demonstrations of which half are right."""
+    """Sums of digits, and a model that has begun to learn them from demonstrations, half of them right."""
     folder = tmp_path_factory.mktemp("world")
     data = make_arithmetic(folder / "arithmetic", max_operand=9, n_train=80, n_test=20, n_demonstrations=4000) / "data"
     words = ["--policy_name", folder / "arithmetic" / "model", "--dataset", data / "demonstrations.jsonl"]

@@ -56,7 +56,7 @@ class Receiver:
     """Weights by name, each a flat array of words, and what a receiver knows of them."""
 
     def __init__(self, weights: dict[str, np.ndarray]) -> None:
-        self.weights, self.version, self.total, self.met = weights, None, 0, set[str]()
+        self.weights, self.version, self.total, self.encodings = weights, None, 0, set[str]()
 
     def receive(self, data: bytes) -> None:
         fields, tensors = parse(data)
@@ -77,7 +77,7 @@ class Receiver:
                 new = tensors[f"{dtype}.changed"]
             else:
                 chosen, new = np.arange(0), old[:0]
-            self.met |= {key.partition(".")[2] for key in tensors if key.startswith(dtype)} or {"nothing"}
+            self.encodings |= {key.partition(".")[2] for key in tensors if key.startswith(dtype)} or {"nothing"}
             assert len(chosen) == len(new)
             terms = digest(first + chosen, new)
             sent, total = sent + terms, total + terms - digest(first + chosen, old[chosen])
@@ -128,7 +128,7 @@ def test_it_follows_a_sender(pattern: str) -> None:
         change(weights, mask, share, seed=version)
         receiver.receive(sender.update().to_bytes())
         assert receiver.version == version and same(receiver, weights)
-    assert receiver.met == {"values", "bitmap", "changed", "nothing"}
+    assert receiver.encodings == {"values", "bitmap", "changed", "nothing"}
     late = Receiver(words_of(make_weights("mixed")))
     late.receive(sender.mask_message().to_bytes())
     assert late.version is None

@@ -1,4 +1,4 @@
-"""Tensors of more than 2**31 and 2**32 elements, of which only slices or few pages have memory."""
+"""Tensors of more than 2**31 and 2**32 elements, with memory for slices or a few pages only."""
 
 from __future__ import annotations
 

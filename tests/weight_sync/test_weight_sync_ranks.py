@@ -109,7 +109,7 @@ def two_shards_or_replicas(rank: int) -> None:
 
 
 def errors_of_rank_0(rank: int) -> None:
-    """What only rank 0 meets is raised on both ranks, and the versions stay equal."""
+    """An error on rank 0 alone is raised on both ranks, and the versions stay equal."""
     model, mask = whole_weights("element")
     model.to(device())
     other = MaskSet(mask.indices, {name: (*shape, 2) for name, shape in mask.shapes.items()})

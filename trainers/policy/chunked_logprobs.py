@@ -218,11 +218,11 @@ class _LinearLogprobs(torch.autograd.Function):
         weight_grad: WeightGrad | None,
         fused: bool,
     ) -> Tensor:
-        wants_grad = ctx.needs_input_grad[0]
+        needs_grad = ctx.needs_input_grad[0]
         top = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)  # the largest logit so far
         own = torch.zeros_like(top)  # the label's logit
         others = torch.zeros_like(top)  # sum of exp(logit - top) over the other words
-        mixed = torch.zeros_like(hidden, dtype=torch.float32) if wants_grad else None  # the same sum of their weights
+        mixed = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad else None  # the same sum of their weights
         for words in _word_slices(len(hidden), len(weight)):
             logits = hidden @ weight[words].T
             if fused:

@@ -95,7 +95,7 @@ def load_student_tokenizer(name: str, tokenizer: Any) -> Any:
     return own
 
 
-def require_student_room(name: str, examples: Sequence[TeacherExample], max_completion_length: int) -> None:
+def require_student_positions(name: str, examples: Sequence[TeacherExample], max_completion_length: int) -> None:
     """Raise ConfigError if the student's longest sequence has more tokens than its model has positions."""
     limit = max_positions(load_config_from(name))
     longest = max(len(example.student_sequence([]).ids) for example in examples)

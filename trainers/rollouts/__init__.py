@@ -83,7 +83,7 @@ def make_engine(
             see `VLLMEngine`.
         vllm_server_base_url: for engine vllm: a server to use instead, see `VLLMServerEngine`; the other options of
             vLLM are then the server's own.
-        mask: for engine vllm: the mask of the run, outside of which no weight changes.
+        mask: for engine vllm: the mask of the run; no weight outside it changes.
         at_once: completions sampled per call of the engine; None samples all of a call.
         gather: of a sharded model, gather all weights while the engine samples; else those of a layer at a time. A vLLM
             server needs neither.

@@ -161,7 +161,7 @@ class ReloadExtension:
     """Methods added to the workers of a vLLM server, by `--worker-extension-cls`; `VLLMServerEngine` calls them."""
 
     def reload_policy(self, file: str) -> list[str]:
-        """Load all weights from a safetensors file; return the names of the model's weights that it lacks."""
+        """Load all weights from a safetensors file; return the names of the model's weights missing from it."""
         with safe_open(file, framework="pt") as weights:
             return sorted(_reload(self, ((name, weights.get_tensor(name)) for name in weights.keys())))
 

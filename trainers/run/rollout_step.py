@@ -80,7 +80,9 @@ def rollout_weights(config: RolloutOptions, sampled: Rollout) -> tuple[Tensor | 
     if not config.vllm_importance_sampling_correction:
         return None, {}
     if sampled.engine_logprobs is None:
-        raise SparseOptError("vllm_importance_sampling_correction needs log-probabilities, which the engine lacks")
+        raise SparseOptError(
+            "vllm_importance_sampling_correction needs an engine that returns log-probabilities (vllm)"
+        )
     weights, clipped = importance_weights(
         sampled.logprobs,
         sampled.engine_logprobs,

@@ -1,7 +1,7 @@
 """The table of kernels: every op and optimizer on the 197 matrices of a Llama-3.2-3B in bf16, next to its bandwidth
 bound, its peers and its target.
 
-Each row is checked against the reference before it is timed. Its bandwidth bound is the bytes of `floors` divided by
+Each row is checked against the reference before it is timed. Its bandwidth bound is the bytes of `bounds` divided by
 the copy rate, which is measured first. Missed targets are shown and counted, and fail the run only with --strict. A
 wrong result is not timed, and fails the run.
 """
@@ -25,7 +25,7 @@ from ...common.harness import Benchmark, Report, comma_separated
 from ...common.report import Columns, machine_name, render
 from ...common.report import cells as cells_of
 from ...common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
-from .. import floors, inputs
+from .. import bounds, inputs
 from ..cases import Active
 from . import backward, targets, tile_gradients
 from .recorder import TORCH, Recorder, Row, Work
@@ -92,7 +92,7 @@ def run_table(report: Report, args: Namespace) -> list[str]:
             "delta_numel": args.delta_numel or delta_numel,
             "parts": list(args.only),
             "copy_gb_per_s": recorder.copy_rate / 1e9,
-            "floor_counting": floors.COUNTING,
+            "floor_counting": bounds.COUNTING,
             "rows": recorder.rows,
             "targets": [verdict.as_dict() for verdict in targets.judge(recorder.rows)],
             "left_out": recorder.left_out,
@@ -139,7 +139,7 @@ def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.
     case = inputs.delta_encode_case(old, density, generator)
     new = case.arguments["new"]
     peer = functools.partial(torch_encode, old[0], new[0])
-    others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.floor_bytes)]
+    others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.bound_bytes)]
     recorder.time_cases({targets.ENCODE: case}, density, others)
 
     indices, values, _ = torch.ops.sparse_opt.delta_encode(old, new, backend="reference")
@@ -190,7 +190,7 @@ def columns(verdicts: Sequence[targets.Verdict]) -> Columns:
         "p20 - p80": "{p20_ms:.3f} - {p80_ms:.3f}",
         "host ms": "{host_ms:.3f}",
         "bound ms": lambda row: "" if row["floor_ms"] is None else f"{row['floor_ms']:.3f}",
-        "x bound": lambda row: "" if not row["floor_ms"] else f"{targets.x_floor(row):.2f}",
+        "x bound": lambda row: "" if not row["floor_ms"] else f"{targets.x_bound(row):.2f}",
         "verdict": verdict,
         "target": lambda row: "; ".join(verdict.target for verdict in targets.of_row(row, verdicts)),
     }

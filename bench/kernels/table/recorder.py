@@ -116,7 +116,7 @@ class Recorder:
                 if only in (None, backend) and self.passes(name, functools.partial(check, case, backend)):
                     run = functools.partial(case.run, backend)
                     call = run if before is None else Prepared(before, run)
-                    works.append(Work(name, backend, density, call, case.floor_bytes, backend == self.auto(case.op)))
+                    works.append(Work(name, backend, density, call, case.bound_bytes, backend == self.auto(case.op)))
         self.time([*works, *others])
 
     def time_copy(self, numel: int, generator: torch.Generator) -> None:

@@ -129,7 +129,7 @@ def _verdict(row: Row, target: Target, rows: Sequence[Row]) -> list[Verdict]:
     return [Verdict(*where, target.unit, value, target.limit, target.at_most)]
 
 
-def x_floor(row: Row, rows: Sequence[Row] = ()) -> float | None:
+def x_bound(row: Row, rows: Sequence[Row] = ()) -> float | None:
     """Measured time over the bandwidth bound; a `Measure`."""
     return None if not row["floor_ms"] else row["ms"] / row["floor_ms"]
 
@@ -183,8 +183,8 @@ def _to_faster(row: Row, rows: Sequence[Row]) -> float | None:
     return row["ms"] / min(others) if others and row["ms"] > min(others) else None
 
 
-def _at_most_floor(work: str, limit: float, density: float | None = None) -> Target:
-    return Target(work, "x bound", x_floor, limit, density=density)
+def _at_most_bound(work: str, limit: float, density: float | None = None) -> Target:
+    return Target(work, "x bound", x_bound, limit, density=density)
 
 
 def _at_most_ms(work: str, limit: float, key: str = "ms", unit: str = "ms", density: float | None = None) -> Target:
@@ -202,15 +202,15 @@ def _in_proportion_to_bytes(work: str, wide: str) -> Target:
 
 def _of_fetches(fetches: str) -> Iterator[Target]:
     """The targets with the default granularity of fetches, and with 32 bytes."""
-    yield _at_most_floor(STEP_DENSE + fetches, 1.10, density=0.025)
-    yield _at_most_floor(STEP_DENSE + fetches, 1.05, density=0.1)
+    yield _at_most_bound(STEP_DENSE + fetches, 1.10, density=0.025)
+    yield _at_most_bound(STEP_DENSE + fetches, 1.05, density=0.1)
     yield _faster_than_fused(STEP_DENSE + fetches, 5.0)
-    yield _at_most_floor(STEP_COMPACT + fetches, 1.10, density=0.1)
+    yield _at_most_bound(STEP_COMPACT + fetches, 1.10, density=0.1)
     for step in (STEP_DENSE, STEP_COMPACT):
-        yield _at_most_floor(step + SMALL + fetches, 1.10)
-    yield _at_most_floor(GATHER + fetches, 1.10)
+        yield _at_most_bound(step + SMALL + fetches, 1.10)
+    yield _at_most_bound(GATHER + fetches, 1.10)
     for swap in (BASE_IN, BASE_OUT):
-        yield _at_most_floor(swap + fetches, 1.15, density=0.1)
+        yield _at_most_bound(swap + fetches, 1.15, density=0.1)
 
 
 def _targets() -> Iterator[Target]:
@@ -222,20 +222,20 @@ def _targets() -> Iterator[Target]:
         yield _in_proportion_to_bytes(wide + BF16, wide)
     for op in (OP_COMPACT, GATHER, SWAP):
         yield _in_proportion_to_bytes(op, op + WIDE)
-    yield _at_most_floor(f"{STEP_DENSE}, tile64", 1.25)
+    yield _at_most_bound(f"{STEP_DENSE}, tile64", 1.25)
     for pattern in ("run32", "tile64"):
         yield _faster_than_fused(f"{STEP_DENSE}, {pattern}", 20.0)
     yield _at_most_ms(CLIP, 0.1)
     yield _at_most_ms(CLIP, 0.1, "host_ms", "ms host")
     for key, where in (("ms", "GPU"), ("wall_ms", "wall")):
         yield Target(BACKWARD_HOOKS, f"x the plain backward, {where}", _times_as_long(BACKWARD_PLAIN, key), 1.03)
-    yield _at_most_floor(SWAP, 1.15)
+    yield _at_most_bound(SWAP, 1.15)
     as_fast = _times_as_fast(TORCH_ENCODE, same_density=True)
     for density, share in ((0.01, 0.95), (0.025, 0.95), (0.1, 0.85)):
         yield Target(ENCODE, "of the copy rate", _value("share_of_floor"), share, at_most=False, density=density)
         yield Target(ENCODE, "times as fast as torch", as_fast, 3.5, at_most=False, density=density)
     for density in (0.025, 0.1):
-        yield _at_most_floor(APPLY, 1.15, density=density)
+        yield _at_most_bound(APPLY, 1.15, density=density)
     for tokens, tile64_ms, tile128_ms in ((8192, 8.0, 5.0), (1024, 1.6, 1.2)):
         yield _at_most_ms(tile_gradient("tile64", tokens), tile64_ms, density=0.025)
         yield _at_most_ms(tile_gradient("tile128", tokens), tile128_ms, density=0.025)

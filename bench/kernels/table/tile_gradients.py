@@ -182,7 +182,7 @@ class GatheredGradients:
             check_bits(f"torch.mm, then masked_grad_gather_: {name}", self.out[where], expected)
 
     @property
-    def floor_bytes(self) -> float:
+    def bound_bytes(self) -> float:
         """Bytes of operands read once, indices and fp32 gradients; the scratch buffer may stay in a cache."""
         return operand_bytes(self.operands) + self.active.nnz * (2.0 + 4.0)
 
@@ -246,13 +246,13 @@ def _dense_works(
     name = targets.gathered_gradient(operands.tokens)
     gathered = GatheredGradients(operands, density, generator)
     if recorder.passes(name, gathered.check):
-        works.append(Work(name, recorder.auto(targets.GATHER), density, gathered, gathered.floor_bytes, is_auto=True))
+        works.append(Work(name, recorder.auto(targets.GATHER), density, gathered, gathered.bound_bytes, is_auto=True))
     return works
 
 
 def _tile_works(recorder: Recorder, operands: Operands, mask: TileMask) -> list[Work]:
     works = []
-    gradients, nbytes = TileGradients(operands, mask), mask.floor_bytes(operands)
+    gradients, nbytes = TileGradients(operands, mask), mask.bound_bytes(operands)
     for backend in recorder.backends:
         for calls, suffix in _SUFFIXES.items():
             if calls != "layer" and mask.density != DENSITIES[0]:

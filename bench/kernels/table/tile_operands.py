@@ -135,7 +135,7 @@ class TileMask:
         """The active elements of matrix i, [rows, columns] bool."""
         return _spread(self.active[i], self.tile_size, shape)
 
-    def floor_bytes(self, operands: Operands) -> float:
+    def bound_bytes(self, operands: Operands) -> float:
         """bf16 columns of X and dY under an active tile, each read once; fp32 gradients written.
 
         ``2 * tokens * (columns of each input under a tile of any matrix + rows of each matrix under one) + 4 * nnz``.

@@ -20,7 +20,7 @@ from sparse_opt.ops import STEP_OPS
 from ...common.peers import Peer, why_failed
 from ...common.shapes import Shapes, total_numel
 from ...common.timing import Prepared
-from .. import floors, inputs
+from .. import bounds, inputs
 from ..cases import Active
 from ..optimizers import (
     ADAMW,
@@ -185,7 +185,7 @@ class WeightRows:
             return
         changed = swapped_share(swap, named, mask.nnz)
         size = index_itemsize(swap.optimizer)
-        nbytes = floors.swap_bytes(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
+        nbytes = bounds.swap_bytes(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
         calls = {
             targets.BASE_IN: Prepared(swap.be_outside, swap.enter),
             targets.BASE_OUT: Prepared(swap.be_inside, swap.leave),
@@ -240,12 +240,12 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        nbytes = floors.dense_clip_bytes(self.numel, grad_itemsize=2)
+        nbytes = bounds.dense_clip_bytes(self.numel, grad_itemsize=2)
         return Work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, nbytes)
 
     def _fused_step(self, fetches: str = "") -> Work:
         step = peers.torch_adamw_step(self._parameters(), self.grads, fused=True)
-        nbytes = floors.dense_adamw_bytes(self.numel, param_itemsize=2)
+        nbytes = bounds.dense_adamw_bytes(self.numel, param_itemsize=2)
         return Work(peers.FUSED + fetches, TORCH, None, step, nbytes)
 
     def _other_dense_steps(self, mask: MaskSet) -> list[Work]:
@@ -257,7 +257,7 @@ class WeightRows:
         foreach = peers.torch_adamw_step(self._parameters(), self.grads, fused=False)
         masked = peers.masked_adamw_step(self._parameters(), [grad.clone() for grad in self.grads], bools)
         return [
-            Work(name, TORCH, None, step, floors.dense_adamw_bytes(self.numel, param_itemsize=2, mask_itemsize=size))
+            Work(name, TORCH, None, step, bounds.dense_adamw_bytes(self.numel, param_itemsize=2, mask_itemsize=size))
             for name, step, size in ((peers.FOREACH, foreach, 0), (peers.MASKED, masked, 1))
         ]
 
@@ -271,7 +271,7 @@ class WeightRows:
         try:
             step = peers.peer_step(peer, self._parameters(), self.grads)
             size = peers.STATE_ITEMSIZE
-            nbytes = floors.dense_adamw_bytes(self.numel, param_itemsize=2, state_itemsize=size)
+            nbytes = bounds.dense_adamw_bytes(self.numel, param_itemsize=2, state_itemsize=size)
             recorder.time([Work(peer.name, TORCH, None, step, nbytes)])
         except Exception as error:  # another package's error, of any type: reported, and the run continues
             recorder.left_out[peer.name] = why_failed(error)

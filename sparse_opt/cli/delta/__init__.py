@@ -18,9 +18,9 @@ DTYPES = ("stored", "bfloat16", "float16", "float32")
 _ACTIONS = {
     "list": "show",
     "info": "show",
-    "verify": "upkeep",
-    "squash": "upkeep",
-    "convert": "upkeep",
+    "verify": "maintenance",
+    "squash": "maintenance",
+    "convert": "maintenance",
     "reconstruct": "rebuild",
     "export": "rebuild",
 }

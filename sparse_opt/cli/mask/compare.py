@@ -126,7 +126,7 @@ def _groups(pair: Comparison) -> Iterator[tuple[str, dict[str, Overlap]]]:
 
 
 def _statistics(overlap: Overlap) -> dict[str, Any]:
-    return {_ACTIVE.get(figure, figure): getattr(overlap, figure) for figure in _STATISTICS}
+    return {_ACTIVE.get(statistic, statistic): getattr(overlap, statistic) for statistic in _STATISTICS}
 
 
 def _pair_json(pair: Comparison) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Step times of the quickstart's dense and sparse runs, measured in turns.
 
 The two runs of the experiment come one after the other, and other processes can keep the machine busy during one of
-them. Short runs in turns meet the same load.
+them. Short runs in turns are made under the same load.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class VLLMReceiver(WeightReceiver):
 
 
 def _changed_names(message: Message, layout: Layout) -> Iterator[str]:
-    """Yield the weights of which a message changes elements; all weights of a dtype sent as a whole."""
+    """Yield the names of the weights whose elements a message changes; all of a dtype that is sent as a whole."""
     for group in layout.groups:
         names = [layout.tensors[i].name for i in group.members]
         if f"{group.dtype}.values" in message.tensors:

@@ -1,4 +1,4 @@
-"""BackwardNotifier: tells when the gradients of groups of parameters are complete in a backward pass."""
+"""BackwardNotifier: calls back when the gradients of groups of parameters are complete in a backward pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Names the ranks that do not take part in a reduction, whose absence is otherwise only a timeout on the other ranks.
 
-A rank that waits for reduction n in vain sets a key in the group's store, as all ranks do that have launched it. Those
-that have set none after some seconds are dead, or have not reached it. Nothing is written while reductions succeed.
+If reduction n is overdue, every rank that has launched it sets a key in the group's store. Ranks without a key after
+some seconds are dead, or have not reached it. Nothing is written while reductions succeed.
 """
 
 from __future__ import annotations

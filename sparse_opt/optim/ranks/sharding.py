@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -43,6 +44,16 @@ class Shard:
         """Whether `local` is still the parameter's memory; moving or converting a model replaces it."""
         # The public to_local() creates a tensor, and this is called for every parameter in every step.
         return self.is_whole or self.param._local_tensor.data_ptr() == self.local.data_ptr()  # type: ignore[attr-defined]
+
+    def local_positions(self, positions: Tensor) -> tuple[Tensor, int]:
+        """Return the part of sorted `positions` in this shard, relative to it, and the slot of its first element.
+
+        Args:
+            positions: on the CPU, of active elements in the flattened parameter.
+        """
+        ends = torch.tensor([self.first, self.first + self.local.numel()], dtype=positions.dtype, device="cpu")
+        begin, end = torch.searchsorted(positions, ends).tolist()
+        return positions[begin:end] - self.first, begin
 
 
 def shards_of(named: Mapping[str, Parameter], model: nn.Module | None) -> dict[Parameter, Shard]:

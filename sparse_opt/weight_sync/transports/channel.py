@@ -292,7 +292,7 @@ class ReceiverChannel(ABC):
                     continue
                 message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
-            except Exception as error:  # of any type, and raised again: the sender must not wait for a reply in vain
+            except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
                 is_refusal = isinstance(error, WeightSyncError)

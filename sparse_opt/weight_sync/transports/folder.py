@@ -37,7 +37,7 @@ from ..message import Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 
-_POLL = 0.1  # seconds between two looks at the directory
+_POLL = 0.1  # seconds between two scans of the directory
 
 
 class FolderReceiver:

@@ -51,7 +51,7 @@ def test_changed_elements_are_counted():
     old, new = case.arguments["old"], case.arguments["new"]
     changed = sum(int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(old, new, strict=True))
     numel = sum(tensor.numel() for tensor in old)
-    assert 0 < changed and case.floor_bytes == 2 * 2 * numel + changed * (4 + 2)
+    assert 0 < changed and case.bound_bytes == 2 * 2 * numel + changed * (4 + 2)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, op: str, spoiled) -> None:

@@ -19,9 +19,9 @@ CHANGES = [(0.0, None), (0.004, 1), (0.02, 3), (0.1, None), (0.3, 40), (0.7, 1),
 
 def assert_same_bytes(found: Patch, expected: Patch) -> None:
     assert found.level == expected.level and found.width == expected.width
-    parts, wanted_parts = found.parts(), expected.parts()
-    assert parts.keys() == wanted_parts.keys()
-    for name, part in wanted_parts.items():
+    parts, expected_parts = found.parts(), expected.parts()
+    assert parts.keys() == expected_parts.keys()
+    for name, part in expected_parts.items():
         assert parts[name].dtype == part.dtype
         # torch compares no uint16 and no uint32
         assert np.array_equal(parts[name].cpu().numpy(), part.cpu().numpy()), name

@@ -217,7 +217,7 @@ def test_the_output_layers_tiles_under_a_grad_scaler(unscale):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-5)
 
 
-def test_all_gradients_beside_a_plain_computation():
+def test_all_gradients_next_to_a_plain_computation():
     model, tiles, twin, dense = make(tied=True)
     dense.close()
     expected = grads_of(twin, plain_logprobs(twin, collate(random_sequences(5, N_WORDS), pad_id=0)))

@@ -198,13 +198,13 @@ def test_other_threads_have_their_output_layer(all_logits):
 def test_two_threads_with_one_model(all_logits, caplog):
     both = threading.Barrier(2, timeout=30)
 
-    def meet(module, args):
+    def wait_for_other(module, args):
         both.wait()
 
     model = small(LlamaConfig)
     batch = collate(random_sequences(3, 211), pad_id=0)
     expected = plain_logprobs(model, batch).detach()
-    model.model.register_forward_pre_hook(meet)  # both are in the model at once
+    model.model.register_forward_pre_hook(wait_for_other)  # both are in the model at once
     found = []
     threads = [threading.Thread(target=lambda: found.append(token_logprobs(model, batch).detach())) for _ in range(2)]
     for thread in threads:
@@ -251,7 +251,7 @@ def test_a_hook_that_is_taken_away_is_forgotten(all_logits, caplog):
     assert "LlamaForCausalLM" in record.message and "memory" in record.message and "\n" not in record.message
 
 
-def test_a_refused_model_is_let_go():
+def test_a_refused_model_is_released():
     model = small(CohereConfig, logit_scale=0.25)
     token_logprobs(model, collate(random_sequences(3, 211), pad_id=0))
     assert model in output_layer._REFUSED

@@ -97,7 +97,7 @@ def test_on_device_comes_back_after_an_exception():
     assert model.weight.device == CPU
 
 
-def test_lora_ends_as_a_plain_model_with_its_adapters_beside(dpo_options, model_folder, tmp_path):
+def test_lora_ends_as_a_plain_model_with_its_adapters_next_to_it(dpo_options, model_folder, tmp_path):
     from peft import PeftModel
 
     from sparse_opt.trainers import dpo

@@ -39,7 +39,7 @@ def judged(*rows: dict[str, Any]) -> dict[str, tuple[float, bool]]:
     return {verdict.unit: (pytest.approx(verdict.found), verdict.met) for verdict in targets.judge(rows)}
 
 
-def test_a_step_has_a_floor_a_host_time_and_a_dense_peer():
+def test_a_step_has_a_bound_a_host_time_and_a_dense_peer():
     fused = peer(peers.FUSED, 5.5)
     assert judged(row(targets.STEP_DENSE, 1.1), fused) == {
         "x bound": (1.1, True),
@@ -75,7 +75,7 @@ def test_narrow_moments_have_to_save_what_their_bytes_say():
         ("tile128", set()),
     ],
 )
-def test_tiles_are_judged_by_their_floor_and_long_runs_by_the_dense_step(pattern, units):
+def test_tiles_are_judged_by_their_bound_and_long_runs_by_the_dense_step(pattern, units):
     found = judged(row(f"{targets.STEP_DENSE}, {pattern}", 1.2), peer(peers.FUSED, 20.0))
     limits = {"x bound": (1.2, True), "times as fast as fused AdamW": (20 / 1.2, False)}
     assert found == {unit: limits[unit] for unit in units}
@@ -83,14 +83,14 @@ def test_tiles_are_judged_by_their_floor_and_long_runs_by_the_dense_step(pattern
 
 @pytest.mark.parametrize("fetches", ["", targets.FINE])
 @pytest.mark.parametrize("work", [targets.STEP_COMPACT, targets.BASE_IN, targets.BASE_OUT])
-def test_scattered_writes_of_all_active_weights_have_no_floor_to_reach_at_2_5_percent(work, fetches):
+def test_scattered_writes_of_all_active_weights_have_no_bound_to_reach_at_2_5_percent(work, fetches):
     assert "x bound" not in judged(row(work + fetches, 2.0))
     assert judged(row(work + fetches, 2.0, density=0.1))["x bound"] == (2.0, False)
     small = row(targets.STEP_COMPACT + targets.SMALL + fetches, 2.0)
     assert judged(small)["x bound"] == (2.0, False)  # few of them are written
 
 
-def test_an_applied_delta_has_a_floor_to_reach_where_neighbours_are_written_together():
+def test_an_applied_delta_has_a_bound_to_reach_where_neighbours_are_written_together():
     found = {density: judged(row(targets.APPLY, 1.2, density=density)) for density in (0.01, 0.025, 0.1)}
     assert found == {0.01: {}, 0.025: {"x bound": (1.2, False)}, 0.1: {"x bound": (1.2, False)}}
 

@@ -1,4 +1,4 @@
-"""Weight gradients by tiles and dense ones: calls, checks, and the bytes of the floor."""
+"""Weight gradients by tiles and dense ones: calls, checks, and the bytes of the bandwidth bound."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_operands_of_each_layer_are_their_own(operands):
 
 @pytest.mark.parametrize("pattern", ["tile64", "tile128"])
 @pytest.mark.parametrize("density", [0.1, 1.0])
-def test_tiles_and_the_bytes_of_their_floor(operands, pattern, density):
+def test_tiles_and_the_bytes_of_their_bound(operands, pattern, density):
     mask = TileMask.random(SHAPES, pattern, density, generator())
     elements = [mask.elements(i, shape) for i, shape in enumerate(SHAPES.values())]
     assert [int(e.sum()) for e in elements] == [b - a for a, b in zip(mask.slots, mask.slots[1:], strict=False)]
@@ -70,9 +70,9 @@ def test_tiles_and_the_bytes_of_their_floor(operands, pattern, density):
     for group in operands.groups:
         columns += sum(any(bool(elements[i][:, c].any()) for i in group.matrices) for c in range(group.columns))
     rows = sum(int(e.any(dim=1).sum()) for e in elements)
-    assert mask.floor_bytes(operands) == 2 * 24 * (columns + rows) + 4 * mask.nnz
+    assert mask.bound_bytes(operands) == 2 * 24 * (columns + rows) + 4 * mask.nnz
     if density == 1:
-        assert mask.floor_bytes(operands) == operand_bytes(operands) + 4 * mask.nnz
+        assert mask.bound_bytes(operands) == operand_bytes(operands) + 4 * mask.nnz
 
 
 @pytest.mark.parametrize("calls", ["layer", "input", "matrix"])

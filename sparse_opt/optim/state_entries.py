@@ -1,4 +1,4 @@
-"""The optimizer's state as torch sees it, for another mask, and for a state_dict. `saved_state` handles loading."""
+"""The optimizer's state as torch sees it, for another mask, and for a state_dict. `state_loading` checks one."""
 
 from __future__ import annotations
 
