@@ -222,6 +222,20 @@ class TrainingOptions(ModelOptions):
         None, "name of the run at wandb; none is the output folder's", aliases=("wandb_run_name",)
     )
 
+    statistics_steps: int | None = option(
+        None,
+        "measure the update's sparsity and ranks every so many steps; keeps the initial weights on the CPU",
+        at_least=1,
+        aliases=("rank_log_every",),
+    )
+    statistics_include: list[str] | None = option(
+        None, "shell patterns of the weight matrices whose ranks are computed; none selects all"
+    )
+    statistics_method: Literal["exact", "gram", "lowrank"] = option("gram", "method for the singular values")
+    statistics_tau: float = option(
+        1e-6, "count the weights of these matrices that moved by more than this", at_least=0, aliases=("tau",)
+    )
+
     delta_log_dir: Path | None = option(
         None,
         "write a delta log of the weights to this folder; auto is delta_log in output_dir or, if that is not given, "

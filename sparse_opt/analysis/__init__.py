@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checkpoints import Checkpoint, CheckpointPair, CheckpointSeries
+from .concentration import Concentration, measure_concentration
 from .coverage import Coverage, measure_coverage
 from .ranks import (
     RankStats,
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointPair",
     "CheckpointSeries",
+    "Concentration",
     "Coverage",
     "RankStats",
     "StepChanges",
@@ -29,6 +31,7 @@ __all__ = [
     "get_layer_rank_stats",
     "get_rank",
     "get_stable_rank",
+    "measure_concentration",
     "measure_coverage",
     "measure_ranks",
     "measure_ranks_by_step",

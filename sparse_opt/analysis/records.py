@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Literal
 
 from ..masks.parameters import PART_LABELS, component_of, group_by_part
+from .concentration import TOP_K, measure_concentration
 from .coverage import Coverage
 from .ranks import RankStats
 from .shapes import WeightShape
@@ -243,6 +244,37 @@ def rank_step_records(found: Mapping[int, Mapping[str, RankStats]], tau: float) 
     """A record for each step and matrix, for a CSV file."""
     records = [{"step": step, **record} for step, stats in found.items() for record in rank_table(stats, tau).records]
     return Table("rank and size of the update by step and weight matrix", records)
+
+
+def concentration_table(found: Mapping[int, Mapping[str, RankStats]]) -> Table:
+    """A record for each step: how unevenly the update is spread over the matrices."""
+    records = [
+        {
+            "step": step,
+            "matrices": len(stats),
+            **asdict(measure_concentration([s.frobenius_norm for s in stats.values()])),
+        }
+        for step, stats in found.items()
+    ]
+    columns = {
+        "gini": Column("Gini", "number"),
+        "entropy": Column("entropy", "number"),
+        "top_share": Column(f"top {TOP_K}", "percent"),
+        "n_changed": Column("changed", "count"),
+    }
+    title = (
+        "concentration of the update: of the Frobenius norms of the matrices the Gini coefficient, the entropy (1: all "
+        f"alike, 0: one has all) and the share of the {TOP_K} largest; matrices that changed"
+    )
+    return Table(title, records, columns)
+
+
+def concentration_json(found: Mapping[int, Mapping[str, RankStats]]) -> list[Record]:
+    """The records of `concentration_table`; null where a value is undefined."""
+    return [
+        {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in record.items()}
+        for record in concentration_table(found).records
+    ]
 
 
 def ranks_json(stats: Mapping[str, RankStats]) -> Record:

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from sparse_opt.analysis import (
+    Concentration,
     get_effective_rank,
     get_layer_rank_stats,
     get_rank,
     get_stable_rank,
+    measure_concentration,
     measure_ranks,
     rank_stats,
 )
@@ -116,6 +118,19 @@ def test_a_gram_matrix_in_pieces_is_that_of_the_whole(monkeypatch):
     whole = singular_values(matrix, "gram").values
     monkeypatch.setattr("sparse_opt.analysis.spectrum._ROWS", 7)
     torch.testing.assert_close(singular_values(matrix, "gram").values, whole, rtol=1e-12, atol=0)
+
+
+def test_concentration_of_norms():
+    norms = [0.5, 4.0, 0.0, 1.5, 2.0]
+    found = measure_concentration(norms)
+    differences = sum(abs(a - b) for a in norms for b in norms)
+    assert found.gini == pytest.approx(differences / (2 * 5 * 8.0))
+    p = np.array(norms)[np.array(norms) > 0] / 8.0
+    assert found.entropy == pytest.approx(-(p * np.log(p)).sum() / np.log(5))
+    assert (found.top_share, found.n_changed) == (7.5 / 8, 4)
+    assert measure_concentration([2.0] * 4) == Concentration(0.0, pytest.approx(1.0), 0.75, 4)
+    assert measure_concentration([0.0, 3.0]) == Concentration(0.5, 0.0, 1.0, 1)
+    assert np.isnan(measure_concentration([0.0, 0.0]).gini) and np.isnan(measure_concentration([1.0]).entropy)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 
@@ -125,7 +126,7 @@ def test_passes_over_the_data_are_steps():
 
 
 def test_a_run_of_epochs_and_its_resumed_rest(dpo_options, read_metrics, tmp_path):
-    options = {"n_epochs": 0.5, "save_strategy": "epoch", "output_dir": tmp_path / "run"}
+    options = {"n_epochs": 0.5, "save_strategy": "epoch", "warmup_ratio": 0.5, "output_dir": tmp_path / "run"}
     whole = dpo.train(dpo_options(**options))
     n_examples = whole["data"]["n_examples"]
     assert whole["n_steps"] == -(-n_examples // (2 * dpo_options().examples_per_step)) > 1
@@ -216,6 +217,19 @@ def test_trackers_get_every_so_many_steps(tracked):
     assert [step for step, _ in reported] == [2, 4, 5]
     losses = [row["loss"] for row in rows]
     assert [metrics["loss"] for _, metrics in reported] == [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]
+
+
+def test_statistics_of_the_update_in_every_loop(tracked, tmp_path):
+    reported, rows = tracked(statistics_steps=3, statistics_tau=1e-4, n_steps=4, statistics_include=["*q_proj*"])
+    measured = [row["step"] for row in rows if "update_share" in row]
+    assert measured == [3, 4] and rows[2]["update_share"] > 0 < rows[2]["update_share_above_tau"] < 1
+    name = "model.layers.1.self_attn.q_proj.weight"
+    of_matrix = {step: metrics for step, metrics in reported if f"update_rank/{name}" in metrics}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "update_statistics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(of_matrix) == measured
+    for line in lines:
+        for key in ("effective_rank", "frobenius_norm", "share_above_tau"):
+            assert of_matrix[line["step"]][f"update_{key}/{name}"] == line["matrices"][name][key]
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from sparse_opt.analysis.ranks import TAU, RankStats, is_weight_matrix
 from sparse_opt.analysis.spectrum import Method
 from sparse_opt.errors import DataError
 from sparse_opt.masks.parameters import select_names
+from sparse_opt.tensors import canonical_names, named_parameters_of
 
-FILE = "update_statistics.jsonl"
 # The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
 _TOLERANCES = (1e-6, 1e-5)
 # Prefix that PEFT adds to the names of the model it wraps.
@@ -45,6 +45,8 @@ class UpdateStatistics:
         self.method, self.tau = method, tau
         self._is_peft = hasattr(model, "peft_config")
         parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        firsts = canonical_names(named_parameters_of(model))
+        tied = {name: first for name, first in firsts.items() if name != first}
         self._start: dict[str, Tensor] = {}
         if self._is_peft:
             adapters = {id(p) for _, module in _adapted(model) for p in _adapter_parameters(module)}
@@ -57,7 +59,7 @@ class UpdateStatistics:
             shapes = {name: p.dim() for name, p in trained.items()}
         self.n_weights = sum(p.numel() for p in parameters.values())
         matrices = [name for name, dims in shapes.items() if is_weight_matrix(name, dims)]
-        self.matrices = set(select_names(matrices, include=include))
+        self.matrices = set(select_names(matrices, include=include, tied=tied))
         if not self.matrices:
             raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
 

@@ -26,8 +26,6 @@ from ..data.query_prompts import is_text_data, load_queries
 from ..data.rows import load_records
 from ..options import RolloutOptions
 from ..policy.models import resolve_device
-from ..policy.update_statistics import FILE as STATISTICS_FILE
-from ..policy.update_statistics import UpdateStatistics
 from ..policy.value_head import ValueHead, ValueHeadTrainer, logprobs_and_values
 from ..rewards.classifier import RewardModel
 from ..rewards.functions import Rewards, load_rewards
@@ -129,20 +127,6 @@ class PPOConfig(RolloutOptions):
         None, "for a dataset of texts: a prompt is this many of a text's first words, in place of tokens", at_least=1
     )
     query_prefix: str = option("", "with query_words: text in front of every prompt")
-
-    statistics_steps: int | None = option(
-        None,
-        "measure the update's sparsity and ranks every so many steps; keeps the initial weights on the CPU",
-        at_least=1,
-        aliases=("rank_log_every",),
-    )
-    statistics_include: list[str] | None = option(
-        None, "shell patterns of the weight matrices whose ranks are computed; none selects all"
-    )
-    statistics_method: Literal["exact", "gram", "lowrank"] = option("gram", "method for the singular values")
-    statistics_tau: float = option(
-        1e-6, "count the weights of these matrices that moved by more than this", at_least=0, aliases=("tau",)
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,8 +341,7 @@ def load_prompt_data(config: PPOConfig) -> LoadData:
 def train(config: PPOConfig) -> dict[str, Any]:
     """Run PPO and return its summary; outputs and errors as in `dpo.train`.
 
-    The value head is saved next to the final model, as `value_head.safetensors`. With `statistics_steps` the update
-    statistics are written to `update_statistics.jsonl` in the output folder.
+    The value head is saved next to the final model, as `value_head.safetensors`.
     """
     scorer = Scorer(config)  # before the run writes files, so that a failed load leaves none
     run = TrainingRun(config, "ppo", load_prompt_data(config))
@@ -376,21 +359,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
     run.keep("kl_controller", controller)
     if config.use_score_scaling:
         run.keep("score_scaling", scaling)
-    statistics = statistics_file = None
-    if config.statistics_steps is not None:
-        start = run.whole_model()
-        if run.ranks.is_main:
-            statistics = UpdateStatistics(
-                start,
-                include=config.statistics_include,
-                method=config.statistics_method,
-                tau=config.statistics_tau,
-            )
-        del start
     engine = configured_engine(config, run.model, run.tokenizer)
     with closing(engine), run:
-        if statistics is not None:
-            statistics_file = run.row_file(STATISTICS_FILE)
         for step in run.steps(lambda: evaluate(run, engine, critic.head, scorer, config)):
             examples = [example for example in run.examples_of(step) for _ in range(config.n_generations)]
             with run.time("rollout"), torch.no_grad():
@@ -416,15 +386,6 @@ def train(config: PPOConfig) -> dict[str, Any]:
             coefficient = controller.coefficient
             controller.update(kl.item(), len(rollout))
             critic.scheduler.step()
-            if _statistics_due(step, config):
-                with run.time("statistics"):
-                    whole = run.whole_model()
-                    row = None if statistics is None else statistics.measure(whole)
-                    del whole
-                if row is not None and statistics_file is not None:
-                    statistics_file.write({"step": step, **row})
-                    metrics |= _statistics_metrics(row)
-                    run.track(step, _matrix_metrics(row))
             if run.samples_due(step):
                 decode = run.tokenizer.batch_decode
                 prompts = decode([sequence.ids[: sequence.prompt_length] for sequence in rollout.sequences])
@@ -447,25 +408,3 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 ended=rollout.ended.float().mean(),
             )
         return run.finish(write_extra=critic.save)
-
-
-def _statistics_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """What the row of metrics has of a row of update statistics."""
-    return {
-        "update_share": row["share_changed"],
-        "update_effective_rank_share": row["effective_rank_share"],
-        "update_share_above_tau": row["share_above_tau"],
-        "update_share_large": row["share_large"],
-    }
-
-
-def _matrix_metrics(row: dict[str, Any]) -> dict[str, float]:
-    """What trackers get of each matrix: `update_effective_rank/NAME` and so on."""
-    keys = ("rank", "effective_rank", "stable_rank", "share_above_tau", "share_large")
-    return {f"update_{key}/{name}": matrix[key] for name, matrix in row["matrices"].items() for key in keys}
-
-
-def _statistics_due(step: int, config: PPOConfig) -> bool:
-    """Whether the update is measured at this step: every `statistics_steps` steps, and at the last one."""
-    every = config.statistics_steps
-    return every is not None and (step == config.n_steps or step % every == 0)

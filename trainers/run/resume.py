@@ -39,8 +39,10 @@ def check_resumable(output_dir: Path, config: Any) -> None:
     """
     if (output_dir / SUMMARY_FILE).is_file():
         raise ConfigError(f"option 'resume': the run in {output_dir} has finished, see its {SUMMARY_FILE}")
-    # With n_epochs, n_steps is known when the data is loaded.
-    require_same_options(output_dir, config, _FREE_TO_CHANGE | ({"n_steps"} if config.n_epochs else set()))
+    # With n_epochs and warmup_ratio, these are known when the data is loaded.
+    found_later = {"n_steps"} if config.n_epochs else set()
+    found_later |= set() if config.warmup_ratio is None else {"warmup_steps"}
+    require_same_options(output_dir, config, _FREE_TO_CHANGE | found_later)
 
 
 def require_same_options(output_dir: Path, config: Any, free_to_change: Collection[str]) -> None:

@@ -63,6 +63,8 @@ from .progress import Progress
 from .run_files import RunFiles
 from .timing import StepTimer
 from .trackers import require_trackers
+from .update_log import FILE as UPDATES_FILE
+from .update_log import UpdateLog
 from .whole_state import WholeState
 
 logger = logging.getLogger(__name__)
@@ -139,6 +141,7 @@ class TrainingRun:
         self._kept: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self._scheduler}
         if self._scaling.enabled:
             self._kept["loss_scale"] = self._scaling
+        self._updates = None if config.statistics_steps is None else UpdateLog(config, self.whole_model())
 
     def _load_data(self, load: LoadData) -> None:
         config, tokenizer = self.config, self.tokenizer
@@ -211,6 +214,8 @@ class TrainingRun:
             evaluate: returns scalars; called without gradient every `eval_steps` steps if there is an eval_dataset.
         """
         config = self.config
+        if self._updates is not None:
+            self._updates.file = self.row_file(UPDATES_FILE)
         self._files.resume(self._whole, self._kept)
         first_step = self._files.first_step
         if self.eval_data is None:
@@ -330,6 +335,11 @@ class TrainingRun:
         Raises:
             SparseOptError: a metric is not finite.
         """
+        if self._updates is not None and self._updates.is_due(step):
+            with self.time("statistics"):
+                of_update, of_matrices = self._updates.measure(step, self.whole_model())
+            metrics |= of_update
+            self.track(step, of_matrices)
         if self.config.max_grad_norm is not None:
             metrics["grad_norm"] = None if self._scaling.skipped else self.optimizer.grad_norm
         if self._scaling.enabled:

@@ -42,7 +42,8 @@ examples:
 """
 _RANKS_EPILOG = """For the change of each weight matrix: classical rank (as numpy.linalg.matrix_rank counts in fp32),
 effective rank exp(-sum p ln p) with p = s / sum(s), stable rank sum(s^2) / s_1^2, norms, and the shares of elements
-that moved by more than tau and by more than mean + 2 standard deviations.
+that moved by more than tau and by more than mean + 2 standard deviations. And how the update is spread over the
+matrices, by their norms: Gini coefficient, normalised entropy, share of the 3 largest.
 
 methods, all in fp64; a statistic that a method only bounds is printed as an interval:
   exact    all singular values, by SVD

@@ -93,8 +93,9 @@ def ranks(args: Namespace) -> None:
         "tau": args.tau,
         "method": args.method,
         "matrices": records.ranks_json(stats),
+        "concentration": records.concentration_json(found),
     }
-    shown, rows = [listed, records.rank_summary(stats)], listed
+    shown, rows = [listed, records.rank_summary(stats), records.concentration_table(found)], listed
     if by_step:
         shown, rows = [*shown, records.rank_steps_table(found)], records.rank_step_records(found, args.tau)
         data["steps"] = [{"step": step, "matrices": records.ranks_json(stats)} for step, stats in found.items()]
