@@ -155,7 +155,7 @@ class TrainingOptions(ModelOptions):
     )
     warmup_steps: int = option(0, "steps of linear warm-up from 0", at_least=0)
     warmup_ratio: float | None = option(
-        None, "warm-up as a share of n_steps, in place of warmup_steps", at_least=0, at_most=1
+        None, "warm-up as a share of n_steps, if warmup_steps is 0", at_least=0, at_most=1
     )
     optim: Literal["adamw_torch_fused", "adamw_torch"] = option(
         "adamw_torch_fused",
@@ -296,7 +296,7 @@ class TrainingOptions(ModelOptions):
             self._require_logged_step()
         if self.save_strategy == "epoch":
             self.save_steps = math.ceil(epoch)
-        if self.warmup_ratio is not None:
+        if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = math.ceil(self.warmup_ratio * self.n_steps)
 
     def _require_logged_step(self) -> None:

@@ -66,6 +66,9 @@ def test_warm_up_as_a_share_of_the_steps():
     config = parse_config(DPOConfig, [*NEEDED, "warmup_ratio=0.05", "n_steps=50"])
     config.set_length(10)
     assert config.warmup_steps == 3
+    config = parse_config(DPOConfig, [*NEEDED, "warmup_ratio=0.05", "n_steps=50", "warmup_steps=20"])
+    config.set_length(10)
+    assert config.warmup_steps == 20
     with pytest.raises(ConfigError, match="'warmup_ratio' is 1.5: expected at least 0, at most 1"):
         parse_config(DPOConfig, [*NEEDED, "warmup_ratio=1.5"])
 
