@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparse_opt import MaskSet
+from sparse_opt.trainers import profiles
 
 TINY = ("--n_steps", 2, "--batch_size", 2, "--dtype", "fp32", "--device", "cpu", "--delta_log_dir", "none")
 
@@ -169,3 +170,18 @@ def test_out_of_gpu_memory_says_what_to_lower(dpo, monkeypatch):
     line = dpo().failed_in_one_line(1)
     assert "lower --batch_size" in line
     assert "Tried to allocate 2.00 GiB" in line
+
+
+def test_show_optimizations_of_the_profiles_is_their_files_and_memory(sparse_opt):
+    shown = sparse_opt("train", "rft", "show_optimizations")
+    assert (shown.code, shown.err) == (0, "")
+    for name in profiles.NAMES:
+        for part in ("train", "sampling"):
+            for line in profiles.profile_file(name, part).read_text(encoding="utf-8").splitlines():
+                assert line in shown.out
+    for line in ("conservative: 16 bytes per weight in training, 4", "balanced: 18 bytes", "aggressive: 4 bytes"):
+        assert line in shown.out
+    found = json.loads(sparse_opt("train", "rft", "show_optimizations", "--profile", "balanced", "--json").out)
+    assert list(found["profiles"]) == ["balanced"]
+    assert found["profiles"]["balanced"]["settings"]["train"]["dtype"] == "bf16"
+    assert "the nearest is 'balanced'" in sparse_opt("train", "rft", "show_optimizations", "--profile", "balance").err

@@ -14,10 +14,11 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.option_parser import Setting, read_settings
 from sparse_opt.option_values import nearest
 
+Part = Literal["train", "sampling"]
 NAMES = ("conservative", "balanced", "aggressive")
 
 
-def profile_settings(profile: str | None, part: Literal["train", "sampling"]) -> list[Setting]:
+def profile_settings(profile: str | None, part: Part) -> list[Setting]:
     """Return one part of a profile, given by its name in NAMES or by path; no settings if `profile` is None.
 
     Raises:
@@ -25,6 +26,19 @@ def profile_settings(profile: str | None, part: Literal["train", "sampling"]) ->
     """
     if profile is None:
         return []
+    path = profile_file(profile, part)
+    settings = read_settings(path, "profile")
+    if not settings:
+        raise ConfigError(f"profile {path} is empty; expected 'key: value' lines")
+    return settings
+
+
+def profile_file(profile: str, part: Part) -> Path:
+    """The config file of one part of a profile, given by its name in NAMES or by path; it may not exist.
+
+    Raises:
+        ConfigError: `profile` is neither a name, a folder nor a .yaml file.
+    """
     path = Path(__file__).parent / profile if profile in NAMES else Path(profile).expanduser()
     if path.is_dir():
         path /= f"{part}.yaml"
@@ -32,7 +46,4 @@ def profile_settings(profile: str | None, part: Literal["train", "sampling"]) ->
         raise ConfigError(
             f"option 'profile' is '{profile}', neither a folder nor a .yaml file{nearest(profile, NAMES)}"
         )
-    settings = read_settings(path, "profile")
-    if not settings:
-        raise ConfigError(f"profile {path} is empty; expected 'key: value' lines")
-    return settings
+    return path

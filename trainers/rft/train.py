@@ -132,7 +132,7 @@ def _text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# Stage of `sparse-opt train rft` -> its options class, and the function that runs it and returns a summary.
+# Stages that run in turn -> their options classes, and the functions that run them and return summaries.
 STAGES: dict[str, tuple[type, Any]] = {
     "datagen": (DatagenConfig, datagen),
     "train": (RFTConfig, train),

@@ -1,0 +1,108 @@
+"""The formulas of memory, against tensors that training really holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import random_sequences
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.trainers.data.encoding import collate
+from sparse_opt.trainers.memory import SHAPES, Shape, advice, bytes_per_token, bytes_per_weight
+from sparse_opt.trainers.options import TrainingOptions
+from sparse_opt.trainers.policy.logprobs import completion_logprobs
+from sparse_opt.trainers.policy.models import make_masks_skippable
+from sparse_opt.trainers.policy.optimizers import make_optimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def llama(n_layers, dtype):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=n_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).to(DTYPES[dtype]).train()
+    make_masks_skippable(model)
+    return model
+
+
+def saved_bytes(model, batch):
+    """Bytes that a forward pass keeps for its backward pass, without the weights."""
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # holding it, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs = completion_logprobs(model, batch)
+    assert logprobs.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_those_of_a_forward_pass(dtype, checkpointing):
+    batch = collate(random_sequences(8, 64), pad_id=0)
+    found = {}
+    for n_layers in (2, 4):
+        model = llama(n_layers, dtype)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        found[n_layers] = saved_bytes(model, batch) / batch.input_ids.numel()
+    expected = {
+        n_layers: bytes_per_token(Shape("", 0, n_layers, 64, 192), dtype, gradient_checkpointing=checkpointing)
+        for n_layers in (2, 4)
+    }
+    # Per layer; the rest is the embedding's output and the last norm's.
+    assert found[4] - found[2] == pytest.approx(expected[4] - expected[2], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "masters"),
+    [
+        ("fp32", "dense", None),
+        ("bf16", "dense", None),
+        ("bf16", "dense", False),
+        ("bf16", "sparse", None),
+        ("fp32", "sparse", None),
+    ],
+)
+def test_bytes_per_weight_are_those_of_the_optimizer(dtype, mode, masters, tmp_path):
+    model = llama(2, dtype)
+    n = sum(parameter.numel() for parameter in model.parameters())
+    density = 0.1 if mode == "sparse" else None
+    options = {"policy_name": "m", "dataset": "d", "dtype": dtype, "master_weights": masters}
+    if mode == "sparse":
+        options["mask"] = MaskSet.random(model, density=0.1, seed=0).save(tmp_path / "mask.safetensors")
+    optimizer = make_optimizer(TrainingOptions(**options), model)
+    completion_logprobs(model, collate(random_sequences(4, 64), pad_id=0)).sum().backward()
+    optimizer.step()
+    held = sum(optimizer.nbytes().values()) + sum(parameter.nbytes for parameter in model.parameters())
+    expected = bytes_per_weight(dtype, mode, mask_density=density, master_weights=masters)
+    assert held / n == pytest.approx(expected, rel=0.02)  # the norms' weights are few
+
+
+def test_advice_fits_and_prefers_all_weights():
+    small, large = (advice(gib * 2**30, has_bf16=True) for gib in (8, 140))
+    shapes = {shape.name: shape for shape in SHAPES}
+    for rows, memory in ((small, 8 * 2**30), (large, 140 * 2**30)):
+        for row in rows:
+            used = shapes[row["model"]].n_weights * row["bytes_per_weight"]
+            used += 1024 * row["batch_size"] * row["bytes_per_token"]
+            assert row["batch_size"] == 0 or used <= 0.9 * memory
+    assert [row["profile"] for row in small] == ["balanced", "aggressive", "aggressive", None, None]
+    assert [row["profile"] for row in large] == ["balanced"] * 4 + ["aggressive"]
+    assert large[0]["options"] == ["batch_size=32", "gradient_accumulation_steps=1"]
+    (row, *_) = advice(16 * 2**30, has_bf16=False)
+    assert row["profile"] == "conservative"
+    assert "dtype=fp16" in advice(16 * 2**30, has_bf16=False)[2]["options"]
