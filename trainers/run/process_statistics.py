@@ -48,13 +48,13 @@ def gpu_utilization(device: torch.device) -> int | None:
 
 
 def statistics_columns(of_ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Columns of a step's row: of the GPUs the largest memory, now and at its peak, and mean utilization; all by rank.
+    """Columns of a step's row: of the GPUs the largest memory (now, peak, reserved) and mean utilization; all by rank.
 
     The columns of a rank are `rank0/peak_memory_bytes` and so on; with one process there are none.
     """
     columns: dict[str, float] = {}
     if "peak_memory_bytes" in of_ranks[0]:
-        for name in ("memory_bytes", "peak_memory_bytes"):
+        for name in ("memory_bytes", "peak_memory_bytes", "reserved_memory_bytes"):
             columns[name] = max(found[name] for found in of_ranks)
     read = [found["gpu_utilization_percent"] for found in of_ranks if "gpu_utilization_percent" in found]
     if read:

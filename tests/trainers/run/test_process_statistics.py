@@ -42,15 +42,17 @@ def test_the_utilization_of_a_gpu_needs_nvidia_ml_py(monkeypatch):
 
 
 def test_columns_of_several_gpus_and_of_one():
-    of_ranks = [
-        {"memory_bytes": 5, "peak_memory_bytes": 7, "gpu_utilization_percent": 90, "peak_host_memory_bytes": 3},
-        {"memory_bytes": 4, "peak_memory_bytes": 9, "gpu_utilization_percent": 95, "peak_host_memory_bytes": 2},
-    ]
-    one_gpu = {"memory_bytes": 5, "peak_memory_bytes": 7, "gpu_utilization_percent": 90}
+    def of(memory, peak, reserved, utilization, host):
+        sizes = {"memory_bytes": memory, "peak_memory_bytes": peak, "reserved_memory_bytes": reserved}
+        return sizes | {"gpu_utilization_percent": utilization, "peak_host_memory_bytes": host}
+
+    of_ranks = [of(5, 7, 8, 90, 3), of(4, 9, 9, 95, 2)]
+    one_gpu = {name: value for name, value in of_ranks[0].items() if name != "peak_host_memory_bytes"}
     assert statistics_columns(of_ranks[:1]) == one_gpu
     assert statistics_columns(of_ranks) == {
         "memory_bytes": 5,
         "peak_memory_bytes": 9,
+        "reserved_memory_bytes": 9,
         "gpu_utilization_percent": 92.5,
         **{f"rank0/{name}": value for name, value in of_ranks[0].items()},
         **{f"rank1/{name}": value for name, value in of_ranks[1].items()},
