@@ -383,6 +383,12 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
     batch_size: int = option(8, "completions per forward pass of training")
     n_minibatches: int = option(1, "optimizer steps in one pass over a rollout", at_least=1)
     num_iterations: int = option(1, "passes over each rollout", at_least=1, aliases=("ppo_epochs",))
+    min_completion_length: int = option(
+        0,
+        "shortest completion in tokens: EOS is not sampled before; log-probabilities are those of all tokens",
+        at_least=0,
+        aliases=("min_new_tokens",),
+    )
     temperature: float = option(1.0, "sampling temperature, also of the log-probabilities", above=0)
     max_logprob_difference: float | None = option(
         None,
@@ -408,6 +414,16 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.min_completion_length > self.max_completion_length:
+            raise ConfigError(
+                f"option 'min_completion_length' is {self.min_completion_length}: expected at most "
+                f"max_completion_length {self.max_completion_length}"
+            )
+        if self.min_completion_length and self.rollout_engine == "continuous_batching":
+            raise ConfigError(
+                f"option 'min_completion_length' is {self.min_completion_length}: rollout_engine continuous_batching "
+                "cannot suppress EOS; use generate or vllm"
+            )
         for name in ("vllm_importance_sampling_correction", "max_logprob_difference"):
             if getattr(self, name) and self.rollout_engine != "vllm":
                 raise ConfigError(

@@ -197,8 +197,10 @@ def test_sparsellm_rl(run, tokenizer, data, tmp_path):
     tokenizer.save_pretrained(tmp_path / "gpt2")
     classifier = save_sentiment_classifier(tmp_path / "classifier")
     tiny = {**TINY, "policy_name": "gpt2", "dataset": data / "imdb.jsonl", "reward_model": classifier}
-    tiny |= {"max_completion_length": 8, "statistics_steps": 1, "delta_log_steps": "1-2"}
+    tiny |= {"max_completion_length": 14, "statistics_steps": 1, "delta_log_steps": "1-2"}
     run("train", "ppo", config="sparsellm_rl/main_ppo", **tiny)
+    steps = [json.loads(line) for line in (tmp_path / "checkpoints_gpt2_medium_ppo/metrics.jsonl").open()]
+    assert all(12 <= step["completion_length"] <= 14 for step in steps)
     samples = [json.loads(line) for line in (tmp_path / "checkpoints_gpt2_medium_ppo/samples.jsonl").open()]
     assert all("Sentiment: Positive review." in sample["prompt"] for sample in samples)
     assert "tied: lm_head.weight" in run("analyze", "coverage", config="sparsellm_rl/coverage", no_plots=True)

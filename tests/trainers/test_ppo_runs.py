@@ -439,6 +439,8 @@ def test_a_text_must_be_long_enough(sentiment):
         ({"statistics_steps": 0}, ["'statistics_steps'", "0"]),
         ({"use_score_norm": True}, ["'use_score_norm'", "use_score_scaling"]),
         ({"score_clip": 0.0}, ["'score_clip'", "0"]),
+        ({"min_completion_length": 99}, ["'min_completion_length' is 99", "max_completion_length"]),
+        ({"min_completion_length": 2, "rollout_engine": "continuous_batching"}, ["cannot suppress EOS"]),
         ({"query_prefix": "x"}, ["'query_prefix' is 'x'", "query_words"]),
         ({"batch_score_norm": True, "use_score_scaling": True}, ["batch_score_norm", "expected one"]),
     ],

@@ -30,7 +30,8 @@ class Prompt(Protocol):
 def sampling_of(config: RolloutOptions, temperature: float | None = None) -> Sampling:
     """The sampling parameters of a loop's options; `temperature` replaces the option's."""
     temperature = config.temperature if temperature is None else temperature
-    return Sampling(config.max_completion_length, temperature, config.top_p, config.top_k)
+    length = config.max_completion_length
+    return Sampling(length, temperature, config.top_p, config.top_k, config.min_completion_length)
 
 
 def sample_rollout(run: TrainingRun, engine: Engine, prompts: Sequence[Prompt], n_generations: int) -> Rollout:
