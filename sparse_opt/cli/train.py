@@ -53,7 +53,8 @@ with checkpoints, and resumed after an interruption:
 on the GPUs of one machine, which share the examples of each step:
   torchrun --nproc_per_node=4 -m sparse_opt train dpo --config dpo.yaml
 
-rft has three stages: 'sparse-opt train rft datagen|train|test'.
+rft has three stages, 'sparse-opt train rft datagen|train|test', and 'sparse-opt train rft show_optimizations' prints
+what --profile conservative|balanced|aggressive sets.
 """
 
 

@@ -82,7 +82,9 @@ class SharedCacheEngine(GenerateEngine):
         """Fill the cache with the keys and values of input_ids [R, T], the padded prompts without their last token."""
         numbers: dict[tuple[int, ...], int] = {}  # distinct prompt -> its number, in order
         number_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-        first_rows = torch.tensor([number_of.index(number) for number in range(len(numbers))], device=input_ids.device)
+        device = input_ids.device
+        places = [number_of.index(number) for number in range(len(numbers))]
+        first_rows = torch.tensor(places, dtype=torch.int64, device=device)
         # One token that is discarded; greedy, so that it takes no random number.
         greedy = generation_config(Sampling(1, temperature=0.0), self.pad_id, self.eos_ids)
         with generating(self.model, greedy):
@@ -92,7 +94,7 @@ class SharedCacheEngine(GenerateEngine):
                 past_key_values=cache,
                 generation_config=greedy,
             )
-        cache.batch_select_indices(torch.tensor(number_of, device=input_ids.device))
+        cache.batch_select_indices(torch.tensor(number_of, dtype=torch.int64, device=device))
 
 
 class _HalfEnded:
@@ -104,7 +106,7 @@ class _HalfEnded:
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         last = input_ids[:, -1]
-        ended = torch.isin(last, torch.tensor(self._eos_ids, device=last.device))
+        ended = torch.isin(last, torch.tensor(self._eos_ids, dtype=last.dtype, device=last.device))
         # An ended row gets padding, which is no EOS everywhere.
         self._ended = ended if self._ended is None else self._ended | ended
         return (2 * self._ended.sum() >= len(last)).expand(len(last))
