@@ -169,6 +169,9 @@ def test_reinforcement_casino(run, chat_folder, data, tmp_path):
     (file,) = (tmp_path / "masks" / "log").glob("sparsity_90.0pct_magnitude_step2.safetensors")
     assert "accard" in found and str(file.name) in found
     run("train", "dpo", config="reinforcement_casino/sparse_dpo", dataset=pairs, mask=file, output_dir="sparse", **tiny)
+    for name in ("efficiency", "bsr"):
+        sparse = {"config": f"reinforcement_casino/sparse_dpo_{name}", "output_dir": name, "mask": file}
+        run("train", "dpo", dataset=pairs, **sparse, **tiny)
     rebuild = {"delta_log_dir": "log", "step": 1, "model_name": chat_folder, "output_dir": "rebuilt"}
     run("delta", "reconstruct", config="reinforcement_casino/reconstruct", **rebuild)
     assert (tmp_path / "rebuilt" / "config.json").is_file()
