@@ -22,8 +22,8 @@ from ..policy.optimizers import load_mask
 from ..policy.sharding import is_sharded
 from ..ranks import ONE_RANK, Ranks
 from .continuous_batching import ContinuousBatchingEngine
+from .engine import Completions, Engine, InParts, Rollout, Sampling, joined, rollout, sample, stop_ids
 from .generate import GenerateEngine
-from .sampling import Completions, Engine, InParts, Rollout, Sampling, joined, rollout, sample, stop_ids
 from .sharded import GatheredEngine, LayerwiseEngine
 from .shared_cache import SharedCacheEngine
 from .vllm import VLLMEngine

@@ -18,8 +18,8 @@ import torch
 from sparse_opt.errors import ConfigError, SparseOptError
 
 from ..policy.models import causal_lm
+from .engine import Completions, Sampling, require_positions
 from .generate import generating, generation_config
-from .sampling import Completions, Sampling, require_room
 
 # Tokens of keys and values per page. torch's attention has a mask over all pages, so small pages waste less.
 _PAGE = 32
@@ -85,7 +85,7 @@ class ContinuousBatchingEngine:
             )
         if not prompts:
             return Completions([])
-        require_room(self.model, prompts, sampling)
+        require_positions(self.model, prompts, sampling)
         config = generation_config(sampling, self.pad_id, self.eos_ids)
         device = self.model.device
         seed = int(torch.randint(2**31, (), device="cpu"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data.order import chunks
 from ..policy.models import causal_lm, running_eagerly
-from .sampling import Completions, Sampling, cut_at_eos, require_room
+from .engine import Completions, Sampling, cut_at_eos, require_positions
 
 
 class GenerateEngine:
@@ -57,7 +57,7 @@ class GenerateEngine:
         """
         if not prompts:
             return Completions([])
-        require_room(self.model, prompts, sampling)
+        require_positions(self.model, prompts, sampling)
         rows = [prompt for prompt in prompts for _ in range(n)]
         order = list(range(len(rows)))
         if self.by_length:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..policy.sharding import gathered
+from .engine import Completions, Engine, Sampling
 from .generate import GenerateEngine
-from .sampling import Completions, Engine, Sampling
 
 
 class GatheredEngine:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError
 
+from .engine import Sampling, cut_at_eos
 from .generate import GenerateEngine, generating, generation_config
-from .sampling import Sampling, cut_at_eos
 
 # Fewer rows take about as long as one, and another call of `generate` costs more than it saves.
 _FEWEST_ROWS = 32

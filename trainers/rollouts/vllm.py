@@ -26,7 +26,7 @@ from sparse_opt.masks import MaskSet
 
 from ..policy.models import causal_lm
 from ..ranks import world_size
-from .sampling import Completions, Sampling, require_room
+from .engine import Completions, Sampling, require_positions
 from .vllm_weights import FullReload, SparseUpdates, WeightSync, merged_weights, save_weights
 
 # Range of temperatures besides 0: vLLM's `SamplingParams` silently raises lower ones and refuses higher ones.
@@ -138,7 +138,7 @@ class VLLMEngine:
             SparseOptError: some of vLLM's weights are not among the policy's, or it returned no completion.
         """
         require_vllm_temperature(sampling)
-        require_room(self.model, prompts, sampling)
+        require_positions(self.model, prompts, sampling)
         rows = [list(prompt) for prompt in prompts for _ in range(n)]
         seeds = torch.randint(2**31, (len(rows),), device="cpu").tolist()
         with _random_states_kept(self.model.device):

@@ -34,7 +34,7 @@ from ..policy.models import causal_lm
 from ..policy.sharding import is_sharded, unsharded_class
 from ..policy.whole_model import gather
 from ..ranks import ONE_RANK, Ranks, world_size
-from .sampling import Completions, Sampling, require_room
+from .engine import Completions, Sampling, require_positions
 from .vllm import require_updatable, require_vllm_temperature
 from .vllm_weights import ReloadExtension, SparseUpdates, WeightSync, merged_weights, save_weights
 
@@ -127,7 +127,7 @@ class VLLMServerEngine:
         """
         require_vllm_temperature(sampling)
         if prompts:
-            self._require_room(prompts, sampling)
+            self._require_positions(prompts, sampling)
         seeds = torch.randint(2**31, (len(prompts),), device="cpu").tolist()
         self._ranks.barrier()
         self._weights.synchronize()
@@ -161,8 +161,8 @@ class VLLMServerEngine:
             [choice["token_ids"] for choice in choices], [choice["logprobs"]["token_logprobs"] for choice in choices]
         )
 
-    def _require_room(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        require_room(self.model, prompts, sampling)
+    def _require_positions(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        require_positions(self.model, prompts, sampling)
         longest = max(map(len, prompts)) + sampling.max_new_tokens
         if longest > self._server.max_model_len:  # the server would silently sample fewer tokens
             raise ConfigError(

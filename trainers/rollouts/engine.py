@@ -346,7 +346,7 @@ def cut_at_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
     return list(ids)
 
 
-def require_room(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def require_positions(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     """Raise ConfigError if the longest prompt with its completion exceeds the model's positions."""
     limit = max_positions(model.config)
     longest = max(map(len, prompts))
