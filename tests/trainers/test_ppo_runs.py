@@ -110,10 +110,10 @@ def captured(monkeypatch):
         found.update(episodes=episodes, head=critic.head)
         return update_on(run, critic, episodes, config)
 
-    def seen_update(run):
+    def seen_update(run, *others):
         found["grads"] = {name: p.grad.clone() for name, p in run.model.named_parameters()}
         found["head_grads"] = {name: p.grad.clone() for name, p in found["head"].named_parameters()}
-        update(run)
+        update(run, *others)
 
     monkeypatch.setattr(ppo.loop, "update_on", seen_update_on)
     monkeypatch.setattr(ppo.loop, "whiten", lambda values, mask: whiten(values, mask))
