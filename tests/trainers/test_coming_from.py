@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from sparse_opt.bench.training.baseline import main as baseline
 from sparse_opt.bench.training.baseline import run as baseline_run
 from sparse_opt.bench.training.profiles.main import ProfilesOptions
-from sparse_opt.cli import analyze, delta, mask, train
+from sparse_opt.cli import analyze, delta, doctor, mask, train
 from sparse_opt.cli.main import main
 from sparse_opt.config import add_options, parse_config
 from sparse_opt.option_parser import CommandParser
@@ -65,8 +65,8 @@ def parsed(words: list[str]) -> None:
         (config_class or getattr(module, train.ALGORITHMS[algorithm]))(**values)
     elif name == "bench" and rest[0] == "baseline":
         baseline.main.__self__.parser().parse_words(rest[1:])
-    elif name in ("mask", "delta", "analyze"):
-        {"mask": mask, "delta": delta, "analyze": analyze}[name]._parser().parse_words(rest)
+    elif name in ("mask", "delta", "analyze", "doctor"):
+        {"mask": mask, "delta": delta, "analyze": analyze, "doctor": doctor}[name]._parser().parse_words(rest)
     else:
         assert words[:2] == ["bench", "profiles"]
         parse_config(ProfilesOptions, rest[1:])
