@@ -1,0 +1,15 @@
+"""Options shared by the training loops: of the model and data, of training, and of sampling completions."""
+
+from .completions import CompletionOptions, RolloutOptions
+from .model import ModelOptions, model_slug
+from .training import LoggedOptions, ReferenceOptions, TrainingOptions
+
+__all__ = [
+    "CompletionOptions",
+    "LoggedOptions",
+    "ModelOptions",
+    "ReferenceOptions",
+    "RolloutOptions",
+    "TrainingOptions",
+    "model_slug",
+]
