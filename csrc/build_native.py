@@ -1,4 +1,7 @@
-"""How setup.py builds the native extension, sparse_opt._C, from the sources in this folder.
+"""How setup.py builds the native libraries from the sources in this folder.
+
+`sparse_opt._kernels` has the ops, on torch's stable ABI and Python's limited API: one binary for torch 2.10 and newer,
+and for Python 3.11 and newer. `sparse_opt._autograd`, from optim/, belongs to one version of both, and is optional.
 
 torch's BuildExtension runs ninja in build/temp.*. It compiles a source again after a change of the source, of a header
 that it includes, or of the command. The docstring of setup.py lists the environment variables.
@@ -14,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setuptools import errors
+from setuptools import Extension, errors
 from setuptools.command.build_py import build_py
 from setuptools.modified import newer_group
 
@@ -24,13 +27,18 @@ from setuptools.modified import newer_group
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden"]
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
-# at::parallel_for is inlined from torch's headers and runs on one thread where OpenMP is off.
-OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 SOURCES = sorted(path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
 # Of gcc, clang, nvcc, ptxas and ld.
 COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")
 
+# Torch's C interface as of this version; functions of later ones are not declared.
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
+MINIMUM_TORCH = (2, 10)
+PYTHON_TAG = "cp311"
+
 REQUIRE_NATIVE = os.environ.get("SPARSE_OPT_REQUIRE_NATIVE") == "1"
+BUILD_CUDA = os.environ.get("SPARSE_OPT_CUDA") == "1"
+NO_AUTOGRAD = os.environ.get("SPARSE_OPT_NO_AUTOGRAD") == "1"
 HINT = "`pip install --verbose` shows all that the compilers print"
 
 
@@ -44,6 +52,9 @@ def native_extension():
         if REQUIRE_NATIVE:
             raise
         return without_torch(f"{error}; install torch, then `pip install --no-build-isolation .`")
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < MINIMUM_TORCH:
+        cause = f"torch {torch.__version__} is older than 2.10, which has the stable ABI"
+        return sys.exit(f"sparse-opt: {cause}") if REQUIRE_NATIVE else without_torch(cause)
     return with_torch(torch)
 
 
@@ -59,10 +70,13 @@ def without_torch(cause):
 def with_torch(torch):
     if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")) and (toolkit := toolkit_on_path()):
         os.environ["CUDA_HOME"] = toolkit  # torch reads it as the next line imports it
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension
+    from torch.utils import cpp_extension
 
-    missing = why_no_cuda(torch, CUDA_HOME)
-    archs, notes = ("", ()) if missing else cuda_archs(torch, CUDA_HOME)
+    if BUILD_CUDA:
+        claim_cuda(torch, cpp_extension)
+    cuda_home, BuildExtension = cpp_extension.CUDA_HOME, cpp_extension.BuildExtension
+    missing = why_no_cuda(torch, cuda_home)
+    archs, notes = ("", ()) if missing else cuda_archs(torch, cuda_home)
     if not missing and not archs:
         missing = f"TORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}: {'; '.join(notes)}"
         if REQUIRE_NATIVE:
@@ -81,28 +95,41 @@ def with_torch(torch):
                 say(f"building the extension with its CPU kernels alone: {missing}")
             else:
                 say("; ".join([f"building the CUDA kernels for {archs}", *notes]))
-            failure = self.why_failed()
+            kernels, *autograd = self.extensions
+            failure = self.why_failed(kernels)
             if failure and not missing and not REQUIRE_NATIVE:
                 say(f"THE CUDA KERNELS WERE NOT BUILT, the extension is built without them: {failure} ({HINT})")
-                without_cuda = extension(torch, f"their build failed: {failure}", archs, notes)
-                vars(self.extensions[0]).update(vars(without_cuda))
-                failure = self.why_failed()
-            if failure and REQUIRE_NATIVE:
-                sys.exit(f"sparse-opt: the extension was not built: {failure} ({HINT})")
+                without_cuda = kernels_extension(torch, f"their build failed: {failure}", archs, notes)
+                vars(kernels).update(vars(without_cuda))
+                failure = self.why_failed(kernels)
             if failure:
-                say(f"THE EXTENSION WAS NOT BUILT, the package has no native backends: {failure} ({HINT})")
-                self.extensions[0].optional = True  # there is nothing to copy
-                Path(self.get_ext_fullpath("sparse_opt._C")).unlink(missing_ok=True)  # an older build's
+                message = "THE EXTENSION WAS NOT BUILT, the package has no native backends"
+                self.leave_out(self.extensions, message, failure)
+                return
+            for extension in autograd:
+                if failure := self.why_failed(extension):
+                    message = "_autograd WAS NOT BUILT, gradients are collected in Python"
+                    self.leave_out([extension], message, failure)
 
-        def why_failed(self):
+        def leave_out(self, extensions, message, failure):
+            if REQUIRE_NATIVE:
+                sys.exit(f"sparse-opt: the extension was not built: {failure} ({HINT})")
+            say(f"{message}: {failure} ({HINT})")
+            for extension in extensions:
+                extension.optional = True  # there is nothing to copy
+                Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)  # an older build's
+
+        def why_failed(self, extension):
             """Compile and link; empty on success, else the compilers' first error or the message of the exception."""
+            all_of_them, build_temp = self.extensions, self.build_temp
+            self.extensions, self.build_temp = [extension], os.path.join(build_temp, extension.name)
             # torch forces the linker to run. It has to where an object is newer, or was linked and has no source now,
             # or where any source is newer, compiled or not: backends.py loads no extension older than a source.
-            objects = {Path(self.build_temp, source).with_suffix(".o") for source in self.extensions[0].sources}
+            objects = {Path(self.build_temp, source).with_suffix(".o") for source in extension.sources}
             removed = set(Path(self.build_temp).rglob("*.o")) - objects
             for path in removed:
                 path.unlink()
-            outdated = newer_group(map(str, SOURCES), self.get_ext_fullpath("sparse_opt._C"))
+            outdated = newer_group(map(str, SOURCES), self.get_ext_fullpath(extension.name))
             self.compiler.force = bool(removed or outdated)
             with tempfile.NamedTemporaryFile("r", errors="replace") as log:
                 try:
@@ -110,20 +137,34 @@ def with_torch(torch):
                         super().build_extensions()
                 except (RuntimeError, OSError, errors.CCompilerError, errors.BaseError) as error:
                     return next(filter(COMPILER_ERROR.search, log), str(error)).strip()
+                finally:
+                    self.extensions, self.build_temp = all_of_them, build_temp
             return ""
 
-    return {"ext_modules": [extension(torch, missing, archs, notes)], "cmdclass": {"build_ext": BuildNative}}
+    extensions = [kernels_extension(torch, missing, archs, notes)]
+    if not NO_AUTOGRAD:
+        extensions.append(autograd_extension(torch))
+    tag = {"bdist_wheel": {"py_limited_api": PYTHON_TAG}} if NO_AUTOGRAD else {}
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildNative}, "options": tag}
 
 
-def extension(torch, missing, archs, notes):
-    """The extension; with its CPU kernels alone where `missing` is why there are no CUDA kernels."""
+def is_of_autograd(path):
+    return path.parts[1] == "optim"
+
+
+def kernels_extension(torch, missing, archs, notes):
+    """The library of the ops; with its CPU kernels alone where `missing` is why there are no CUDA kernels."""
     from torch.utils import cpp_extension
 
-    sources = [path for path in SOURCES if path.suffix == ".cpp" and not path.stem.endswith("_cuda")]
-    make = cpp_extension.CppExtension
-    if not missing:
-        sources = [path for path in SOURCES if path.suffix in (".cpp", ".cu")]
-        make = cpp_extension.CUDAExtension
+    sources = [path for path in SOURCES if path.suffix in (".cpp", ".cu") and not is_of_autograd(path)]
+    macros, libraries, library_dirs = [], [], []
+    if missing:
+        sources = [path for path in sources if path.suffix == ".cpp" and not path.stem.endswith("_cuda")]
+    else:
+        macros = [("SPARSE_OPT_WITH_CUDA", None)]
+        # CUDA's runtime is linked statically, so that the library loads next to a torch of another CUDA, or of none.
+        libraries = ["cudart_static", "rt", "dl", "pthread"]
+        library_dirs = [os.path.join(cpp_extension.CUDA_HOME, "lib64")]
         os.environ["TORCH_CUDA_ARCH_LIST"] = archs
     build_info = {
         "TORCH_VERSION": torch.__version__,
@@ -131,17 +172,42 @@ def extension(torch, missing, archs, notes):
         "CUDA_ARCH_LIST": "" if missing else archs,
         "CUDA_ARCH_NOTES": "; ".join(notes),
     }
-    macros = [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]
-    return make(
-        "sparse_opt._C",
+    macros += [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]
+    return Extension(
+        "sparse_opt._kernels",
         [str(path) for path in sources],
-        include_dirs=[os.path.abspath("csrc")],
-        define_macros=macros if missing else [*macros, ("SPARSE_OPT_WITH_CUDA", None)],
-        extra_compile_args={"cxx": CXX_FLAGS + OPENMP, "nvcc": NVCC_FLAGS},
-        extra_link_args=OPENMP,
+        language="c++",
+        include_dirs=[os.path.abspath("csrc"), *cpp_extension.include_paths("cpu" if missing else "cuda")],
+        define_macros=macros,
+        library_dirs=[*cpp_extension.library_paths(), *library_dirs],
+        libraries=["torch_cpu", *libraries],
+        extra_compile_args={"cxx": CXX_FLAGS + STABLE_ABI, "nvcc": NVCC_FLAGS + STABLE_ABI},
+        py_limited_api=True,
         # Read only where ninja is missing; then every source is compiled again.
         depends=[str(path) for path in SOURCES if path.suffix in (".h", ".cuh")],
     )
+
+
+def autograd_extension(torch):
+    from torch.utils import cpp_extension
+
+    return cpp_extension.CppExtension(
+        "sparse_opt._autograd",
+        [str(path) for path in SOURCES if path.suffix == ".cpp" and is_of_autograd(path)],
+        include_dirs=[os.path.abspath("csrc")],
+        define_macros=[("SPARSE_OPT_TORCH_VERSION", f'"{torch.__version__}"')],
+        extra_compile_args={"cxx": CXX_FLAGS},
+        depends=[str(path) for path in SOURCES if path.suffix == ".h"],
+    )
+
+
+def claim_cuda(torch, cpp_extension):
+    """Make a torch without CUDA compile CUDA code, which needs nothing of torch's CUDA: SPARSE_OPT_CUDA=1."""
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not toolkit:
+        sys.exit("sparse-opt: SPARSE_OPT_CUDA=1 needs nvcc, on PATH or in CUDA_HOME")
+    cpp_extension.CUDA_HOME = toolkit
+    torch.version.cuda = re.search(r"release (\d+\.\d+)", nvcc(toolkit, "--version"))[1]
 
 
 def toolkit_on_path():

@@ -2,11 +2,11 @@
 // when they use the locale facets of torch's copy.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
 #include <concepts>
+#include <stdexcept>
 #include <string>
+
+#include "tensor_view.h"
 
 namespace sparse_opt {
 
@@ -19,29 +19,33 @@ inline std::string as_text(const std::string& text) {
 inline std::string as_text(std::integral auto number) {
   return std::to_string(number);
 }
-inline std::string as_text(at::ScalarType dtype) {
-  return c10::toString(dtype);
+inline std::string as_text(ScalarType dtype) {
+  return torch::headeronly::toString(dtype);
 }
-inline std::string as_text(at::Device device) {
-  return device.str();
+inline std::string as_text(Device device) {
+  const std::string type = device.type == DeviceType::CPU    ? "cpu"
+                           : device.type == DeviceType::CUDA ? "cuda"
+                                                             : "device type " + as_text(static_cast<int>(device.type));
+  return device.index < 0 ? type : type + ":" + std::to_string(device.index);
 }
-inline std::string as_text(at::IntArrayRef numbers) {
+inline std::string as_text(Ints numbers) {
   std::string text = "[";
   for (size_t i = 0; i < numbers.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(numbers[i]);
   return text + "]";
 }
 
 // Raises ValueError(the parts, one after the other) unless the condition holds. The parts are evaluated only then.
-#define SPARSE_OPT_CHECK(condition, ...)                                        \
-  do {                                                                          \
-    if (C10_UNLIKELY(!(condition))) sparse_opt::raise_value_error(__VA_ARGS__); \
+#define SPARSE_OPT_CHECK(condition, ...)                                             \
+  do {                                                                               \
+    if (!(condition)) [[unlikely]] sparse_opt::raise_value_error(__VA_ARGS__);        \
   } while (false)
 
+// Python gets a ValueError for std::invalid_argument from all of torch's bindings of ops and from pybind11.
 template <typename... Parts>
 [[noreturn]] void raise_value_error(const Parts&... parts) {
   std::string text;
   (text.append(as_text(parts)), ...);
-  TORCH_CHECK_VALUE(false, text);
+  throw std::invalid_argument(text);
 }
 
 }  // namespace sparse_opt

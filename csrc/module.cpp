@@ -1,210 +1,155 @@
-// The extension module: information about the build, and the bindings of BoundParams and TileRoute. Importing it
-// registers torch.ops.sparse_opt_native.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/pybind.h>
+// The extension module _kernels, in Python's limited API: how it was built, the L2 cache's setting, and the table for
+// _autograd. Importing it registers torch.ops.sparse_opt_native.
+#include <Python.h>
 
-#include <memory>
-#include <optional>
 #include <string>
-#include <utility>
-#include <vector>
+
+#include "kernel_table.h"
+#include "ops.h"
 
 #ifdef SPARSE_OPT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <cuda_runtime_api.h>
+#include "cuda_stream.h"
 #endif
 
-#include "optim/backward_notifier.h"
-#include "optim/bound_params.h"
-#include "optim/gradient_buffer.h"
-#include "optim/gradient_hook.h"
-#include "optim/tile_linear.h"
-
-namespace py = pybind11;
-using namespace py::literals;
+// The name of the module is the last part of its import path, as torch.utils.cpp_extension defines it.
+#define SPARSE_OPT_CONCATENATE(a, b) a##b
+#define SPARSE_OPT_INIT(name) SPARSE_OPT_CONCATENATE(PyInit_, name)
+#define SPARSE_OPT_TEXT_OF(name) #name
+#define SPARSE_OPT_TEXT(name) SPARSE_OPT_TEXT_OF(name)
 
 namespace {
 
-// Releases the interpreter's lock around functions that run a kernel, or that may wait for a device or a mutex.
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using namespace sparse_opt;
 
-py::dict build_info() {
-  py::dict info;
+KernelTable make_table() {
+  KernelTable table;
+  table.cpu = cpu_table();
 #ifdef SPARSE_OPT_WITH_CUDA
-  info["cuda"] = true;
-  info["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
-#else
-  info["cuda"] = false;
-  info["cuda_version"] = "";
+  add_cuda(table);
 #endif
-  info["cuda_missing"] = SPARSE_OPT_CUDA_MISSING;
-  info["arch_list"] = SPARSE_OPT_CUDA_ARCH_LIST;
-  info["arch_notes"] = SPARSE_OPT_CUDA_ARCH_NOTES;
-  info["torch"] = SPARSE_OPT_TORCH_VERSION;
+  return table;
+}
+
+KernelTable table = make_table();
+
+bool set_item(PyObject* dict, const char* key, PyObject* value) {
+  const bool set = value != nullptr && PyDict_SetItemString(dict, key, value) == 0;
+  Py_XDECREF(value);
+  return set;
+}
+
+PyObject* build_info(PyObject*, PyObject*) {
+#ifdef SPARSE_OPT_WITH_CUDA
+  const bool cuda = true;
+  const std::string cuda_version =
+      std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+#else
+  const bool cuda = false;
+  const std::string cuda_version;
+#endif
 #if defined(__clang__)
-  info["compiler"] = "clang " __clang_version__;
+  const char* compiler = "clang " __clang_version__;
 #elif defined(__GNUC__)
-  info["compiler"] = "gcc " __VERSION__;
+  const char* compiler = "gcc " __VERSION__;
 #else
-  info["compiler"] = "unknown";
+  const char* compiler = "unknown";
 #endif
-#ifdef _OPENMP
-  info["openmp"] = true;
-#else
-  info["openmp"] = false;
-#endif
-  return info;
+  PyObject* info = PyDict_New();
+  if (info == nullptr) return nullptr;
+  const bool complete = set_item(info, "cuda", PyBool_FromLong(cuda)) &&
+                        set_item(info, "cuda_version", PyUnicode_FromString(cuda_version.c_str())) &&
+                        set_item(info, "cuda_missing", PyUnicode_FromString(SPARSE_OPT_CUDA_MISSING)) &&
+                        set_item(info, "arch_list", PyUnicode_FromString(SPARSE_OPT_CUDA_ARCH_LIST)) &&
+                        set_item(info, "arch_notes", PyUnicode_FromString(SPARSE_OPT_CUDA_ARCH_NOTES)) &&
+                        set_item(info, "torch", PyUnicode_FromString(SPARSE_OPT_TORCH_VERSION)) &&
+                        set_item(info, "compiler", PyUnicode_FromString(compiler));
+  if (complete) return info;
+  Py_DECREF(info);
+  return nullptr;
+}
+
+template <typename Rule>
+bool add_arguments(PyObject* ops) {
+  PyObject* names = PyList_New(0);
+  StepInputs<Rule> inputs;
+  inputs.for_each([&](const char* name, auto&) {
+    PyObject* text = names == nullptr ? nullptr : PyUnicode_FromString(name);
+    if (text == nullptr || PyList_Append(names, text) != 0) Py_CLEAR(names);
+    Py_XDECREF(text);
+  });
+  return set_item(ops, Rule::kOp, names);
+}
+
+// The names of the arguments of each step op in the order in which the kernels read them.
+PyObject* step_arguments(PyObject*, PyObject*) {
+  PyObject* ops = PyDict_New();
+  if (ops == nullptr) return nullptr;
+  bool complete = true;
+#define SPARSE_OPT_ADD(Rule) complete = complete && add_arguments<Rule>(ops);
+  SPARSE_OPT_FOR_EACH_RULE(SPARSE_OPT_ADD)
+#undef SPARSE_OPT_ADD
+  if (complete) return ops;
+  Py_DECREF(ops);
+  return nullptr;
+}
+
+PyObject* kernel_table(PyObject*, PyObject*) {
+  return PyCapsule_New(&table, kKernelTableCapsule, nullptr);
 }
 
 #ifdef SPARSE_OPT_WITH_CUDA
-// In bytes; see l2_fetch.py.
-int64_t l2_fetch_granularity(c10::DeviceIndex device) {
-  const c10::cuda::CUDAGuard guard(device);
-  size_t bytes = 0;
-  C10_CUDA_CHECK(cudaDeviceGetLimit(&bytes, cudaLimitMaxL2FetchGranularity));
-  return static_cast<int64_t>(bytes);
+// Runs work() on the device, without the interpreter's lock. Sets a Python exception and returns false on an error.
+template <typename Work>
+bool on_device(int device, Work work) {
+  std::string error;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    check_cuda(work());
+  } catch (const std::exception& raised) {
+    error = raised.what();
+  }
+  Py_END_ALLOW_THREADS;
+  if (!error.empty()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
+  return error.empty();
 }
 
-void set_l2_fetch_granularity(c10::DeviceIndex device, int64_t bytes) {
-  const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(cudaDeviceSetLimit(cudaLimitMaxL2FetchGranularity, static_cast<size_t>(bytes)));
+// In bytes; see l2_fetch.py.
+PyObject* l2_fetch_granularity(PyObject*, PyObject* arguments) {
+  int device = 0;
+  size_t bytes = 0;
+  if (!PyArg_ParseTuple(arguments, "i", &device)) return nullptr;
+  if (!on_device(device, [&] { return cudaDeviceGetLimit(&bytes, cudaLimitMaxL2FetchGranularity); })) return nullptr;
+  return PyLong_FromSize_t(bytes);
+}
+
+PyObject* set_l2_fetch_granularity(PyObject*, PyObject* arguments) {
+  int device = 0;
+  Py_ssize_t bytes = 0;
+  if (!PyArg_ParseTuple(arguments, "in", &device, &bytes)) return nullptr;
+  const auto set = [&] { return cudaDeviceSetLimit(cudaLimitMaxL2FetchGranularity, static_cast<size_t>(bytes)); };
+  if (!on_device(device, set)) return nullptr;
+  Py_RETURN_NONE;
 }
 #endif
 
-using sparse_opt::BackwardNotifier;
-using sparse_opt::BoundParams;
-using sparse_opt::GradientBuffer;
-using sparse_opt::TileRoute;
+PyMethodDef methods[] = {
+    {"build_info", build_info, METH_NOARGS, "How the library was built: a dict of strings and bools."},
+    {"step_arguments", step_arguments, METH_NOARGS, "The names of each step op's arguments, in the kernels' order."},
+    {"kernel_table", kernel_table, METH_NOARGS, "A capsule for _autograd; see csrc/kernel_table.h."},
+#ifdef SPARSE_OPT_WITH_CUDA
+    {"l2_fetch_granularity", l2_fetch_granularity, METH_VARARGS, "(device) -> bytes"},
+    {"set_l2_fetch_granularity", set_l2_fetch_granularity, METH_VARARGS, "(device, bytes)"},
+#endif
+    {nullptr, nullptr, 0, nullptr},
+};
 
-// Construct and destroy an object without the interpreter's lock: both may wait for a device or a mutex.
-template <typename T, typename... Arguments>
-std::shared_ptr<T> make_unlocked(Arguments&&... arguments) {
-  const auto destroy = [](T* object) {
-    std::optional<py::gil_scoped_release> no_lock;  // a backward pass without the lock may have the last reference
-    if (PyGILState_Check() == 1) no_lock.emplace();
-    delete object;
-  };
-  const py::gil_scoped_release no_lock;
-  return {new T(std::forward<Arguments>(arguments)...), destroy};
-}
-
-std::shared_ptr<BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-                                  std::vector<int64_t> ends, int64_t run_length,
-                                  std::optional<at::Tensor> index_bases) {
-  return make_unlocked<BoundParams>(std::move(params), std::move(indices), std::move(starts), std::move(ends),
-                                    run_length, std::move(index_bases));
-}
-
-std::shared_ptr<GradientBuffer> gradient_buffer(const std::shared_ptr<BoundParams>& bound, at::Tensor values,
-                                                at::Tensor sum_sq, std::optional<at::Tensor> tiles,
-                                                std::vector<int64_t> tile_starts, std::vector<int64_t> tile_ends,
-                                                int64_t tile_size) {
-  std::optional<sparse_opt::Tiles> active;
-  if (tiles.has_value()) active = {std::move(*tiles), std::move(tile_starts), std::move(tile_ends), tile_size};
-  return make_unlocked<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
-}
-
-// A Python function for threads that may not hold the interpreter's lock. Its exceptions keep their Python type.
-template <typename Result, typename... Arguments>
-std::function<Result(Arguments...)> without_lock(py::function function) {
-  const auto release = [](py::function* held) {
-    const py::gil_scoped_acquire lock;
-    delete held;
-  };
-  const std::shared_ptr<py::function> held(new py::function(std::move(function)), release);
-  return [held](Arguments... arguments) {
-    const py::gil_scoped_acquire lock;
-    try {
-      return (*held)(arguments...).template cast<Result>();
-    } catch (py::error_already_set& raised) {
-      raised.restore();
-      python_error error;
-      error.persist();
-      throw error;
-    }
-  };
-}
-
-std::shared_ptr<BackwardNotifier> backward_notifier(const std::vector<at::Tensor>& params,
-                                                    std::vector<int64_t> group_of, py::function ready,
-                                                    py::function ended) {
-  return BackwardNotifier::create(params, std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
-                                  without_lock<void>(std::move(ended)));
-}
-
-// `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
-void step(BoundParams& bound, const std::string& name, const py::kwargs& arguments) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("sparse_opt_native::" + name).c_str(), "");
-  const c10::FunctionSchema& schema = op.schema();
-  torch::jit::Stack stack;
-  for (const c10::Argument& argument : schema.arguments()) {
-    stack.push_back(argument.default_value().value_or(c10::IValue()));
-  }
-  for (const auto& [key, value] : arguments) {
-    const auto keyword = key.cast<std::string>();
-    const std::optional<int> i = schema.argumentIndexWithName(keyword);
-    if (!i.has_value()) throw py::type_error(name + " has no argument " + keyword);
-    stack[*i] = torch::jit::toIValue(value, schema.arguments()[*i].type());
-  }
-  const py::gil_scoped_release no_lock;
-  bound.step(op, std::move(stack));
-}
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, SPARSE_OPT_TEXT(TORCH_EXTENSION_NAME), nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr,
+};
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("build_info", &build_info, "How the extension was built: a dict of strings and bools.");
-#ifdef SPARSE_OPT_WITH_CUDA
-  m.def("l2_fetch_granularity", &l2_fetch_granularity, "device"_a, Unlocked());
-  m.def("set_l2_fetch_granularity", &set_l2_fetch_granularity, "device"_a, "bytes"_a, Unlocked());
-#endif
-
-  py::class_<BoundParams, std::shared_ptr<BoundParams>>(
-      m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
-      .def(py::init(&bind), "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
-           "index_bases"_a = std::nullopt)
-      .def("gradient_buffer", &gradient_buffer, "values"_a, "sum_sq"_a, "tiles"_a = std::nullopt,
-           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0)
-      .def("has_grads", &BoundParams::has_grads)
-      .def("take_grads", &BoundParams::take_grads, Unlocked())
-      .def("release_grads", &BoundParams::release_grads, Unlocked())
-      .def("step", &step, "op"_a);
-
-  py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")
-      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, "found_inf"_a, Unlocked())
-      .def("add_tiles_", &GradientBuffer::add_tiles_, "i"_a, "left"_a, "right"_a, "found_inf"_a, Unlocked())
-      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, "found_inf"_a, Unlocked())
-      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, Unlocked())
-      .def(
-          "register_hook",
-          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, const py::dict& functions) {
-            sparse_opt::GradientHook::install(buffer, i, functions.ptr());
-          },
-          "i"_a, "functions"_a)
-      .def(
-          "route",
-          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, bool transposed, py::function fallback) {
-            return c10::make_intrusive<TileRoute>(
-                buffer, i, transposed, without_lock<bool, const at::Tensor&, const at::Tensor&>(std::move(fallback)));
-          },
-          "i"_a, "transposed"_a, "fallback"_a)
-      .def("finish", &GradientBuffer::finish, Unlocked())
-      .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
-      .def("drop", &GradientBuffer::drop, Unlocked())
-      .def("received", &GradientBuffer::received, Unlocked())
-      .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())
-      .def("set_queue_limits", &GradientBuffer::set_queue_limits, "tiles"_a = std::nullopt,
-           "tile_bytes"_a = std::nullopt, "gradient_bytes"_a = std::nullopt, Unlocked());
-
-  py::class_<BackwardNotifier, std::shared_ptr<BackwardNotifier>>(m, "BackwardNotifier", "See backward_notifier.h.")
-      .def(py::init(&backward_notifier), "params"_a, "group_of"_a, "ready"_a, "ended"_a)
-      .def("remove", &BackwardNotifier::remove, Unlocked());
-
-  py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
-      .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())
-      .def("gradient_use", &TileRoute::gradient_use);
+PyMODINIT_FUNC SPARSE_OPT_INIT(TORCH_EXTENSION_NAME)() {
+  return PyModule_Create(&module);
 }

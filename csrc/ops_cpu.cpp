@@ -1,14 +1,10 @@
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <numeric>
 
 #include "kernels/cpu/kernels.h"
-#include "native.h"
-#include "step_op.h"
+#include "ops.h"
 
 // Ops that sparse_opt does not show to its users. sparse_opt/ops defines the schemas of the others.
-TORCH_LIBRARY(sparse_opt_native, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
   // For delta logs.
   m.def("indexed_take_(Tensor[] dense, Tensor(a!) compact, Tensor indices, int[] starts, int[] ends) -> ()");
   // For the optimizers' hooks on a GPU, see ops_cuda.cpp.
@@ -30,26 +26,18 @@ TORCH_LIBRARY(sparse_opt_native, m) {
 namespace sparse_opt {
 namespace {
 
-// One piece of work is thousands of elements already, so the grain is one.
-void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  at::parallel_for(0, count, 1, body);
-}
-
 struct Cpu {
-  struct Guard {
-    explicit Guard(at::Device) {}
-  };
   template <typename Rule>
-  static void step(const StepArguments& args, const typename Rule::Options& options) {
-    cpu::step<Rule>(args, options, parallel_for);
+  static void step(const StepArguments& args, const void* options, int) {
+    cpu::step<Rule>(args, *static_cast<const typename Rule::Options*>(options), parallel_for);
   }
-  static void run(const GatherArguments& args) { cpu::masked_grad_gather(args, parallel_for); }
-  static void run(const TileArguments& args) { cpu::tile_weight_grad(args, parallel_for); }
-  static void run_swap(const MoveArguments& args) { cpu::indexed_swap(args, parallel_for); }
-  static void run_take(const MoveArguments& args) { cpu::indexed_take(args, parallel_for); }
-  static void run_apply(const MoveArguments& args) { cpu::delta_apply(args, parallel_for); }
+  static void gather(const GatherArguments& args, int) { cpu::masked_grad_gather(args, parallel_for); }
+  static void tiles(const TileArguments& args, int) { cpu::tile_weight_grad(args, parallel_for); }
+  static void swap(const MoveArguments& args, int) { cpu::indexed_swap(args, parallel_for); }
+  static void take(const MoveArguments& args, int) { cpu::indexed_take(args, parallel_for); }
+  static void apply(const MoveArguments& args, int) { cpu::delta_apply(args, parallel_for); }
 
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> run(DeltaCall& call) {
+  static std::tuple<Tensor, Tensor, Tensor> encode(DeltaCall& call) {
     std::vector<uint8_t> changed(call.blocks() * kDeltaBlockBytes);
     std::vector<int64_t> block_counts(call.blocks());
     call.args.changed = changed.data();
@@ -61,7 +49,7 @@ struct Cpu {
     call.args.running_sums = running_sums.data();
     const auto [indices, values] = call.allocate(running_sums.empty() ? 0 : running_sums.back());
     cpu::delta_collect(call.args, parallel_for);
-    at::Tensor counts = at::empty({call.args.count}, at::kLong);
+    Tensor counts = empty({call.args.count}, ScalarType::Long, {});
     for (int64_t i = 0; i < call.args.count; ++i) {
       const auto first = block_counts.begin() + call.first_block[i],
                  last = block_counts.begin() + call.first_block[i + 1];
@@ -72,9 +60,13 @@ struct Cpu {
 };
 
 }  // namespace
+
+KernelTable::OfDevice cpu_table() {
+  return table_of<Cpu>();
+}
+
 }  // namespace sparse_opt
 
-TORCH_LIBRARY_IMPL(sparse_opt_native, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(SPARSE_OPT_NATIVE, CPU, m) {
   sparse_opt::implement_ops<sparse_opt::Cpu>(m);
-  sparse_opt::implement_steps<sparse_opt::Cpu>(m);
 }

@@ -1,11 +1,9 @@
-// A step op, written once for all optimizers and devices: find the arguments by their names in the schema, which
-// sparse_opt/ops defines, check them, launch.
+// A step op, written once for all optimizers and devices: its arguments in the order of the schema, which
+// sparse_opt/ops/registry.py defines, and their checks.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "checks.h"
@@ -13,125 +11,110 @@
 
 namespace sparse_opt {
 
-// The arguments of a boxed call. Reading them in the order of the schema takes one comparison of names each.
-class NamedArguments {
- public:
-  NamedArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack)
-      : arguments_(schema.arguments()), values_(&stack[stack.size() - arguments_.size()]) {}
-
-  const c10::IValue& operator[](const char* name) {
-    for (size_t tried = 0; tried < arguments_.size(); ++tried) {
-      const size_t i = next_++;
-      if (next_ == arguments_.size()) next_ = 0;
-      if (arguments_[i].name() == name) return values_[i];
-    }
-    TORCH_INTERNAL_ASSERT(false, "the schema has no argument ", name);
-  }
-
-  std::optional<at::Tensor> optional_tensor(const char* name) { return (*this)[name].toOptional<at::Tensor>(); }
-
-  void read(const char* name, double& number) { number = (*this)[name].toDouble(); }
-  void read(const char* name, bool& flag) { flag = (*this)[name].toBool(); }
-
- private:
-  const std::vector<c10::Argument>& arguments_;
-  const c10::IValue* values_;
-  size_t next_ = 0;
-};
-
-// The checked arguments of a step. Holds the lists that `args` points to.
+// The arguments of a step op. Rule::Options lists its options in the order of the schema too.
 template <typename Rule>
-struct StepCall {
+struct StepInputs {
   static_assert(kStateCount<Rule> <= kMaxStates);
 
-  const BoxedList param_list;
-  const at::Tensor& indices;
-  std::vector<int64_t> starts, ends;
+  TensorList params;
+  TensorView indices;
+  Ints starts, ends;
+  std::conditional_t<Rule::kOptionalStates, OptionalTensor, TensorView> states[kStateCount<Rule>];
+  TensorView lr, steps;
+  OptionalTensor grad;
+  std::optional<TensorList> dense_grads;
+  OptionalTensor master;
+  typename Rule::Options options;
+  OptionalTensor clip_coef, grad_scale, found_inf;
+  bool stochastic_rounding;
+  int64_t seed, run_length;
+  OptionalTensor index_bases;
+  bool count_steps, check_only;
+
+  // Calls visit(name, member) for each argument, in the order of the schema. tests/ops/test_schemas.py compares the two.
+  void for_each(auto&& visit) {
+    visit("params", params);
+    visit("indices", indices);
+    visit("starts", starts);
+    visit("ends", ends);
+    for (int i = 0; i < kStateCount<Rule>; ++i) visit(Rule::kStates[i], states[i]);
+    visit("lr", lr);
+    visit("steps", steps);
+    visit("grad", grad);
+    visit("dense_grads", dense_grads);
+    visit("master", master);
+    options.for_each([&](const char* name, auto& option) { visit(name, option); });
+    visit("clip_coef", clip_coef);
+    visit("grad_scale", grad_scale);
+    visit("found_inf", found_inf);
+    visit("stochastic_rounding", stochastic_rounding);
+    visit("seed", seed);
+    visit("run_length", run_length);
+    visit("index_bases", index_bases);
+    visit("count_steps", count_steps);
+    visit("check_only", check_only);
+  }
+};
+
+// The checked arguments of a step. Holds the lists that `args` points to; `inputs` must outlive it.
+template <typename Rule>
+struct StepCall {
   std::vector<void*> params, dense_grads;
   StepArguments args;
-  typename Rule::Options options;
 
-  explicit StepCall(NamedArguments& named)
-      : param_list(named["params"].toListRef()),
-        indices(named["indices"].toTensor()),
-        starts(named["starts"].toIntVector()),
-        ends(named["ends"].toIntVector()) {
-    const at::Device device = indices.device();
-    const int64_t run_length = named["run_length"].toInt(), nnz = checked_slots(indices, run_length);
-    const auto count = static_cast<int64_t>(param_list.size());
-    params = list_data("params", param_list, device);
-    args.segments = checked_segments("params", param_list, params, indices, starts, ends, run_length,
-                                     named.optional_tensor("index_bases"));
-    if (count > 0) args.param_dtype = dtype_of("params[0]", tensor_of(param_list[0]));
-    options.for_each([&](const char* name, auto& option) { named.read(name, option); });
-    read_states(named, nnz);
-    args.lr = float_data("lr", named["lr"].toTensor(), 1, device);
-    args.steps = float_data("steps", named["steps"].toTensor(), count, device);
-    read_gradient(named, nnz);
-    args.master = optional_float_data("master", named.optional_tensor("master"), nnz, device);
-    args.clip_coef = optional_float_data("clip_coef", named.optional_tensor("clip_coef"), 1, device);
-    args.grad_scale = optional_float_data("grad_scale", named.optional_tensor("grad_scale"), 1, device);
-    args.found_inf = optional_float_data("found_inf", named.optional_tensor("found_inf"), 1, device);
-    args.stochastic_rounding = named["stochastic_rounding"].toBool();
-    args.seed = static_cast<uint64_t>(named["seed"].toInt());
-    args.count_steps = named["count_steps"].toBool();
+  explicit StepCall(const StepInputs<Rule>& in) {
+    const Device device = in.indices.device;
+    const int64_t nnz = checked_slots(in.indices, in.run_length);
+    const auto count = static_cast<int64_t>(in.params.size());
+    params = list_data("params", in.params, device);
+    args.segments = checked_segments("params", in.params, params, in.indices, in.starts, in.ends, in.run_length,
+                                     in.index_bases);
+    if (count > 0) args.param_dtype = dtype_of("params[0]", in.params[0]);
+    set_states(in, nnz);
+    args.lr = float_data("lr", in.lr, 1, device);
+    args.steps = float_data("steps", in.steps, count, device);
+    set_gradient(in, nnz);
+    args.master = optional_float_data("master", in.master, nnz, device);
+    args.clip_coef = optional_float_data("clip_coef", in.clip_coef, 1, device);
+    args.grad_scale = optional_float_data("grad_scale", in.grad_scale, 1, device);
+    args.found_inf = optional_float_data("found_inf", in.found_inf, 1, device);
+    args.stochastic_rounding = in.stochastic_rounding;
+    args.seed = static_cast<uint64_t>(in.seed);
+    args.count_steps = in.count_steps;
   }
 
  private:
-  void read_states(NamedArguments& named, int64_t nnz) {
-    const bool used = Rule::uses_states(options);
-    std::optional<at::ScalarType> dtype;
+  void set_states(const StepInputs<Rule>& in, int64_t nnz) {
+    const bool used = Rule::uses_states(in.options);
+    std::optional<ScalarType> dtype;
     for (int i = 0; i < kStateCount<Rule>; ++i) {
       const char* name = Rule::kStates[i];
-      const auto state = named.optional_tensor(name);
+      const OptionalTensor state = in.states[i];
       SPARSE_OPT_CHECK(state.has_value() || !used, name, " is None, expected a tensor");
       if (!state.has_value()) continue;
-      check_flat(name, *state, nnz, indices.device());
+      check_flat(name, *state, nnz, in.indices.device);
       args.state_dtype = dtype_of(name, *state);
       SPARSE_OPT_CHECK(args.state_dtype != DType::kFloat16, name, " is Half, expected float32 or bfloat16");
       if (dtype.has_value()) check_dtype(name, *state, *dtype);
-      dtype = state->scalar_type();
-      if (used) args.states[i] = state->data_ptr();
+      dtype = state->dtype;
+      if (used) args.states[i] = state->data;
     }
   }
 
-  void read_gradient(NamedArguments& named, int64_t nnz) {
-    const auto grad = named.optional_tensor("grad");
-    const c10::IValue& dense = named["dense_grads"];
-    SPARSE_OPT_CHECK(grad.has_value() == dense.isNone(), "expected exactly one of grad and dense_grads, got ",
-                     grad.has_value() ? "both" : "neither");
-    if (grad.has_value()) {
-      check_flat("grad", *grad, nnz, indices.device());
-      args.grad = grad->data_ptr();
-      args.grad_dtype = dtype_of("grad", *grad);
+  void set_gradient(const StepInputs<Rule>& in, int64_t nnz) {
+    SPARSE_OPT_CHECK(in.grad.has_value() != in.dense_grads.has_value(),
+                     "expected exactly one of grad and dense_grads, got ", in.grad.has_value() ? "both" : "neither");
+    if (in.grad.has_value()) {
+      check_flat("grad", *in.grad, nnz, in.indices.device);
+      args.grad = in.grad->data;
+      args.grad_dtype = dtype_of("grad", *in.grad);
       return;
     }
-    const BoxedList dense_grad_list = dense.toListRef();
-    check_same_sizes("dense_grads", dense_grad_list, "params", param_list);
-    dense_grads = list_data("dense_grads", dense_grad_list, indices.device());
+    check_same_sizes("dense_grads", *in.dense_grads, "params", in.params);
+    dense_grads = list_data("dense_grads", *in.dense_grads, in.indices.device);
     args.dense_grads = dense_grads.data();
-    if (!dense_grad_list.empty()) args.grad_dtype = dtype_of("dense_grads[0]", tensor_of(dense_grad_list[0]));
+    if (!in.dense_grads->empty()) args.grad_dtype = dtype_of("dense_grads[0]", (*in.dense_grads)[0]);
   }
 };
-
-// The kernel of Rule::kOp. `Device` supplies Guard(at::Device), alive during the launch, and step<Rule>(args, options).
-template <typename Rule, typename Device>
-void run_step(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  NamedArguments named(op.schema(), *stack);
-  const StepCall<Rule> call(named);
-  if (!named["check_only"].toBool()) {
-    const typename Device::Guard guard(call.indices.device());
-    Device::template step<Rule>(call.args, call.options);
-  }
-  torch::jit::drop(*stack, op.schema().arguments().size());
-}
-
-template <typename Device, typename Library>
-void implement_steps(Library& m) {
-#define SPARSE_OPT_IMPLEMENT(Rule) \
-  m.impl(Rule::kOp, torch::CppFunction::makeFromBoxedFunction<&run_step<Rule, Device>>());
-  SPARSE_OPT_FOR_EACH_RULE(SPARSE_OPT_IMPLEMENT)
-#undef SPARSE_OPT_IMPLEMENT
-}
 
 }  // namespace sparse_opt

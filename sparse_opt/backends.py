@@ -49,21 +49,37 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
 
 @functools.cache
 def native_module() -> tuple[ModuleType | None, str]:
-    """Return the extension module, or None and the reason why it could not be loaded."""
-    spec = importlib.util.find_spec("sparse_opt._C")
+    """Return the library of the ops, or None and the reason why it could not be loaded."""
+    return _extension("_kernels", "build it with `pip install --no-build-isolation .`, torch and a C++ compiler present")
+
+
+@functools.cache
+def autograd_module() -> tuple[ModuleType | None, str]:
+    """Return the library of native gradient collection, or None and the reason why it could not be loaded.
+
+    It is optional: Python code does the same, and each step and gradient then takes longer on the host.
+    """
+    kernels, cause = native_module()
+    if kernels is None:
+        return None, cause
+    return _extension("_autograd", "a wheel does not have it, because it is compiled against one version of torch")
+
+
+def _extension(name: str, hint: str) -> tuple[ModuleType | None, str]:
+    spec = importlib.util.find_spec(f"sparse_opt.{name}")
     if spec is not None and spec.origin is not None and (cause := _why_outdated(Path(spec.origin))):
         return None, cause
     try:
-        return importlib.import_module("sparse_opt._C"), ""
+        return importlib.import_module(f"sparse_opt.{name}"), ""
     except ImportError as error:
-        cause = "the extension sparse_opt._C was not built" if spec is None else str(error)
-        return None, f"{cause} (build it with `pip install --no-build-isolation .`, torch and a C++ compiler present)"
+        cause = f"the extension sparse_opt.{name} was not built" if spec is None else str(error)
+        return None, f"{cause} ({hint})"
 
 
 def _why_outdated(extension: Path) -> str:
     """Return "" unless the package is in a checkout where a native source is newer than the extension.
 
-    It must not be loaded then: torch ends the process if its kernels do not match the schemas in ops/registry.py.
+    It must not be loaded then: its kernels might read other arguments than the schemas in ops/registry.py have.
     """
     csrc = Path(__file__).parents[1] / "csrc"
     if not (csrc / "build_native.py").exists():
@@ -227,12 +243,12 @@ def bind(
 ) -> Any:
     """Convert parameters and segments to C++ objects once, which saves most of a step's host time.
 
-    Returns None if the backend chosen for `op` is not native. Otherwise the object's `step(op, **arguments)` calls a
+    Returns None if the backend chosen for `op` is not native, or without `autograd_module`. Otherwise the object's `step(op, **arguments)` calls a
     step op without those arguments, and also increments `steps`. `take_grads()` keeps the dense gradients for the next
     of these calls, or returns False if a parameter has none; `gradient_buffer(...)` makes the buffer that receives the
     parameters' compact gradients.
     """
     if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None
-    # choose() has checked that the module is available, which the type checker cannot see.
-    return native_module()[0].BoundParams(params, indices, starts, ends, run_length, index_bases)  # type: ignore[union-attr]
+    module, _ = autograd_module()
+    return None if module is None else module.BoundParams(params, indices, starts, ends, run_length, index_bases)

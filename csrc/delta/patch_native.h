@@ -1,36 +1,34 @@
-// The patch codec's ops for all devices: they check the arguments, collect pointers and call `Device`, which defines
-//   Guard(at::Device), alive during the call, and
+// The patch codec's ops for all devices: they check the arguments, collect pointers and call `OnDevice`, which defines
 //   static encode(PatchCall&), count_changes(PatchCall&), sample(PatchCall&, PatchSample) and apply(PatchCall&).
 #pragma once
-
-#include <ATen/ATen.h>
 
 #include <tuple>
 
 #include "checks.h"
 #include "kernels/delta/patch.h"
+#include "stable_abi.h"
 
 namespace sparse_opt {
 
 // Kernels require aligned elements. Some of torch's tensors are not aligned, for example those of a mapped file.
-inline int64_t misalignment(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return 0;
-  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  return static_cast<int64_t>(address % static_cast<uintptr_t>(tensor.element_size()));
+inline int64_t misalignment(const TensorView& tensor) {
+  if (tensor.numel == 0) return 0;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
+  return static_cast<int64_t>(address % static_cast<uintptr_t>(tensor.element_size));
 }
 
-inline void check_aligned(const char* name, const at::Tensor& tensor) {
+inline void check_aligned(const char* name, const TensorView& tensor) {
   SPARSE_OPT_CHECK(misalignment(tensor) == 0, name, " begins ", misalignment(tensor), " bytes past a multiple of ",
-                   tensor.element_size(), ", expected an aligned tensor");
+                   tensor.element_size, ", expected an aligned tensor");
 }
 
 struct PatchCall {
   std::vector<void*> old_tensors, new_tensors;
   std::vector<int64_t> numels, first_tile;
-  at::Device device;
+  Device device;
   PatchArguments args;
 
-  PatchCall(const char* name, at::TensorList tensors, int64_t level, bool is_float, int64_t class_shift)
+  PatchCall(const char* name, TensorList tensors, int64_t level, bool is_float, int64_t class_shift)
       : device(checked_device(name, tensors)) {
     SPARSE_OPT_CHECK(0 <= level && level <= 2, "level is ", level, ", expected 0, 1 or 2");
     SPARSE_OPT_CHECK(0 <= class_shift && class_shift <= 64, "class_shift is ", class_shift, ", expected 0 to 64");
@@ -41,9 +39,9 @@ struct PatchCall {
     old_tensors = aligned_list(name, tensors, device);
     first_tile.push_back(0);
     const int64_t tile = patch_tile(args.level);
-    for (const at::Tensor& tensor : tensors) {
-      numels.push_back(tensor.numel());
-      first_tile.push_back(first_tile.back() + (tensor.numel() + tile - 1) / tile);
+    for (const TensorView& tensor : tensors) {
+      numels.push_back(tensor.numel);
+      first_tile.push_back(first_tile.back() + (tensor.numel + tile - 1) / tile);
     }
     args.count = static_cast<int64_t>(tensors.size());
     args.old_tensors = old_tensors.data();
@@ -51,9 +49,9 @@ struct PatchCall {
     args.first_tile = first_tile.data();
   }
 
-  void set_new(at::TensorList old_list, at::TensorList new_list) {
+  void set_new(TensorList old_list, TensorList new_list) {
     check_same_sizes("old", old_list, "new", new_list);
-    check_dtype("new[0]", new_list[0], old_list[0].scalar_type());
+    check_dtype("new[0]", new_list[0], old_list[0].dtype);
     new_tensors = aligned_list("new", new_list, device);
     args.new_tensors = new_tensors.data();
   }
@@ -72,51 +70,50 @@ struct PatchCall {
                      "level 2 requires row_of, rows, class_table and values");
     const int symbols = patch_symbols(args.element_size);
     check_flat("row_of", *row_of, args.count, device);
-    check_dtype("row_of", *row_of, at::kUInt16);
+    check_dtype("row_of", *row_of, ScalarType::UInt16);
     check_aligned("row_of", *row_of);
-    check_flat("rows", *rows, rows->numel() / kClasses * kClasses, device);
-    check_dtype("rows", *rows, at::kUInt16);
+    check_flat("rows", *rows, rows->numel / kClasses * kClasses, device);
+    check_dtype("rows", *rows, ScalarType::UInt16);
     check_aligned("rows", *rows);
     check_flat("class_table", *class_table, kClasses, device);
-    check_dtype("class_table", *class_table, at::kByte);
-    check_flat("values", *values, values->numel() / symbols * symbols, device);
-    check_dtype("values", *values, at::kUInt16);
+    check_dtype("class_table", *class_table, ScalarType::Byte);
+    check_flat("values", *values, values->numel / symbols * symbols, device);
+    check_dtype("values", *values, ScalarType::UInt16);
     check_aligned("values", *values);
-    args.row_of = static_cast<const uint16_t*>(row_of->data_ptr());
-    args.rows = static_cast<const uint16_t*>(rows->data_ptr());
-    args.class_table = static_cast<const uint8_t*>(class_table->data_ptr());
-    args.values = static_cast<const uint16_t*>(values->data_ptr());
-    args.row_count = static_cast<int>(rows->numel() / kClasses);
-    args.value_tables = static_cast<int>(values->numel() / symbols);
+    args.row_of = static_cast<const uint16_t*>(row_of->data);
+    args.rows = static_cast<const uint16_t*>(rows->data);
+    args.class_table = static_cast<const uint8_t*>(class_table->data);
+    args.values = static_cast<const uint16_t*>(values->data);
+    args.row_count = static_cast<int>(rows->numel / kClasses);
+    args.value_tables = static_cast<int>(values->numel / symbols);
     SPARSE_OPT_CHECK(args.row_count >= 1 && args.value_tables >= 1 && args.value_tables <= kMaxValueTables, "rows are ",
                      args.row_count, " and value tables ", args.value_tables);
   }
 
   int64_t tiles() const { return first_tile.back(); }
-  at::TensorOptions options(at::ScalarType dtype) const { return at::TensorOptions().device(device).dtype(dtype); }
-  at::ScalarType sizes_dtype() const { return args.level == PatchLevel::kTight ? at::kUInt32 : at::kUInt16; }
+  ScalarType sizes_dtype() const { return args.level == PatchLevel::kTight ? ScalarType::UInt32 : ScalarType::UInt16; }
 
  private:
-  static std::vector<void*> aligned_list(const char* name, at::TensorList tensors, at::Device device) {
+  static std::vector<void*> aligned_list(const char* name, TensorList tensors, Device device) {
     std::vector<void*> pointers = list_data(name, tensors, device);
     for (size_t i = 0; i < tensors.size(); ++i) {
       SPARSE_OPT_CHECK(misalignment(tensors[i]) == 0, name, "[", i, "] begins ", misalignment(tensors[i]),
-                       " bytes past a multiple of ", tensors[i].element_size(), ", expected an aligned tensor");
+                       " bytes past a multiple of ", tensors[i].element_size, ", expected an aligned tensor");
     }
     return pointers;
   }
 
-  static at::Device checked_device(const char* name, at::TensorList tensors) {
+  static Device checked_device(const char* name, TensorList tensors) {
     SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, expected at least one");
-    return tensors[0].device();
+    return tensors[0].device;
   }
 };
 
 // heads, sizes and records on the device; int64 [count] on the CPU, the number of changes of each tensor.
-using Encoded = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Encoded = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-template <typename Device>
-Encoded patch_encode(at::TensorList old_list, at::TensorList new_list, int64_t level, bool is_float,
+template <typename OnDevice>
+Encoded patch_encode(TensorList old_list, TensorList new_list, int64_t level, bool is_float,
                      int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
                      const OptionalTensor& class_table, const OptionalTensor& values, bool advance) {
   PatchCall call("old", old_list, level, is_float, class_shift);
@@ -125,47 +122,46 @@ Encoded patch_encode(at::TensorList old_list, at::TensorList new_list, int64_t l
   call.set_new(old_list, new_list);
   call.set_width(width);
   call.set_tables(row_of, rows, class_table, values);
-  const typename Device::Guard guard(call.device);
-  return Device::encode(call);
+  return OnDevice::encode(call);
 }
 
 // Returns int64 [count] on the CPU, the number of changed words of each tensor.
-template <typename Device>
-at::Tensor count_changes(at::TensorList old_list, at::TensorList new_list) {
+template <typename OnDevice>
+Tensor count_changes(TensorList old_list, TensorList new_list) {
   PatchCall call("old", old_list, 0, false, 0);
   call.set_new(old_list, new_list);
-  const typename Device::Guard guard(call.device);
-  const at::Tensor changes = at::zeros({call.args.count}, call.options(at::kLong));
-  call.args.changes = changes.mutable_data_ptr<int64_t>();
-  Device::count_changes(call);
-  return changes.cpu();
+  const Tensor changes = zeros({call.args.count}, ScalarType::Long, call.device);
+  call.args.changes = static_cast<int64_t*>(changes.data_ptr());
+  OnDevice::count_changes(call);
+  return call.device.type == DeviceType::CPU ? changes : torch::stable::to(changes, torch::stable::Device(DeviceType::CPU));
 }
 
-template <typename Device>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> patch_sample(at::TensorList old_list, at::TensorList new_list,
-                                                            bool is_float, int64_t class_shift) {
+template <typename OnDevice>
+std::tuple<Tensor, Tensor, Tensor> patch_sample(TensorList old_list, TensorList new_list, bool is_float,
+                                                int64_t class_shift) {
   PatchCall call("old", old_list, 0, is_float, class_shift);
   call.set_new(old_list, new_list);
-  const typename Device::Guard guard(call.device);
   // One tensor for all three, so that one copy transfers them to the host.
   const int64_t rows = call.args.count * kClasses, symbols = patch_symbols(call.args.element_size);
-  const at::Tensor sums = at::zeros({2 * rows + kClasses * symbols}, call.options(at::kLong));
-  int64_t* seen = sums.mutable_data_ptr<int64_t>();
-  Device::sample(call, {seen, seen + rows, seen + 2 * rows});
-  // On a GPU the copy is asynchronous: the caller waits for the stream, or for an event on it.
-  const bool on_gpu = call.device.type() != at::kCPU;
-  const at::Tensor found =
-      on_gpu ? at::empty(sums.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true)).copy_(sums, true)
-             : sums;
-  return {found.slice(0, 0, rows).view({call.args.count, kClasses}),
-          found.slice(0, rows, 2 * rows).view({call.args.count, kClasses}),
-          found.slice(0, 2 * rows).view({kClasses, symbols})};
+  const Tensor sums = zeros({2 * rows + kClasses * symbols}, ScalarType::Long, call.device);
+  auto* seen = static_cast<int64_t*>(sums.data_ptr());
+  OnDevice::sample(call, {seen, seen + rows, seen + 2 * rows});
+  Tensor found = sums;
+  if (call.device.type != DeviceType::CPU) {  // asynchronous: the caller waits for the stream, or for an event on it
+    found = host_memory(sums.numel(), ScalarType::Long);
+    torch::stable::copy_(found, sums, /*non_blocking=*/true);
+  }
+  const auto table = [&](int64_t begin, int64_t count, int64_t columns) {
+    return torch::stable::view(part(found, begin, begin + count * columns), std::vector<int64_t>{count, columns});
+  };
+  return {table(0, call.args.count, kClasses), table(rows, call.args.count, kClasses),
+          table(2 * rows, kClasses, symbols)};
 }
 
 // Returns int64 [1] on the device: the first damaged tile, or the number of tiles if none is damaged.
-template <typename Device>
-at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const at::Tensor& sizes,
-                        const at::Tensor& offsets, const at::Tensor& records, int64_t level, bool is_float,
+template <typename OnDevice>
+Tensor patch_apply_(TensorList dense, const OptionalTensor& heads, const TensorView& sizes,
+                        const TensorView& offsets, const TensorView& records, int64_t level, bool is_float,
                         int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
                         const OptionalTensor& class_table, const OptionalTensor& values) {
   PatchCall call("dense", dense, level, is_float, class_shift);
@@ -175,35 +171,35 @@ at::Tensor patch_apply_(at::TensorList dense, const OptionalTensor& heads, const
   if (args.level != PatchLevel::kTight) {
     SPARSE_OPT_CHECK(heads.has_value(), "levels 0 and 1 require heads");
     check_flat("heads", *heads, call.tiles(), call.device);
-    check_dtype("heads", *heads, at::kUInt16);
+    check_dtype("heads", *heads, ScalarType::UInt16);
     check_aligned("heads", *heads);
-    args.heads = static_cast<uint16_t*>(heads->data_ptr());
+    args.heads = static_cast<uint16_t*>(heads->data);
   }
   check_flat("sizes", sizes, call.tiles(), call.device);
   check_dtype("sizes", sizes, call.sizes_dtype());
   check_aligned("sizes", sizes);
   check_flat("offsets", offsets, call.tiles() + 1, call.device);
-  check_dtype("offsets", offsets, at::kLong);
+  check_dtype("offsets", offsets, ScalarType::Long);
   check_aligned("offsets", offsets);
-  check_flat("records", records, records.numel(), call.device);
-  check_dtype("records", records, at::kByte);
-  const typename Device::Guard guard(call.device);
-  const at::Tensor bad_tile = at::full({1}, call.tiles(), call.options(at::kLong));
-  args.sizes = sizes.data_ptr();
-  args.offsets = static_cast<const int64_t*>(offsets.data_ptr());
-  args.records = static_cast<uint8_t*>(records.data_ptr());
-  args.record_bytes = records.numel();
-  args.bad_tile = bad_tile.mutable_data_ptr<int64_t>();
-  if (call.tiles() > 0) Device::apply(call);
+  check_flat("records", records, records.numel, call.device);
+  check_dtype("records", records, ScalarType::Byte);
+  Tensor bad_tile = empty({1}, ScalarType::Long, call.device);
+  torch::stable::fill_(bad_tile, static_cast<double>(call.tiles()));
+  args.sizes = sizes.data;
+  args.offsets = static_cast<const int64_t*>(offsets.data);
+  args.records = static_cast<uint8_t*>(records.data);
+  args.record_bytes = records.numel;
+  args.bad_tile = static_cast<int64_t*>(bad_tile.data_ptr());
+  if (call.tiles() > 0) OnDevice::apply(call);
   return bad_tile;
 }
 
-template <typename Device, typename Library>
-void implement_patch_ops(Library& m) {
-  m.impl("patch_encode", &patch_encode<Device>);
-  m.impl("count_changes", &count_changes<Device>);
-  m.impl("patch_sample", &patch_sample<Device>);
-  m.impl("patch_apply_", &patch_apply_<Device>);
+template <typename OnDevice>
+void implement_patch_ops(torch::stable::detail::StableLibrary& m) {
+  m.impl("patch_encode", boxed<&patch_encode<OnDevice>>);
+  m.impl("count_changes", boxed<&count_changes<OnDevice>>);
+  m.impl("patch_sample", boxed<&patch_sample<OnDevice>>);
+  m.impl("patch_apply_", boxed<&patch_apply_<OnDevice>>);
 }
 
 }  // namespace sparse_opt

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-#include "native_op.h"
+#include "direct_ops.h"
+#include "error_text.h"
 
 namespace sparse_opt {
 
@@ -74,12 +75,8 @@ void BoundParams::step(const c10::OperatorHandle& op, torch::jit::Stack argument
   for (const auto& [name, value] : bound_) argument(name) = value;
   if (argument("grad").isNone()) argument("dense_grads") = held_grads(check_only);
   argument("count_steps") = true;
-  if (check_only) {
-    op.callBoxedForDispatchKey(indices_.options().computeDispatchKey(), arguments);  // unseen by dispatch modes
-  } else {
-    op.callBoxed(arguments);
-    bump_versions();
-  }
+  direct::step(op, std::move(arguments));
+  if (!check_only) bump_versions();
 }
 
 }  // namespace sparse_opt

@@ -9,26 +9,12 @@
 #include <atomic>
 #include <limits>
 
-#ifdef SPARSE_OPT_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
-
+#include "direct_ops.h"
+#include "error_text.h"
 #include "gather_stream.h"
-#include "native_op.h"
 
 namespace sparse_opt {
 namespace {
-
-using Gather = decltype(masked_grad_gather_<AnyDevice>);
-using GatherPartly = void(const at::Tensor&, at::TensorList, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
-                          at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef, const OptionalTensor&,
-                          int64_t, const OptionalTensor&);
-using TileWeightGrad = decltype(tile_weight_grad_<AnyDevice>);
-using TileWeightGradPartly = void(const at::Tensor&, at::TensorList, at::TensorList, const at::Tensor&, at::IntArrayRef,
-                                  at::IntArrayRef, int64_t, bool, const at::Tensor&, at::IntArrayRef,
-                                  const OptionalTensor&);
-using AddPartialSums = void(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef);
 
 // Tiles that are multiplied at once: about four tiles of 64, or one of 128, for each multiprocessor of an H200.
 int64_t max_queued_tiles(int64_t tile_size) {
@@ -55,15 +41,8 @@ int64_t max_queued_gradient_bytes(const BoundParams& bound) {
 
 // Whether the stream is being captured in a CUDA graph: then it must not wait for work outside of the graph, and work
 // outside must not wait for it.
-bool is_captured([[maybe_unused]] c10::Stream stream) {
-#ifdef SPARSE_OPT_WITH_CUDA
-  if (stream.device_type() == at::kCUDA) {
-    cudaStreamCaptureStatus status{};
-    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::CUDAStream(stream).stream(), &status));
-    return status != cudaStreamCaptureStatusNone;
-  }
-#endif
-  return false;
+bool is_captured(c10::Stream stream) {
+  return stream.device_type() == at::kCUDA && direct::table().is_capturing(stream.native_handle());
 }
 
 uint32_t version_of(const at::Tensor& tensor) {
@@ -168,7 +147,7 @@ void GradientBuffer::wait_for_gathers() {
 
 // Adding gradients at once
 
-void GradientBuffer::add_dense_(int64_t i, const at::Tensor& grad, const OptionalTensor& found_inf) {
+void GradientBuffer::add_dense_(int64_t i, const at::Tensor& grad, const std::optional<at::Tensor>& found_inf) {
   const std::lock_guard lock(mutex_);
   check_gradient(i, grad);
   if (is_queued(i)) flush();
@@ -177,7 +156,7 @@ void GradientBuffer::add_dense_(int64_t i, const at::Tensor& grad, const Optiona
 }
 
 void GradientBuffer::add_tiles_(int64_t i, const at::Tensor& left, const at::Tensor& right,
-                                const OptionalTensor& found_inf) {
+                                const std::optional<at::Tensor>& found_inf) {
   check_tile_operands(i, left, right);
   const std::lock_guard lock(mutex_);
   flush();
@@ -186,7 +165,7 @@ void GradientBuffer::add_tiles_(int64_t i, const at::Tensor& left, const at::Ten
   received_[i] = received_tiles_[i] = true;
 }
 
-void GradientBuffer::add_values_(int64_t i, const at::Tensor& values, const OptionalTensor& found_inf) {
+void GradientBuffer::add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const std::lock_guard lock(mutex_);
   if (is_queued(i)) flush();
@@ -208,15 +187,15 @@ void GradientBuffer::check_gradient(int64_t i, const at::Tensor& grad) const {
                    " elements, expected ", bound_->numel(i));
 }
 
-void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate, const OptionalTensor& found_inf) {
+void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate, const std::optional<at::Tensor>& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   wait_for_last_stream();
   if (!partial_sums_.defined()) {
-    static const auto op = native_op<Gather>("sparse_opt_native::masked_grad_gather_");
     for (const auto& [i, grad] : list) {
-      op.call(values_, grad.contiguous(), bound_->indices(), at::IntArrayRef(bound_->start(i)),
-              at::IntArrayRef(bound_->end(i)), std::nullopt, accumulate, sum_sq_.narrow(0, static_cast<int64_t>(i), 1),
-              found_inf, bound_->run_length(), own_bases_[i]);
+      const int64_t start = bound_->start(i), end = bound_->end(i);
+      direct::masked_grad_gather_(values_, grad.contiguous(), bound_->indices(), start, end, accumulate,
+                                  sum_sq_.narrow(0, static_cast<int64_t>(i), 1), found_inf, bound_->run_length(),
+                                  own_bases_[i]);
     }
     return;
   }
@@ -230,8 +209,7 @@ void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate,
     first_partials.push_back(first_partial_[i]);
     begin_pass(i, Pass::kGather);
   }
-  static const auto op = native_op<GatherPartly>("sparse_opt_native::gather_partly_");
-  op.call(values_, grads, bound_->indices(), starts, ends, numbers, static_cast<int64_t>(last_pass_.size()), accumulate,
+  direct::gather_partly_(values_, grads, bound_->indices(), starts, ends, numbers, static_cast<int64_t>(last_pass_.size()), accumulate,
           partial_sums_, first_partials, found_inf, bound_->run_length(), bound_->index_bases());
 }
 
@@ -243,7 +221,7 @@ void GradientBuffer::check_tile_operands(int64_t i, const at::Tensor& left, cons
 }
 
 void GradientBuffer::multiply_tiles_(const std::vector<TileOperands>& list, bool accumulate,
-                                     const OptionalTensor& found_inf) {
+                                     const std::optional<at::Tensor>& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   wait_for_last_stream();
   std::vector<at::Tensor> lefts, rights;
@@ -261,17 +239,15 @@ void GradientBuffer::multiply_tiles_(const std::vector<TileOperands>& list, bool
     if (partial_sums_.defined()) first_partials.push_back(first_partial_[p.i]);
   }
   if (partial_sums_.defined()) {
-    static const auto op = native_op<TileWeightGradPartly>("sparse_opt_native::tile_weight_grad_partly_");
-    op.call(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, accumulate, partial_sums_,
+    direct::tile_weight_grad_partly_(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, accumulate, partial_sums_,
             first_partials, found_inf);
     return;
   }
-  static const auto op = native_op<TileWeightGrad>("sparse_opt_native::tile_weight_grad_");
   // The op writes one sum per list element, and the elements may be any of the parameters.
   const at::Tensor sums = list.size() == 1 ? sum_sq_.narrow(0, static_cast<int64_t>(list[0].i), 1)
                                            : at::empty({static_cast<int64_t>(list.size())}, sum_sq_.options());
-  op.call(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, std::nullopt, accumulate, sums,
-          found_inf);
+  direct::tile_weight_grad_(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, accumulate, sums,
+                            found_inf);
   if (list.size() == 1) return;
   for (size_t k = 0; k < list.size(); ++k)
     sum_sq_.mutable_data_ptr<float>()[list[k].i] = sums.const_data_ptr<float>()[k];
@@ -420,8 +396,7 @@ void GradientBuffer::finish() {
 void GradientBuffer::sum_squares_() {
   finish();
   if (!partial_sums_.defined()) return;
-  static const auto op = native_op<AddPartialSums>("sparse_opt_native::add_partial_sums_");
-  op.call(sum_sq_, partial_sums_, partials_begin_, partials_end_);
+  direct::add_partial_sums_(sum_sq_, partial_sums_, partials_begin_, partials_end_);
 }
 
 void GradientBuffer::drop() {

@@ -16,7 +16,6 @@
 namespace sparse_opt {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -32,7 +31,7 @@ std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
 }
 
 // As in the forward of the layer's class.
-at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, bool transposed) {
+at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool transposed) {
   if (!transposed) return at::linear(input, weight, bias);
   return at::addmm(*bias, input.view({-1, input.size(-1)}), weight).view(with_last(input.sizes(), weight.size(1)));
 }
@@ -40,7 +39,7 @@ at::Tensor product(const at::Tensor& input, const at::Tensor& weight, const Opti
 class TileLinear : public torch::autograd::Function<TileLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
-                            const OptionalTensor& bias, const c10::intrusive_ptr<TileRoute>& route) {
+                            const std::optional<at::Tensor>& bias, const c10::intrusive_ptr<TileRoute>& route) {
     // Views are hidden from autograd too, so that the result may be changed in place, as that of a linear layer.
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     context->set_materialize_grads(false);
@@ -113,7 +112,7 @@ const char* TileRoute::gradient_use() const {
 }
 
 at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,
-                       const OptionalTensor& bias) {
+                       const std::optional<at::Tensor>& bias) {
   if (route->buffer.expired() || !is_plain(input)) return product(input, weight, bias, route->transposed);
   const at::DeviceType device = input.device().type();
   if (!at::autocast::is_autocast_enabled(device)) return TileLinear::apply(input, weight, bias, route);

@@ -185,7 +185,7 @@ def backward_notifier(
     Args:
         group_of: the number of each parameter's group.
     """
-    native, _ = backends.native_module()
+    native, _ = backends.autograd_module()
     notifier: BackwardNotifier = (PythonBackwardNotifier if native is None else native.BackwardNotifier)(
         params, group_of, ready, ended
     )

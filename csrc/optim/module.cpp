@@ -1,0 +1,172 @@
+// The extension module _autograd: parameters converted to C++ objects once, native hooks, the gather stream and tile
+// layers. It is compiled against one version of torch, and is optional: sparse_opt has Python code for the same.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backward_notifier.h"
+#include "bound_params.h"
+#include "direct_ops.h"
+#include "gradient_buffer.h"
+#include "gradient_hook.h"
+#include "tile_linear.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace {
+
+// Releases the interpreter's lock around functions that run a kernel, or that may wait for a device or a mutex.
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+using sparse_opt::BackwardNotifier;
+using sparse_opt::BoundParams;
+using sparse_opt::GradientBuffer;
+using sparse_opt::TileRoute;
+
+// Construct and destroy an object without the interpreter's lock: both may wait for a device or a mutex.
+template <typename T, typename... Arguments>
+std::shared_ptr<T> make_unlocked(Arguments&&... arguments) {
+  const auto destroy = [](T* object) {
+    std::optional<py::gil_scoped_release> no_lock;  // a backward pass without the lock may have the last reference
+    if (PyGILState_Check() == 1) no_lock.emplace();
+    delete object;
+  };
+  const py::gil_scoped_release no_lock;
+  return {new T(std::forward<Arguments>(arguments)...), destroy};
+}
+
+std::shared_ptr<BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
+                                  std::vector<int64_t> ends, int64_t run_length,
+                                  std::optional<at::Tensor> index_bases) {
+  return make_unlocked<BoundParams>(std::move(params), std::move(indices), std::move(starts), std::move(ends),
+                                    run_length, std::move(index_bases));
+}
+
+std::shared_ptr<GradientBuffer> gradient_buffer(const std::shared_ptr<BoundParams>& bound, at::Tensor values,
+                                                at::Tensor sum_sq, std::optional<at::Tensor> tiles,
+                                                std::vector<int64_t> tile_starts, std::vector<int64_t> tile_ends,
+                                                int64_t tile_size) {
+  std::optional<sparse_opt::Tiles> active;
+  if (tiles.has_value()) active = {std::move(*tiles), std::move(tile_starts), std::move(tile_ends), tile_size};
+  return make_unlocked<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
+}
+
+// A Python function for threads that may not hold the interpreter's lock. Its exceptions keep their Python type.
+template <typename Result, typename... Arguments>
+std::function<Result(Arguments...)> without_lock(py::function function) {
+  const auto release = [](py::function* held) {
+    const py::gil_scoped_acquire lock;
+    delete held;
+  };
+  const std::shared_ptr<py::function> held(new py::function(std::move(function)), release);
+  return [held](Arguments... arguments) {
+    const py::gil_scoped_acquire lock;
+    try {
+      return (*held)(arguments...).template cast<Result>();
+    } catch (py::error_already_set& raised) {
+      raised.restore();
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  };
+}
+
+std::shared_ptr<BackwardNotifier> backward_notifier(const std::vector<at::Tensor>& params,
+                                                    std::vector<int64_t> group_of, py::function ready,
+                                                    py::function ended) {
+  return BackwardNotifier::create(params, std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
+                                  without_lock<void>(std::move(ended)));
+}
+
+// `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
+void step(BoundParams& bound, const std::string& name, const py::kwargs& arguments) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("sparse_opt_native::" + name).c_str(), "");
+  const c10::FunctionSchema& schema = op.schema();
+  torch::jit::Stack stack;
+  for (const c10::Argument& argument : schema.arguments()) {
+    stack.push_back(argument.default_value().value_or(c10::IValue()));
+  }
+  for (const auto& [key, value] : arguments) {
+    const auto keyword = key.cast<std::string>();
+    const std::optional<int> i = schema.argumentIndexWithName(keyword);
+    if (!i.has_value()) throw py::type_error(name + " has no argument " + keyword);
+    stack[*i] = torch::jit::toIValue(value, schema.arguments()[*i].type());
+  }
+  const py::gil_scoped_release no_lock;
+  bound.step(op, std::move(stack));
+}
+
+// The table of _kernels, which is imported first.
+void load_kernels() {
+  const py::object capsule = py::module_::import("sparse_opt._kernels").attr("kernel_table")();
+  const auto* table = static_cast<const sparse_opt::KernelTable*>(
+      PyCapsule_GetPointer(capsule.ptr(), sparse_opt::kKernelTableCapsule));
+  if (table == nullptr) throw py::error_already_set();
+  if (table->version != sparse_opt::KernelTable::kVersion ||
+      table->sizes != sparse_opt::KernelTable::argument_sizes()) {
+    throw py::import_error("sparse_opt._autograd was built from other sources than sparse_opt._kernels");
+  }
+  sparse_opt::direct::set_table(*table);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  load_kernels();
+  m.attr("torch_version") = SPARSE_OPT_TORCH_VERSION;
+
+  py::class_<BoundParams, std::shared_ptr<BoundParams>>(
+      m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
+      .def(py::init(&bind), "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
+           "index_bases"_a = std::nullopt)
+      .def("gradient_buffer", &gradient_buffer, "values"_a, "sum_sq"_a, "tiles"_a = std::nullopt,
+           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0)
+      .def("has_grads", &BoundParams::has_grads)
+      .def("take_grads", &BoundParams::take_grads, Unlocked())
+      .def("release_grads", &BoundParams::release_grads, Unlocked())
+      .def("step", &step, "op"_a);
+
+  py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")
+      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, "found_inf"_a, Unlocked())
+      .def("add_tiles_", &GradientBuffer::add_tiles_, "i"_a, "left"_a, "right"_a, "found_inf"_a, Unlocked())
+      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, "found_inf"_a, Unlocked())
+      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, Unlocked())
+      .def(
+          "register_hook",
+          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, const py::dict& functions) {
+            sparse_opt::GradientHook::install(buffer, i, functions.ptr());
+          },
+          "i"_a, "functions"_a)
+      .def(
+          "route",
+          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, bool transposed, py::function fallback) {
+            return c10::make_intrusive<TileRoute>(
+                buffer, i, transposed, without_lock<bool, const at::Tensor&, const at::Tensor&>(std::move(fallback)));
+          },
+          "i"_a, "transposed"_a, "fallback"_a)
+      .def("finish", &GradientBuffer::finish, Unlocked())
+      .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
+      .def("drop", &GradientBuffer::drop, Unlocked())
+      .def("received", &GradientBuffer::received, Unlocked())
+      .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())
+      .def("set_queue_limits", &GradientBuffer::set_queue_limits, "tiles"_a = std::nullopt,
+           "tile_bytes"_a = std::nullopt, "gradient_bytes"_a = std::nullopt, Unlocked());
+
+  py::class_<BackwardNotifier, std::shared_ptr<BackwardNotifier>>(m, "BackwardNotifier", "See backward_notifier.h.")
+      .def(py::init(&backward_notifier), "params"_a, "group_of"_a, "ready"_a, "ended"_a)
+      .def("remove", &BackwardNotifier::remove, Unlocked());
+
+  py::class_<TileRoute, c10::intrusive_ptr<TileRoute>>(m, "TileRoute", "See tile_linear.h.")
+      .def("linear", &sparse_opt::tile_linear, "input"_a, "weight"_a, "bias"_a, Unlocked())
+      .def("gradient_use", &TileRoute::gradient_use);
+}
