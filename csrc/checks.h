@@ -57,8 +57,7 @@ inline std::vector<void*> list_data(const char* name, TensorList tensors, Device
     const TensorView& t = tensors[i];
     SPARSE_OPT_CHECK(t.device == device, name, "[", i, "] is on ", t.device, ", expected ", device);
     const ScalarType dtype = tensors[0].dtype;
-    SPARSE_OPT_CHECK(t.dtype == dtype, name, "[", i, "] is ", t.dtype, ", but ", name, "[0] is ",
-                     dtype);
+    SPARSE_OPT_CHECK(t.dtype == dtype, name, "[", i, "] is ", t.dtype, ", but ", name, "[0] is ", dtype);
     SPARSE_OPT_CHECK(t.contiguous, name, "[", i, "] has strides ", t.strides(), ", expected contiguous");
     SPARSE_OPT_CHECK(t.readable, name, "[", i, "] has no memory that a kernel could use");
     pointers.push_back(t.data);
@@ -98,17 +97,17 @@ inline IndexType checked_index_type(const TensorView& indices, const OptionalTen
     SPARSE_OPT_CHECK(run_length == 1, "run_length is ", run_length, ", expected 1 with index_bases");
     return IndexType::kOffset16;
   }
-  SPARSE_OPT_CHECK(indices.dtype == ScalarType::Int || indices.dtype == ScalarType::Long, "indices is ",
-                   indices.dtype, ", expected int32 or int64");
+  SPARSE_OPT_CHECK(indices.dtype == ScalarType::Int || indices.dtype == ScalarType::Long, "indices is ", indices.dtype,
+                   ", expected int32 or int64");
   return indices.dtype == ScalarType::Long ? IndexType::kInt64 : IndexType::kInt32;
 }
 
 // `pointers` are those of the dense tensors, and must outlive the result. index_bases cover `of` segments; if it is not
 // given, one for each dense tensor.
 inline Segments checked_segments(const char* name, TensorList dense, const std::vector<void*>& pointers,
-                          const TensorView& indices, Ints starts, Ints ends,
-                          int64_t run_length = 1, const OptionalTensor& index_bases = std::nullopt,
-                          std::optional<int64_t> of = std::nullopt) {
+                                 const TensorView& indices, Ints starts, Ints ends, int64_t run_length = 1,
+                                 const OptionalTensor& index_bases = std::nullopt,
+                                 std::optional<int64_t> of = std::nullopt) {
   const int64_t nnz = checked_slots(indices, run_length);
   const auto count = static_cast<int64_t>(dense.size());
   Segments segments;

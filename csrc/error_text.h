@@ -8,6 +8,10 @@
 
 #include "tensor_view.h"
 
+#ifndef TORCH_STABLE_ONLY
+#include <c10/util/Exception.h>
+#endif
+
 namespace sparse_opt {
 
 inline std::string as_text(const char* text) {
@@ -35,17 +39,23 @@ inline std::string as_text(Ints numbers) {
 }
 
 // Raises ValueError(the parts, one after the other) unless the condition holds. The parts are evaluated only then.
-#define SPARSE_OPT_CHECK(condition, ...)                                             \
-  do {                                                                               \
-    if (!(condition)) [[unlikely]] sparse_opt::raise_value_error(__VA_ARGS__);        \
+#define SPARSE_OPT_CHECK(condition, ...)          \
+  do {                                            \
+    if (!(condition)) [[unlikely]]                \
+      sparse_opt::raise_value_error(__VA_ARGS__); \
   } while (false)
 
-// Python gets a ValueError for std::invalid_argument from all of torch's bindings of ops and from pybind11.
+// Python gets a ValueError for std::invalid_argument from the bindings of ops, but not through a backward pass; the
+// library that autograd calls throws torch's own class.
 template <typename... Parts>
 [[noreturn]] void raise_value_error(const Parts&... parts) {
   std::string text;
   (text.append(as_text(parts)), ...);
+#ifdef TORCH_STABLE_ONLY
   throw std::invalid_argument(text);
+#else
+  TORCH_CHECK_VALUE(false, text);
+#endif
 }
 
 }  // namespace sparse_opt

@@ -203,8 +203,7 @@ void gather_partly_(const TensorView& out, TensorList dense, const TensorView& i
   const GatherCall call(out, dense, indices, starts, ends, std::nullopt, accumulate, std::nullopt, found_inf,
                         run_length, index_bases, of);
   check_partly(starts, ends, numbers, of, partial_sums, first_partials);
-  Cuda::gather_partly(call.args, partial_sums.as<float>(), first_partials.data(), numbers.data(),
-                      indices.device.index);
+  Cuda::gather_partly(call.args, partial_sums.as<float>(), first_partials.data(), numbers.data(), indices.device.index);
 }
 
 // tile_weight_grad_ for some weights of a list, as gather_partly_: the partial sums of weight i are written to those of

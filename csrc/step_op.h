@@ -31,7 +31,8 @@ struct StepInputs {
   OptionalTensor index_bases;
   bool count_steps, check_only;
 
-  // Calls visit(name, member) for each argument, in the order of the schema. tests/ops/test_schemas.py compares the two.
+  // Calls visit(name, member) for each argument, in the order of the schema. tests/ops/test_schemas.py compares the
+  // two.
   void for_each(auto&& visit) {
     visit("params", params);
     visit("indices", indices);
@@ -67,8 +68,8 @@ struct StepCall {
     const int64_t nnz = checked_slots(in.indices, in.run_length);
     const auto count = static_cast<int64_t>(in.params.size());
     params = list_data("params", in.params, device);
-    args.segments = checked_segments("params", in.params, params, in.indices, in.starts, in.ends, in.run_length,
-                                     in.index_bases);
+    args.segments =
+        checked_segments("params", in.params, params, in.indices, in.starts, in.ends, in.run_length, in.index_bases);
     if (count > 0) args.param_dtype = dtype_of("params[0]", in.params[0]);
     set_states(in, nnz);
     args.lr = float_data("lr", in.lr, 1, device);

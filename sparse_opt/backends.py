@@ -50,7 +50,9 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
 @functools.cache
 def native_module() -> tuple[ModuleType | None, str]:
     """Return the library of the ops, or None and the reason why it could not be loaded."""
-    return _extension("_kernels", "build it with `pip install --no-build-isolation .`, torch and a C++ compiler present")
+    return _extension(
+        "_kernels", "build it with `pip install --no-build-isolation .`, torch and a C++ compiler present"
+    )
 
 
 @functools.cache
@@ -243,10 +245,10 @@ def bind(
 ) -> Any:
     """Convert parameters and segments to C++ objects once, which saves most of a step's host time.
 
-    Returns None if the backend chosen for `op` is not native, or without `autograd_module`. Otherwise the object's `step(op, **arguments)` calls a
-    step op without those arguments, and also increments `steps`. `take_grads()` keeps the dense gradients for the next
-    of these calls, or returns False if a parameter has none; `gradient_buffer(...)` makes the buffer that receives the
-    parameters' compact gradients.
+    Returns None if the backend chosen for `op` is not native, or if `autograd_module()` is unavailable. Otherwise the
+    object's `step(op, **arguments)` calls a step op without those arguments, and also increments `steps`.
+    `take_grads()` keeps the dense gradients for the next of these calls, or returns False if a parameter has none;
+    `gradient_buffer(...)` makes the buffer that receives the parameters' compact gradients.
     """
     if choose(op, indices.device, backend) not in ("cpu", "cuda"):
         return None

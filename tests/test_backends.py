@@ -35,7 +35,7 @@ class Machine:
 
     def has(self, *gpus: str, arch_list: str = USUAL, current: int = 0, triton: bool = True) -> None:
         backends.compute_capability.cache_clear()
-        extension, kernels = ModuleType("_C"), ModuleType("triton_kernels")
+        extension, kernels = ModuleType("_kernels"), ModuleType("triton_kernels")
         extension.build_info = lambda: {"cuda": True, "cuda_missing": "", "arch_list": arch_list}
         extension.BoundParams = lambda *args: SimpleNamespace(arguments=args)
         kernels.interpreted = lambda: False
@@ -54,7 +54,8 @@ class Machine:
         }
         for name, function in replaced.items():
             self._monkeypatch.setattr(torch.cuda, name, function)
-        self._monkeypatch.setattr(backends, "native_module", lambda: (extension, ""))
+        for module in ("native_module", "autograd_module"):
+            self._monkeypatch.setattr(backends, module, lambda: (extension, ""))
         no_triton = (None, "triton cannot be imported: it is not here")
         self._monkeypatch.setattr(backends, "triton_module", lambda: (kernels, "") if triton else no_triton)
 

@@ -113,8 +113,8 @@ struct PatchCall {
 using Encoded = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 template <typename OnDevice>
-Encoded patch_encode(TensorList old_list, TensorList new_list, int64_t level, bool is_float,
-                     int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
+Encoded patch_encode(TensorList old_list, TensorList new_list, int64_t level, bool is_float, int64_t class_shift,
+                     int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
                      const OptionalTensor& class_table, const OptionalTensor& values, bool advance) {
   PatchCall call("old", old_list, level, is_float, class_shift);
   SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not supported by level 2");
@@ -133,7 +133,8 @@ Tensor count_changes(TensorList old_list, TensorList new_list) {
   const Tensor changes = zeros({call.args.count}, ScalarType::Long, call.device);
   call.args.changes = static_cast<int64_t*>(changes.data_ptr());
   OnDevice::count_changes(call);
-  return call.device.type == DeviceType::CPU ? changes : torch::stable::to(changes, torch::stable::Device(DeviceType::CPU));
+  return call.device.type == DeviceType::CPU ? changes
+                                             : torch::stable::to(changes, torch::stable::Device(DeviceType::CPU));
 }
 
 template <typename OnDevice>
@@ -160,10 +161,10 @@ std::tuple<Tensor, Tensor, Tensor> patch_sample(TensorList old_list, TensorList 
 
 // Returns int64 [1] on the device: the first damaged tile, or the number of tiles if none is damaged.
 template <typename OnDevice>
-Tensor patch_apply_(TensorList dense, const OptionalTensor& heads, const TensorView& sizes,
-                        const TensorView& offsets, const TensorView& records, int64_t level, bool is_float,
-                        int64_t class_shift, int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
-                        const OptionalTensor& class_table, const OptionalTensor& values) {
+Tensor patch_apply_(TensorList dense, const OptionalTensor& heads, const TensorView& sizes, const TensorView& offsets,
+                    const TensorView& records, int64_t level, bool is_float, int64_t class_shift, int64_t width,
+                    const OptionalTensor& row_of, const OptionalTensor& rows, const OptionalTensor& class_table,
+                    const OptionalTensor& values) {
   PatchCall call("dense", dense, level, is_float, class_shift);
   call.set_width(width);
   call.set_tables(row_of, rows, class_table, values);

@@ -187,7 +187,8 @@ void GradientBuffer::check_gradient(int64_t i, const at::Tensor& grad) const {
                    " elements, expected ", bound_->numel(i));
 }
 
-void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate, const std::optional<at::Tensor>& found_inf) {
+void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate,
+                             const std::optional<at::Tensor>& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   wait_for_last_stream();
   if (!partial_sums_.defined()) {
@@ -209,8 +210,9 @@ void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate,
     first_partials.push_back(first_partial_[i]);
     begin_pass(i, Pass::kGather);
   }
-  direct::gather_partly_(values_, grads, bound_->indices(), starts, ends, numbers, static_cast<int64_t>(last_pass_.size()), accumulate,
-          partial_sums_, first_partials, found_inf, bound_->run_length(), bound_->index_bases());
+  direct::gather_partly_(values_, grads, bound_->indices(), starts, ends, numbers,
+                         static_cast<int64_t>(last_pass_.size()), accumulate, partial_sums_, first_partials, found_inf,
+                         bound_->run_length(), bound_->index_bases());
 }
 
 void GradientBuffer::check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const {
@@ -239,8 +241,8 @@ void GradientBuffer::multiply_tiles_(const std::vector<TileOperands>& list, bool
     if (partial_sums_.defined()) first_partials.push_back(first_partial_[p.i]);
   }
   if (partial_sums_.defined()) {
-    direct::tile_weight_grad_partly_(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, accumulate, partial_sums_,
-            first_partials, found_inf);
+    direct::tile_weight_grad_partly_(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, accumulate,
+                                     partial_sums_, first_partials, found_inf);
     return;
   }
   // The op writes one sum per list element, and the elements may be any of the parameters.

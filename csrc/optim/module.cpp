@@ -109,8 +109,8 @@ void step(BoundParams& bound, const std::string& name, const py::kwargs& argumen
 // The table of _kernels, which is imported first.
 void load_kernels() {
   const py::object capsule = py::module_::import("sparse_opt._kernels").attr("kernel_table")();
-  const auto* table = static_cast<const sparse_opt::KernelTable*>(
-      PyCapsule_GetPointer(capsule.ptr(), sparse_opt::kKernelTableCapsule));
+  const auto* table =
+      static_cast<const sparse_opt::KernelTable*>(PyCapsule_GetPointer(capsule.ptr(), sparse_opt::kKernelTableCapsule));
   if (table == nullptr) throw py::error_already_set();
   if (table->version != sparse_opt::KernelTable::kVersion ||
       table->sizes != sparse_opt::KernelTable::argument_sizes()) {

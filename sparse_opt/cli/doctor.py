@@ -21,6 +21,8 @@ from .parser import CommandParser, add_json_flag
 # Environment variables that affect which code runs.
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
+# bench/kernels/host_time.py measures it.
+WITHOUT_AUTOGRAD = "gradients are collected in Python, which takes more host time per parameter (docs/performance.md)"
 
 _EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
 For each op, 'auto' selects the first backend of the op's order that can run; SPARSE_OPT_BACKEND=name, or an argument
@@ -78,6 +80,7 @@ def examine() -> dict[str, Any]:
 
     present = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     module, cause = backends.native_module()
+    autograd, why_no_autograd = backends.autograd_module()
     report |= {
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
         "extension": {
@@ -85,6 +88,7 @@ def examine() -> dict[str, Any]:
             "cause": cause,
             "build_info": module.build_info() if module else None,
         },
+        "autograd": {"built": autograd is not None, "cause": why_no_autograd},
         "devices": _devices(torch),
         "backends": {
             device: {name: _availability(backends, torch, name, device) for name in backends.BACKENDS}
@@ -195,12 +199,15 @@ def _text(report: dict[str, Any]) -> str:
         ("python", f"{python['version']}  ({python['executable']}, {python['platform']})"),
     ]
     if "torch" not in report:
-        facts.append(("torch", "MISSING: sparse-opt needs torch >= 2.9; install it with `pip install torch`"))
+        facts.append(("torch", "MISSING: sparse-opt needs torch >= 2.10; install it with `pip install torch`"))
         return _aligned(facts)
     torch, extension = report["torch"], report["extension"]
     facts.append(("torch", f"{torch['version']}  (CUDA {torch['cuda'] or 'none'}, {torch['threads']} threads)"))
     facts.append(("triton", packages["triton"] or "not installed"))
     facts.append(("extension", _one_line(extension["build_info"]) if extension["built"] else extension["cause"]))
+    if extension["built"]:
+        autograd = report["autograd"]
+        facts.append(("autograd", "native" if autograd["built"] else f"{autograd['cause']}: {WITHOUT_AUTOGRAD}"))
     facts += [("device", _one_line(device)) for device in report["devices"]]
     facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
     facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]

@@ -12,31 +12,40 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+BUILD = runpy.run_path(str(CSRC / "build_native.py"))
 SOURCES = sorted(
     path for path in CSRC.rglob("*.cpp") if path.stem.endswith("_cuda") or "SPARSE_OPT_WITH_CUDA" in path.read_text()
 )
 
 
 @pytest.fixture(scope="module")
-def cuda_headers(tmp_path_factory) -> list[Path]:
+def cuda_headers() -> list[Path]:
     """The include folders that a build with CUDA has beyond torch's and Python's."""
-    toolkit = runpy.run_path(str(CSRC / "build_native.py"))["toolkit_on_path"]()
+    toolkit = BUILD["toolkit_on_path"]()
     if not toolkit:
         pytest.skip("needs the headers of a CUDA toolkit: nvcc on PATH")
-    # torch generates this header as it is built with CUDA; it has the macros of that build.
-    generated = tmp_path_factory.mktemp("include")
-    header = generated / "c10/cuda/impl/cuda_cmake_macros.h"
-    header.parent.mkdir(parents=True)
-    header.touch()
-    return [generated, Path(toolkit, "include")]
+    return [Path(toolkit, "include")]
 
 
 def check(source: Path, headers: list[Path]) -> subprocess.CompletedProcess[str]:
     information = ("TORCH_VERSION", "CUDA_MISSING", "CUDA_ARCH_LIST", "CUDA_ARCH_NOTES")
-    macros = ["SPARSE_OPT_WITH_CUDA", "TORCH_EXTENSION_NAME=_C", *(f'SPARSE_OPT_{name}=""' for name in information)]
+    macros = [
+        "SPARSE_OPT_WITH_CUDA",
+        "TORCH_EXTENSION_NAME=_kernels",
+        *(f'SPARSE_OPT_{name}=""' for name in information),
+    ]
     folders = [*include_paths(), sysconfig.get_path("include"), *headers]
     flags = [*(f"-D{macro}" for macro in macros), f"-I{CSRC}", *(f"-isystem{folder}" for folder in folders)]
-    command = [os.environ.get("CXX", "c++"), "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", *flags, str(source)]
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-fsyntax-only",
+        *BUILD["CXX_FLAGS"],
+        *BUILD["STABLE_ABI"],
+        "-Wall",
+        "-Werror",
+        *flags,
+        str(source),
+    ]
     return subprocess.run(command, capture_output=True, text=True)
 
 

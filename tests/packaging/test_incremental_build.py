@@ -43,14 +43,20 @@ class Project:
 
     @property
     def extension(self) -> Path:
-        (path,) = self.folder.glob("sparse_opt/_C*.so")
+        (path,) = self.folder.glob("sparse_opt/_kernels*.so")
         return path
 
     def build(self, *command: str | Path, compiler: Path | str | None = compiler) -> set[str]:
         """Build, and return the names of the objects that this compiled."""
         before = self.objects()
         ninja = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        variables = {"SPARSE_OPT_REQUIRE_NATIVE": "1", "SPARSE_OPT_NO_NATIVE": None, "CC": None, "PATH": ninja}
+        variables = {
+            "SPARSE_OPT_REQUIRE_NATIVE": "1",
+            "SPARSE_OPT_NO_AUTOGRAD": "1",
+            "SPARSE_OPT_NO_NATIVE": None,
+            "CC": None,
+            "PATH": ninja,
+        }
         built = self.python(*(command or INPLACE), cwd=self.folder, CXX=str(compiler), **variables)
         assert built.returncode == 0, built.stdout + built.stderr
         return {name for name, time in self.objects().items() if before.get(name) != time}

@@ -1,0 +1,31 @@
+"""Without sparse_opt._autograd, as a wheel is installed: Python code collects the gradients, to the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparse_opt import MaskSet, SparseAdamW, backends
+
+
+def trained(pattern: str, grads: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 192), nn.Linear(192, 64, bias=False))
+    mask = MaskSet.random(model, density=0.3, pattern=pattern, seed=1)
+    optimizer = SparseAdamW(model, mask, lr=1e-2, max_grad_norm=1.0, grads=grads, backend="cpu")
+    for step in range(4):
+        for _ in range(1 + step % 2):  # accumulation
+            model(torch.randn(8, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("pattern", "grads"), [("element", "compact"), ("element", "dense"), ("tile64", "compact")])
+def test_the_bits_are_the_same(monkeypatch, pattern, grads):
+    if backends.autograd_module()[0] is None:
+        pytest.skip("needs sparse_opt._autograd to compare with: " + backends.autograd_module()[1])
+    native = trained(pattern, grads)
+    monkeypatch.setattr(backends, "autograd_module", lambda: (None, "a wheel does not have it"))
+    assert all(tensor.equal(native[name]) for name, tensor in trained(pattern, grads).items())
