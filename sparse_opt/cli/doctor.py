@@ -22,7 +22,9 @@ from .parser import CommandParser, add_json_flag
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
 # bench/kernels/host_time.py measures it.
-WITHOUT_AUTOGRAD = "gradients are collected in Python, which takes more host time per parameter (docs/performance.md)"
+WITHOUT_AUTOGRAD = (
+    "gradients are collected in Python, which takes more host time per parameter (docs/notebook.md, Host time)"
+)
 
 _EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
 For each op, 'auto' selects the first backend of the op's order that can run; SPARSE_OPT_BACKEND=name, or an argument
