@@ -40,6 +40,7 @@ from sparse_opt.cli.parser import CommandParser
 from ...common.environment import environment
 from ...common.harness import exit_code, numbers_out_of_range, out_of_range
 from ...common.report import why_unwritable
+from ...common.training import beyond, rounded
 from .report import Results, pattern_text, text
 from .runs import ALGORITHMS, TRAINED, TUNING_SEED, Run, Trained, World, before, do, find, make_mask, make_world
 
@@ -99,7 +100,7 @@ def tune(
 
     Returns the number of runs not started in time.
     """
-    trials = {key: [_rounded(rate * factor) for factor in factors] for key, rate in rates.items()}
+    trials = {key: [rounded(rate * factor) for factor in factors] for key, rate in rates.items()}
     for turn in range(widen + 1):
         runs = [Run(*key, rate, TUNING_SEED) for key, tried in trials.items() for rate in tried]
         if left := do_runs(work, world, runs, results):
@@ -115,23 +116,6 @@ def best_rate(results: Results, algorithm: str, trained: str) -> float:
     """The learning rate of the best run of the tuning seed; the lowest of equal ones."""
     runs = results.of(algorithm, trained, [TUNING_SEED])
     return float(min(runs, key=lambda run: (-run["after"], run["learning_rate"]))["learning_rate"])
-
-
-def beyond(tried: Sequence[float], best: float) -> list[float]:
-    """The next learning rate if the best one is the lowest or highest; empty if it is inside.
-
-    The steps repeat those of the decade before: after 0.1, 0.3, 1, 3 come 10 and 30. A single rate has no steps.
-    """
-    if len(tried) < 2 or min(tried) < best < max(tried):
-        return []
-    if best >= max(tried):
-        return [_rounded(min(10 * rate for rate in tried if 10 * rate > 1.01 * best))]
-    return [_rounded(max(rate / 10 for rate in tried if 1.01 * rate / 10 < best))]
-
-
-def _rounded(rate: float) -> float:
-    """Rounded to six digits, because 3e-5 * 0.3 has seventeen."""
-    return float(f"{rate:.6g}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

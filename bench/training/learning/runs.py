@@ -19,6 +19,9 @@ import yaml
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.patterns import PATTERNS
 
+from ...common.training import accuracy as rft_accuracy
+from ...common.training import config_of, finish, metrics
+
 TUNING_SEED = 1000
 FINDING_SEED = 2000
 _WHOLE = ("dense", "lora")
@@ -135,7 +138,7 @@ def make_world(world: World, algorithms: Iterable[str]) -> None:
         model = {**world.settings["shared"], "device": world.device, "policy_name": world.folder / kind / "model"}
         name = "student" if kind == "think" else "sft"
         demonstrations = world.folder / kind / "data" / "demonstrations.jsonl"
-        _finish(sft, "SFTConfig", {**model, **world.settings[name]}, demonstrations, world.folder / name)
+        finish(sft, "SFTConfig", {**model, **world.settings[name]}, demonstrations, world.folder / name)
         if kind == "plain":
             continue
         rows, templates = world.folder / "teacher.jsonl", world.folder / "templates.yaml"
@@ -146,23 +149,7 @@ def make_world(world: World, algorithms: Iterable[str]) -> None:
             if teacher_data.main([f"{key}={value}" for key, value in words.items()]):
                 raise RuntimeError(f"{explanations} could not be made into a teacher's demonstrations")
         model |= {"checkpoint": world.folder / "student" / "final"}
-        _finish(sft, "SFTConfig", {**model, **world.settings["teacher"]}, rows, world.folder / "teacher")
-
-
-def _finish(module: Any, config: str, options: dict[str, Any], dataset: Path, folder: Path) -> dict[str, Any]:
-    """The summary of the run in this folder, which is done now if it does not exist."""
-    if (folder / "summary.json").is_file():
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    options = {"delta_log_dir": "none", **options, "dataset": dataset, "output_dir": folder, "resume": True}
-    return module.train(_config(module, config, options))
-
-
-def _config(module: Any, name: str, options: dict[str, Any]) -> Any:
-    """A config with these options, checked like those of the command line."""
-    from sparse_opt.config import parse_config
-
-    words = [f"{key}={','.join(value) if isinstance(value, list) else value}" for key, value in options.items()]
-    return parse_config(getattr(module, name), words)
+        finish(sft, "SFTConfig", {**model, **world.settings["teacher"]}, rows, world.folder / "teacher")
 
 
 def find(world: World, algorithm: str, learning_rate: float) -> None:
@@ -176,7 +163,7 @@ def find(world: World, algorithm: str, learning_rate: float) -> None:
     options["policy_name"] = world.start(algorithm)
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
     train = world.data(algorithm, world.settings[algorithm]["data"][0])
-    _finish(module, f"{algorithm.upper()}Config", options, train, folder)
+    finish(module, f"{algorithm.upper()}Config", options, train, folder)
 
 
 def make_mask(world: World, run: Run) -> None:
@@ -234,9 +221,8 @@ def do(world: World, run: Run) -> dict[str, Any]:
         options["policy_name"] = world.start(run.algorithm)
         train, test = (world.data(run.algorithm, name) for name in world.settings[run.algorithm]["data"])
         options["eval_dataset"] = test
-        summary = _finish(module, f"{run.algorithm.upper()}Config", options, train, folder)
-        rows = [json.loads(line) for line in Path(summary["metrics_file"]).read_text(encoding="utf-8").splitlines()]
-        curve = [row["reward"] for row in rows]
+        summary = finish(module, f"{run.algorithm.upper()}Config", options, train, folder)
+        curve = [row["reward"] for row in metrics(summary)]
         if run.algorithm == "rlt":
             after = summary["last_evaluation"]["eval_reward"]
         else:
@@ -257,22 +243,17 @@ def _rft(world: World, run: Run, options: dict[str, Any], folder: Path) -> tuple
     kept = folder / "datagen"
     if not (kept / "report.json").is_file():
         datagen |= {"dataset": world.data("rft", "train"), "output_dir": kept, "resume": True}
-        rft.datagen(_config(rft, "DatagenConfig", datagen))
-    summary = _finish(rft, "RFTConfig", {**options, "policy_name": start}, kept / "kept.jsonl", folder / "train")
-    rows = [json.loads(line) for line in Path(summary["metrics_file"]).read_text(encoding="utf-8").splitlines()]
-    return [-row["loss"] for row in rows], accuracy(world, folder / "train" / "final", folder / "test", run.seed)
+        rft.datagen(config_of(rft, "DatagenConfig", datagen))
+    summary = finish(rft, "RFTConfig", {**options, "policy_name": start}, kept / "kept.jsonl", folder / "train")
+    return [-row["loss"] for row in metrics(summary)], accuracy(
+        world, folder / "train" / "final", folder / "test", run.seed
+    )
 
 
 def accuracy(world: World, model: Path, folder: Path, seed: int) -> float:
     """The share of right sampled answers of a model to held-out questions."""
-    from sparse_opt.trainers.rft import train as rft
-
-    if not (folder / "summary.json").is_file():
-        options = {**world.settings["test"], "policy_name": model, "dataset": world.data("grpo", "test"), "seed": seed}
-        options |= {"output_dir": folder, "device": world.device, "resume": True}
-        rft.test(_config(rft, "TestConfig", options))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return float(summary["accuracy"])
+    options = {**world.settings["test"], "policy_name": model, "dataset": world.data("grpo", "test"), "seed": seed}
+    return float(rft_accuracy({**options, "device": world.device}, folder)["accuracy"])
 
 
 def before(world: World, algorithms: Iterable[str]) -> dict[str, float]:

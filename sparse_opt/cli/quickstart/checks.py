@@ -89,3 +89,9 @@ def preference_accuracy(checkpoint: Path, pairs: Path, device: torch.device) -> 
             for sequences in zip(*examples, strict=True)
         )
     return (chosen > rejected).double().mean().item()
+
+
+def n_changed_bf16(start: Path, end: Path) -> int:
+    """The number of elements that differ in bf16 between two checkpoints of a model, whatever their dtypes."""
+    first, second = weights_of(start), weights_of(end)
+    return sum(int((first[name].bfloat16() != tensor.bfloat16()).sum()) for name, tensor in second.items())

@@ -1,0 +1,180 @@
+"""Questions of reasoning-gym with answers that its scorers verify, as files for the training loops.
+
+    python -m sparse_opt.bench.study.tasks --output_dir basic_arithmetic --task basic_arithmetic
+
+writes train.jsonl, tune.jsonl and test.jsonl: prompt (chat messages), answer, and entry, which the reward function
+`sparse_opt.bench.study.tasks:score` passes to the package's scorer:
+
+    sparse-opt train grpo --policy_name smollm2/fp32 --dataset basic_arithmetic/train.jsonl \\
+        --reward_functions sparse_opt.bench.study.tasks:score --max_completion_length 12
+
+No question is in two of the files, or twice in one: tune.jsonl is for choosing options such as the learning rate, and
+test.jsonl for the result alone. With the same seed and n_test, test.jsonl is the same whatever the other numbers are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sparse_opt.config import option, parse_config, require_number_ranges
+from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.files import new_folder
+from sparse_opt.trainers.data.records import Text
+from sparse_opt.trainers.rewards.functions import completion_text
+from sparse_opt.trainers.run.outputs import check_new_folder, writing
+
+from .model import require_package
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+_NUMBER_ONLY = "Answer with the number only."
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generator of reasoning-gym with its difficulty, and how the model is asked.
+
+    Args:
+        dataset: name of the generator.
+        answer: what the scorer gets of a completion: its last number, or its first line without a full stop.
+        system: the system message, which asks for a short answer.
+        config: options of the generator.
+    """
+
+    dataset: str
+    answer: Literal["number", "line"]
+    max_new_tokens: int
+    system: str = _NUMBER_ONLY
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+TASKS = {
+    "basic_arithmetic": Task(
+        "basic_arithmetic",
+        "number",
+        12,
+        config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ("+", "-")},
+    ),
+    "gcd": Task("gcd", "number", 12, config={"min_value": 1, "max_value": 30}),
+}
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """Write train.jsonl, tune.jsonl and test.jsonl: questions of reasoning-gym, none of them in two files."""
+
+    output_dir: Path = option(Path("questions"), "new or empty folder")
+    task: str = option("basic_arithmetic", f"one of {', '.join(TASKS)}")
+    n_train: int = option(2000, "questions to train on", at_least=1)
+    n_tune: int = option(200, "questions to choose options with", at_least=1)
+    n_test: int = option(500, "held-out questions", at_least=1)
+    seed: int = option(0, "seed of the questions", at_least=0)
+
+    def __post_init__(self) -> None:
+        require_number_ranges(self)
+        require_task(self.task)
+
+
+def make_questions(folder: Path, task: str, *, n_train: int, n_tune: int, n_test: int, seed: int = 0) -> Path:
+    """Write the three files to a new folder (see the module) and return it.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed, there is no such task, it has not as many different questions, or
+            the folder cannot be created or is not empty.
+    """
+    require_task(task)
+    check_new_folder(folder, "output_dir")
+    questions = different_questions(task, seed)
+    rows = {}
+    for name, n in (("test", n_test), ("tune", n_tune), ("train", n_train)):
+        rows[name] = [row for _, row in zip(range(n), questions, strict=False)]
+        if len(rows[name]) < n:
+            raise ConfigError(
+                f"task {task} has {sum(map(len, rows.values()))} different questions: expected n_test {n_test} + "
+                f"n_tune {n_tune} + n_train {n_train}"
+            )
+    with writing(folder), new_folder(folder) as aside:
+        for name, found in rows.items():
+            text = "".join(json.dumps(row) + "\n" for row in found)
+            (aside / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def require_task(task: str) -> None:
+    """Raise ConfigError if there is no such task, or reasoning-gym is not installed."""
+    if task not in TASKS:
+        raise ConfigError(f"option 'task' is '{task}': expected one of {', '.join(TASKS)}")
+    require_package("reasoning_gym", "makes and scores the questions")
+
+
+def different_questions(task: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of the three files, no question twice; ends when 1000 questions in a row were there before."""
+    import reasoning_gym
+
+    chosen = TASKS[task]
+    # A question's own seed is seed + its index: generators with neighbouring seeds would have most of them in common.
+    dataset = reasoning_gym.create_dataset(chosen.dataset, seed=seed * 10**6, size=10**6, **chosen.config)
+    seen: set[str] = set()
+    n_repeated = 0
+    for entry in dataset:
+        question = entry["question"].strip()
+        n_repeated = n_repeated + 1 if question in seen else 0
+        if n_repeated == 1000:
+            return
+        if question not in seen:
+            seen.add(question)
+            yield {
+                "prompt": [{"role": "system", "content": chosen.system}, {"role": "user", "content": question}],
+                "answer": str(entry["answer"]),
+                # As JSON: metadata differs from question to question, and the columns of a dataset have one type.
+                "entry": json.dumps({"task": task, **entry}, default=str),
+            }
+
+
+def score(completions: Sequence[Text], entry: Sequence[str], **kwargs: Any) -> list[float | None]:
+    """A reward function: 1.0 if the scorer of reasoning-gym finds the answer in the completion right, else 0.0.
+
+    Partial scores are 0.0: some scorers give them to an answer that contains the right one, as 125 contains 25.
+    """
+    import reasoning_gym
+
+    scores: list[float | None] = []
+    for completion, text in zip(completions, entry, strict=True):
+        question = json.loads(text)
+        task = TASKS[question["task"]]
+        answer = answer_of(completion_text(completion), task.answer)
+        scorer = reasoning_gym.get_score_answer_fn(task.dataset)
+        scores.append(float(answer is not None and scorer(answer, question) >= 1))
+    return scores
+
+
+def answer_of(completion: str, kind: Literal["number", "line"]) -> str | None:
+    """The answer in a completion: its last number, or its first line without a full stop; None if there is none."""
+    if kind == "number":
+        numbers = _NUMBER.findall(completion)
+        return numbers[-1].rstrip(",") if numbers else None
+    return completion.strip().partition("\n")[0].strip().rstrip(".") or None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder. Returns 0, 1 if the work failed, or 2 if the call was wrong or a package is missing."""
+    try:
+        words = sys.argv[1:] if argv is None else argv
+        config = parse_config(TaskConfig, words, prog="python -m sparse_opt.bench.study.tasks")
+        sizes = {"n_train": config.n_train, "n_tune": config.n_tune, "n_test": config.n_test}
+        print(make_questions(config.output_dir, config.task, **sizes, seed=config.seed))
+    except SparseOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
