@@ -62,7 +62,10 @@ TASKS = {
         12,
         config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ("+", "-")},
     ),
-    "gcd": Task("gcd", "number", 12, config={"min_value": 1, "max_value": 30}),
+    "products": Task(
+        "products", "number", 12, config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    ),
+    "letter_counting": Task("letter_counting", "number", 12, config={"min_words": 5, "max_words": 10}),
 }
 
 

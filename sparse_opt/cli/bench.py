@@ -42,6 +42,10 @@ BENCHMARKS = {
         "training.profiles.main",
         "RFT's profiles compared with plain training: time, memory, accuracy, and each setting alone",
     ),
+    "study": (
+        "study.main",
+        "claims about sparse training on a pretrained model: runs, tables and verdicts; resumable",
+    ),
     "weight_sync": (
         "weight_sync.main",
         "weight updates from a trainer to another GPU: the active weights compared with all weights, time and bytes",

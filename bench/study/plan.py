@@ -1,0 +1,177 @@
+"""The plan of the study: which runs each claim needs.
+
+A run is one training of one algorithm on one task with one choice of what is trained, one learning rate and one seed.
+Several claims share runs, which are done once. What is trained:
+
+| word | |
+|---|---|
+| dense | all weights |
+| lora:8 | adapters of rank 8 on all linear layers |
+| random:2.5:tile64 | a random 2.5 % of the weights in tiles of 64 x 64, another one for every seed |
+| magnitude:2.5 | the 2.5 % of the largest absolute value |
+| fisher:2.5, snip:2.5 | the 2.5 % that the first training batch scores highest: mean of squared gradients; abs(w g) |
+| early5:2.5 | the 2.5 % that changed most in the first 5 % of the steps of a dense run with another seed |
+| found:2.5 | the same after all steps of that run |
+
+Not in the plan yet: the weights that one dense run changed, trained alone (claim 3), SHiRA and Super-Tuning (in claim
+5), and SGD (claim 6).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparse_opt.errors import ConfigError
+from sparse_opt.masks.patterns import PATTERNS
+
+TUNING_SEED = 1000
+FINDING_SEED = 2000
+EARLY = (1, 2, 5, 10)  # percent of the steps of the dense run
+SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains: see the module."""
+
+    source: str  # dense, lora, or one of SOURCES
+    amount: float | None = None  # LoRA's rank, or percent of the weights
+    pattern: str | None = None
+
+    @classmethod
+    def parse(cls, word: str) -> Trained:
+        """Read a word of the table above; the pattern element may be left out.
+
+        Raises:
+            ConfigError: the word is not valid.
+        """
+        source, *rest = word.split(":")
+        if source == "dense" and not rest:
+            return cls(source)
+        if source == "lora" and len(rest) == 1 and re.fullmatch(r"[1-9]\d*", rest[0]):
+            return cls(source, float(rest[0]))
+        if source not in SOURCES or len(rest) not in (1, 2) or not re.fullmatch(r"\d+(\.\d+)?", rest[0]):
+            raise ConfigError(
+                f"trained {word}: expected dense, lora:RANK, or {', '.join(SOURCES)} with a percentage and, "
+                "optionally, a pattern, as in random:2.5:tile64"
+            )
+        percent, pattern = float(rest[0]), rest[1] if len(rest) == 2 else "element"
+        if not 0 < percent < 100 or pattern not in PATTERNS:
+            raise ConfigError(
+                f"trained {word}: expected a percentage above 0 and below 100, and one of {', '.join(PATTERNS)}"
+            )
+        return cls(source, percent, pattern)
+
+    def __str__(self) -> str:
+        if self.amount is None:
+            return self.source
+        return f"{self.source}:{self.amount:g}" + (f":{self.pattern}" if self.pattern not in (None, "element") else "")
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the run trains under a mask."""
+        return self.source in SOURCES
+
+    @property
+    def needs_finding_run(self) -> bool:
+        """Whether the mask is found in the log of a dense run."""
+        return self.source == "found" or self.source.startswith("early")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: all runs of a subject differ in learning rate and seed only."""
+
+    algorithm: str
+    task: str
+    trained: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; its settings are the key of its result."""
+
+    algorithm: str
+    task: str
+    trained: str
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        what = self.trained.replace(":", "_")
+        return f"{self.algorithm}_{self.task}_{what}_lr{self.learning_rate:g}_seed{self.seed}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Its settings."""
+        return tuple(asdict(self).values())
+
+
+# Claim -> what it says, in the words of the report.
+CLAIMS = {
+    1: "Reinforcement learning changes few weights, supervised learning many",
+    4: "A mask that costs little trains as well as all weights",
+    5: "A mask trains as well as LoRA with as many trained values",
+    7: "The best learning rate rises as the density falls, by the same law for every task",
+}
+DENSITIES = (10, 2.5, 1, 0.1)
+RANKS = (1, 8, 64)
+
+
+def subjects(claim: int, tasks: Sequence[str], algorithms: Sequence[str]) -> list[Subject]:
+    """What a claim compares, each of which is tuned and then run with every seed.
+
+    Raises:
+        ConfigError: the plan has no such claim.
+    """
+    if claim not in CLAIMS:
+        raise ConfigError(f"--claims {claim}: expected some of {' '.join(map(str, CLAIMS))}")
+    if claim == 1:
+        return [Subject(algorithm, task, "dense") for task in tasks for algorithm in algorithms]
+    words = ["dense"]
+    if claim == 4:
+        words += [
+            str(Trained(source, percent, pattern))
+            for percent in DENSITIES
+            for source in SOURCES
+            for pattern in ("element", "tile64")
+        ]
+    elif claim == 5:
+        words += [f"lora:{rank}" for rank in RANKS]
+        words += [
+            str(Trained("random", percent, pattern)) for percent in DENSITIES for pattern in ("element", "tile64")
+        ]
+    else:
+        words += [
+            str(Trained("random", percent, pattern)) for percent in DENSITIES for pattern in ("element", "tile64")
+        ]
+    algorithm = "grpo" if "grpo" in algorithms else algorithms[0]
+    return [Subject(algorithm, task, word) for task in tasks for word in words]
+
+
+def all_subjects(claims: Iterable[int], tasks: Sequence[str], algorithms: Sequence[str]) -> list[Subject]:
+    """The subjects of several claims, each once, in order."""
+    return list(dict.fromkeys(subject for claim in claims for subject in subjects(claim, tasks, algorithms)))
+
+
+def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:
+    """The learning rates that tuning tries first: the same multiples of a rate for every subject.
+
+    The rate is the algorithm's dense rate; of adapters, ten times it; of a mask, its square root of 1 / density as
+    much. A rate at the end of those tried is followed by one beyond it, so that the choice matters little.
+    """
+    from ..common.training import rounded
+
+    rate = float(settings["learning_rates"][subject.algorithm])
+    trained = Trained.parse(subject.trained)
+    if trained.source == "lora":
+        rate *= 10
+    elif trained.amount is not None:
+        rate *= math.sqrt(100 / trained.amount)
+    return [rounded(rate * factor) for factor in settings["factors"]]

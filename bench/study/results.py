@@ -1,0 +1,87 @@
+"""The results file of the study: one finished run per line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sparse_opt.errors import ConfigError
+
+from .plan import TUNING_SEED, Run, Subject
+
+
+class Results:
+    """Finished runs by their settings. Each is appended and flushed to disk when it is finished.
+
+    An incomplete last line, of a process that was killed while it wrote, is dropped.
+
+    Raises:
+        ConfigError: the file has a line that is not a run, or runs of other settings.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]):
+        self.path = path
+        self.header = header
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        if not path.is_file():
+            return
+        content = path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(complete.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                run = Run(**{field.name: row[field.name] for field in fields(Run)})
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(f"{path}: line {number} is not a run of the study") from error
+            if row.get("settings") != header["settings"]:
+                raise ConfigError(f"{path}: line {number} has a run of other settings: name another file")
+            self.rows[run.key] = row
+        if complete != content:
+            with open(path, "r+b") as file:
+                file.truncate(len(complete))
+
+    def __contains__(self, run: Run) -> bool:
+        return run.key in self.rows
+
+    def add(self, run: Run, measured: dict[str, Any]) -> None:
+        """Append the measurements of a run."""
+        row = {**asdict(run), **measured, **self.header}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab") as file:
+            file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows[run.key] = row
+
+    def of(self, subject: Subject, seeds: Iterable[int]) -> list[dict[str, Any]]:
+        """The runs of a subject with these seeds, by learning rate and seed."""
+        seeds = set(seeds)
+        found = [
+            row
+            for row in self.rows.values()
+            if (row["algorithm"], row["task"], row["trained"]) == (subject.algorithm, subject.task, subject.trained)
+            and row["seed"] in seeds
+        ]
+        return sorted(found, key=lambda row: (row["learning_rate"], row["seed"]))
+
+    def best_rate(self, subject: Subject) -> float | None:
+        """The learning rate of the best tuning run, the lowest of equal ones; None without tuning runs."""
+        runs = self.of(subject, [TUNING_SEED])
+        if not runs:
+            return None
+        return float(min(runs, key=lambda row: (-row["accuracy"], row["learning_rate"]))["learning_rate"])
+
+    def chosen(self, subject: Subject, seeds: Iterable[int]) -> list[dict[str, Any]]:
+        """The runs of these seeds at the best learning rate."""
+        best = self.best_rate(subject)
+        return [row for row in self.of(subject, seeds) if row["learning_rate"] == best]
+
+    def seconds_per_run(self, algorithm: str) -> float | None:
+        """The median time of the finished runs of an algorithm; None without any."""
+        found = [row["seconds"] for row in self.rows.values() if row["algorithm"] == algorithm]
+        return median(found) if found else None

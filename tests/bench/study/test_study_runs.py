@@ -1,0 +1,196 @@
+"""The study's plan, resuming and verdicts, on the small arithmetic world."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+
+from sparse_opt.bench.study import main as study_main
+from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Run, Subject, Trained, all_subjects, first_rates, subjects
+from sparse_opt.bench.study.report import Score, not_below, report, verdict
+from sparse_opt.bench.study.results import Results
+from sparse_opt.errors import ConfigError
+
+HEADER = {"settings": "digest"}
+SETTINGS = {"learning_rates": {"grpo": 1e-5}, "factors": [0.3, 1, 3]}
+DENSE = Subject("grpo", "sums", "dense")
+
+
+@pytest.mark.parametrize("size", ["smollm2", "small"])
+def test_every_run_of_the_plan_can_be_read_and_has_rates(size):
+    settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))[size]
+    every = all_subjects(CLAIMS, settings["tasks"], list(settings["learning_rates"]))
+    assert len(set(every)) == len(every)
+    for subject in every:
+        assert str(Trained.parse(subject.trained)) == subject.trained
+        assert len(first_rates(settings, subject)) == len(settings["factors"])
+
+
+@pytest.mark.parametrize(
+    "word", ["dense:1", "lora", "lora:0", "random", "random:0", "random:nan", "early3:1", "snip:1:x"]
+)
+def test_what_cannot_be_trained(word):
+    with pytest.raises(ConfigError, match=f"trained {word}: expected"):
+        Trained.parse(word)
+
+
+def test_rates_grow_as_masks_shrink():
+    rates = {word: first_rates(SETTINGS, Subject("grpo", "sums", word))[1] for word in ("dense", "lora:8", "random:1")}
+    assert rates == {"dense": 1e-5, "lora:8": 1e-4, "random:1": 1e-4}
+
+
+@pytest.fixture
+def results(tmp_path):
+    return Results(tmp_path / "results.jsonl", HEADER)
+
+
+def measured(accuracy=0.5, **others):
+    return {"accuracy": accuracy, "changed_bf16": 0.2, "seconds": 2.0, **others}
+
+
+def test_a_killed_write_is_dropped_and_the_rest_kept(results):
+    first, second = Run("grpo", "sums", "dense", 1e-5, 0), Run("grpo", "sums", "dense", 1e-5, 1)
+    results.add(first, measured())
+    whole = results.path.read_bytes()
+    results.add(second, measured())
+    results.path.write_bytes(results.path.read_bytes()[:-7])
+    again = Results(results.path, HEADER)
+    assert first in again and second not in again
+    assert results.path.read_bytes() == whole
+    again.add(second, measured())
+    assert results.path.read_bytes().startswith(whole) and second in Results(results.path, HEADER)
+    with pytest.raises(ConfigError, match="line 1 has a run of other settings"):
+        Results(results.path, {"settings": "other"})
+    results.path.write_text("{}\n")
+    with pytest.raises(ConfigError, match="line 1 is not a run of the study"):
+        Results(results.path, HEADER)
+
+
+def test_tuning_goes_past_an_end_twice_and_seeds_use_the_best_rate(results):
+    accuracies = {3e-6: 0.1, 1e-5: 0.2, 3e-5: 0.3, 1e-4: 0.4, 3e-4: 0.5}
+    while runs := study_main.tuning_runs(SETTINGS, DENSE, results):
+        for run in runs:
+            assert run.seed == TUNING_SEED
+            results.add(run, measured(accuracies[run.learning_rate]))
+    assert len(results.of(DENSE, [TUNING_SEED])) == 5
+    assert [run.learning_rate for run in study_main.seed_runs(DENSE, [0, 1], results)] == [3e-4, 3e-4]
+
+
+def test_an_estimate_counts_what_is_left(results):
+    text = study_main.estimate(SETTINGS, [DENSE], [0, 1, 2], results)
+    assert "6 runs" in text and "not counted, because no run is finished: grpo" in text
+    for rate, accuracy in ((3e-6, 0.1), (1e-5, 0.2), (3e-5, 0.1)):
+        results.add(Run("grpo", "sums", "dense", rate, TUNING_SEED), measured(accuracy, seconds=1200.0))
+    assert "about 1.00 hours" in study_main.estimate(SETTINGS, [DENSE], [0, 1, 2], results)
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (Score(0.50, 0.00, 3), True),
+        (Score(0.48, 0.01, 3), None),  # 0.02 below, known up to 0.012
+        (Score(0.40, 0.02, 3), False),
+        (Score(0.50, 0.10, 3), None),
+        (Score(0.60, float("nan"), 1), None),
+    ],
+)
+def test_not_below(first, expected):
+    assert not_below(first, Score(0.50, 0.0, 3)) is expected
+
+
+def with_scores(results, claim, accuracy, **others):
+    """Fill in the runs of a claim: `accuracy(trained)` for every seed."""
+    for subject in subjects(claim, ["sums"], ["grpo", "sft"]):
+        rate = first_rates({**SETTINGS, "learning_rates": {"grpo": 1e-5, "sft": 1e-5}}, subject)[1]
+        for seed in (TUNING_SEED, 0, 1, 2):
+            run = Run(subject.algorithm, "sums", subject.trained, rate, seed)
+            if run not in results:
+                results.add(run, measured(accuracy(Trained.parse(subject.trained)), **others))
+
+
+def test_the_verdict_on_cheap_masks(results, tmp_path):
+    def verdict_with(name, accuracy):
+        found = Results(tmp_path / name, HEADER)
+        with_scores(found, 4, accuracy)
+        return verdict(4, found, ["sums"], ["grpo"], [0, 1, 2])
+
+    good = Trained("random", 2.5, "tile64")
+    assert verdict_with("a", lambda trained: 0.7 if trained in (good, Trained("dense")) else 0.1) == "holds"
+    # Masks that need a dense run are not cheap, and 10 % is not little.
+    dear = lambda trained: 0.7 if trained.source in ("dense", "found", "early5") or trained.amount == 10 else 0.1  # noqa: E731
+    assert verdict_with("b", dear) == "does not hold"
+
+
+def test_the_page_says_what_is_missing(results):
+    results.add(Run("grpo", "sums", "dense", 1e-5, TUNING_SEED), measured())
+    results.add(Run("grpo", "sums", "dense", 1e-5, 0), measured(0.75))
+    page = report(results, [1], ["sums"], ["grpo", "sft"], [0, 1], {"sums": 0.25})
+    assert "**not shown**" in page and "2 of 2 rows are not finished" in page
+    assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 |  | 1 | 20.0% | 2 |" in page
+
+
+@pytest.fixture
+def tiny_settings(tmp_path, monkeypatch):
+    settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))["small"]
+    settings["world"] |= {"n_train": 30, "n_test": 8, "n_demonstrations": 400}
+    settings["start"]["n_steps"] = 100
+    settings["questions"]["n_tune"] = 8
+    settings["factors"] = [1]
+    settings["grpo"] |= {"n_steps": 2, "batch_size": 32}
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump({"small": settings}))
+    monkeypatch.setattr(study_main, "SETTINGS", file)
+
+
+def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, tmp_path, monkeypatch, capsys):
+    """Dense, and a mask of the first batch's Fisher information: two runs each, of two steps."""
+    whole = [DENSE, Subject("grpo", "sums", "fisher:10:tile64")]
+    monkeypatch.setattr(study_main, "all_subjects", lambda *args: whole)
+    monkeypatch.setattr("sparse_opt.bench.study.report.subjects", lambda *args: whole)
+    words = [
+        "--size",
+        "small",
+        "--claims",
+        "1",
+        "--seeds",
+        "0",
+        "--device",
+        "cpu",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    original = study_main.do
+    done = []
+
+    def killed_on_the_second(world, run):
+        if done:
+            raise KeyboardInterrupt
+        done.append(run)
+        return original(world, run)
+
+    monkeypatch.setattr(study_main, "do", killed_on_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        study_main.main(words)
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 1
+
+    monkeypatch.setattr(study_main, "do", original)
+    assert study_main.main(words) == 0
+    resumed = table_without_times(capsys.readouterr().out)
+    assert len(resumed) == 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [TUNING_SEED, 0, TUNING_SEED, 0]
+    assert all(0 < row["changed"] <= 1 for row in rows) and rows[2]["n_trained"] > 0
+    assert rows[2]["changed"] < rows[0]["changed"]
+
+    (tmp_path / "out" / "results.jsonl").unlink()
+    for folder in ("runs", "masks"):
+        (tmp_path / "out" / folder).rename(tmp_path / folder)
+    assert study_main.main(words) == 0
+    assert table_without_times(capsys.readouterr().out) == resumed
+
+
+def table_without_times(page):
+    return [re.sub(r"\d+ \|$", "", line) for line in page.splitlines() if line.startswith("| sums")]
