@@ -1,11 +1,11 @@
 """Questions of reasoning-gym with answers that its scorers verify, as files for the training loops.
 
-    python -m sparse_opt.bench.study.tasks --output_dir basic_arithmetic --task basic_arithmetic
+    python -m sparse_opt.bench.study.tasks --output_dir products --task products
 
 writes train.jsonl, tune.jsonl and test.jsonl: prompt (chat messages), answer, and entry, which the reward function
 `sparse_opt.bench.study.tasks:score` passes to the package's scorer:
 
-    sparse-opt train grpo --policy_name smollm2/fp32 --dataset basic_arithmetic/train.jsonl \\
+    sparse-opt train grpo --policy_name smollm2/fp32 --dataset products/train.jsonl \\
         --reward_functions sparse_opt.bench.study.tasks:score --max_completion_length 12
 
 No question is in two of the files, or twice in one: tune.jsonl is for choosing options such as the learning rate, and
@@ -32,8 +32,6 @@ from sparse_opt.trainers.run.outputs import check_new_folder, writing
 from .model import require_package
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-
 _NUMBER_ONLY = "Answer with the number only."
 
 
@@ -44,28 +42,19 @@ class Task:
     Args:
         dataset: name of the generator.
         answer: what the scorer gets of a completion: its last number, or its first line without a full stop.
-        system: the system message, which asks for a short answer.
         config: options of the generator.
+        system: the system message, which asks for a short answer.
     """
 
     dataset: str
     answer: Literal["number", "line"]
-    max_new_tokens: int
-    system: str = _NUMBER_ONLY
     config: dict[str, Any] = field(default_factory=dict)
+    system: str = _NUMBER_ONLY
 
 
 TASKS = {
-    "basic_arithmetic": Task(
-        "basic_arithmetic",
-        "number",
-        12,
-        config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ("+", "-")},
-    ),
-    "products": Task(
-        "products", "number", 12, config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    ),
-    "letter_counting": Task("letter_counting", "number", 12, config={"min_words": 5, "max_words": 10}),
+    "products": Task("products", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "letter_counting": Task("letter_counting", "number", {"min_words": 5, "max_words": 10}),
 }
 
 
@@ -74,7 +63,7 @@ class TaskConfig:
     """Write train.jsonl, tune.jsonl and test.jsonl: questions of reasoning-gym, none of them in two files."""
 
     output_dir: Path = option(Path("questions"), "new or empty folder")
-    task: str = option("basic_arithmetic", f"one of {', '.join(TASKS)}")
+    task: str = option("products", f"one of {', '.join(TASKS)}")
     n_train: int = option(2000, "questions to train on", at_least=1)
     n_tune: int = option(200, "questions to choose options with", at_least=1)
     n_test: int = option(500, "held-out questions", at_least=1)

@@ -50,7 +50,7 @@ class PretrainedOptions:
     """Train a pretrained model by GRPO on questions with verified answers, dense and under a mask of tiles."""
 
     model: str = option("smollm2", "smollm2, or the folder of a causal language model")
-    task: str = option("basic_arithmetic", "questions of reasoning-gym, see sparse_opt.bench.study.tasks")
+    task: str = option("products", "questions of reasoning-gym, see sparse_opt.bench.study.tasks")
     questions: Path | None = option(
         None, "folder of your own train.jsonl and test.jsonl, in place of task; with reward_functions"
     )

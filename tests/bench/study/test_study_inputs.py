@@ -40,7 +40,7 @@ def few_sums(monkeypatch):
     )
     package.create_dataset = lambda name, seed, size, **config: (entry(seed + i) for i in range(size))
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    monkeypatch.setitem(tasks.TASKS, "few_sums", tasks.Task("few_sums", "number", 4))
+    monkeypatch.setitem(tasks.TASKS, "few_sums", tasks.Task("few_sums", "number"))
 
 
 def rows_of(path):
