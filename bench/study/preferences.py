@@ -5,7 +5,7 @@
 `answers` is a folder of `sparse-opt train rft test`, which samples answers and verifies them:
 
     sparse-opt train rft test --policy_name smollm2/fp32 --dataset products/train.jsonl --n_generations 8 \\
-        --temperature 1 --reward_functions sparse_opt.bench.study.tasks:score --max_completion_length 12 \\
+        --temperature 1 --reward_functions sparse_opt.bench.study.tasks:score --max_completion_length 16 \\
         --output_dir answers
 """
 

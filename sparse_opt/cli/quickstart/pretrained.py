@@ -68,7 +68,7 @@ class PretrainedOptions:
     n_prompts: int = option(32, "questions per step", at_least=1)
     n_generations: int = option(16, "sampled answers per question", at_least=2)
     rows_per_pass: int = option(512, "answers per forward pass; fewer need less memory", at_least=1)
-    max_completion_length: int = option(12, "longest answer in tokens", at_least=1)
+    max_completion_length: int = option(16, "longest answer in tokens", at_least=1)
     n_train: int = option(2000, "questions to train on", at_least=1)
     n_test: int = option(300, "held-out questions", at_least=1)
     learning_rate: float = option(2e-5, "learning rate of the dense run", above=0)
