@@ -9,7 +9,9 @@ writes train.jsonl, tune.jsonl and test.jsonl: prompt (chat messages), answer, a
         --reward_functions sparse_opt.bench.study.tasks:score --max_completion_length 16
 
 No question is in two of the files, or twice in one: tune.jsonl is for choosing options such as the learning rate, and
-test.jsonl for the result alone. docs/study.md has the accuracy that the model starts from. With the same seed and n_test, test.jsonl is the same whatever the other numbers are.
+test.jsonl for the result alone. With the same seed and n_test, test.jsonl is the same whatever the other numbers are.
+
+docs/study.md has the accuracy that the model starts from.
 """
 
 from __future__ import annotations
