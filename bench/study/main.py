@@ -93,7 +93,8 @@ def estimate(settings: dict[str, Any], subjects: Sequence[Subject], seeds: Seque
             unknown.add(subject.algorithm)
         total += n * (seconds or 0.0)
         lines.append(f"{subject.algorithm:<5} {subject.task:<18} {subject.trained:<22} {n} runs")
-    lines.append(f"about {total / 3600:.2f} hours, without rates beyond the first, by the times of finished runs")
+    if total or not unknown:
+        lines.append(f"about {total / 3600:.2f} hours, without rates beyond the first, by the times of finished runs")
     if unknown:
         lines.append(f"not counted, because no run is finished: {' '.join(sorted(unknown))}")
     return "\n".join(lines)
