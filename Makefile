@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda test-wheel release-check build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub test-wheel release-check build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,6 +45,16 @@ wheel-cuda: $(VENV)/.python $(RELEASE)/.installed ## the same with CUDA kernels,
 	  $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda bdist_wheel --dist-dir build/wheel-cuda/dist
 	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist/cuda build/wheel-cuda/dist/*.whl
 	$(AUDIT)/abi3audit --strict dist/cuda/*abi3*.whl
+
+# With SPARSE_OPT_CUDA=1 it has CUDA kernels, as the wheel of wheel-cuda. Each variant is a folder in dist/kernels-hub/build.
+HUB = .ci/kernels_hub.py
+
+kernels-hub: $(VENV)/.python ## a folder that Hugging Face's `kernels` loads, in dist/kernels-hub
+	@hash=$$($(BIN)/python $(HUB) hash) && PATH="$(BIN):$$PATH" SPARSE_OPT_NO_AUTOGRAD=1 SPARSE_OPT_REQUIRE_NATIVE=1 \
+	  SPARSE_OPT_BUILD_HASH=$$hash TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-8.0;9.0a;10.0+PTX}" \
+	  $(STEP) "building the library for kernels" $(BIN)/python setup.py --quiet \
+	  build_ext --build-temp build/kernels-hub/objects --build-lib build/kernels-hub
+	$(BIN)/python $(HUB) write build/kernels-hub/sparse_opt/_kernels.abi3.so dist/kernels-hub
 
 $(RELEASE)/.installed:
 	@$(STEP) "creating the environment $(RELEASE)" $(PYTHON) -m venv $(RELEASE)

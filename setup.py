@@ -4,6 +4,7 @@ Metadata and tool settings are in pyproject.toml. The environment decides the re
 
 SPARSE_OPT_NO_NATIVE=1        leave the extension out
 SPARSE_OPT_NO_AUTOGRAD=1      leave out sparse_opt._autograd: a wheel without it fits every supported torch and Python
+SPARSE_OPT_BUILD_HASH=...     end the namespace of the native ops with it, as a build for `kernels` needs
 SPARSE_OPT_CUDA=1             build the CUDA kernels although the installed torch has no CUDA, or another one
 SPARSE_OPT_REQUIRE_NATIVE=1   fail where a compiler fails or TORCH_CUDA_ARCH_LIST names no GPU of the CUDA kernels; else
                               the package is built without them, or without the extension, and says so

@@ -39,6 +39,8 @@ PYTHON_TAG = "cp311"
 REQUIRE_NATIVE = os.environ.get("SPARSE_OPT_REQUIRE_NATIVE") == "1"
 BUILD_CUDA = os.environ.get("SPARSE_OPT_CUDA") == "1"
 NO_AUTOGRAD = os.environ.get("SPARSE_OPT_NO_AUTOGRAD") == "1"
+# Ends the names of the ops; see .ci/kernels_hub.py.
+BUILD_HASH = os.environ.get("SPARSE_OPT_BUILD_HASH", "")
 HINT = "`pip install --verbose` shows all that the compilers print"
 
 
@@ -173,6 +175,8 @@ def kernels_extension(torch, missing, archs, notes):
         "CUDA_ARCH_NOTES": "; ".join(notes),
     }
     macros += [(f"SPARSE_OPT_{name}", f'"{value}"') for name, value in build_info.items()]
+    if BUILD_HASH:
+        macros.append(("SPARSE_OPT_NATIVE", f"sparse_opt_native_{'cpu' if missing else 'cuda'}_{BUILD_HASH}"))
     return Extension(
         "sparse_opt._kernels",
         [str(path) for path in sources],

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import cuda_archs
 from .errors import BackendUnavailable
+from .ops.namespace import NATIVE
 from .ops.step_ops import STEP_OPS
 
 OPS = (
@@ -224,7 +225,7 @@ def function(op: str, device: torch.device, backend: str | None = None) -> Calla
     if name == "triton":
         return getattr(triton_module()[0], op)
     # `.default` skips the overload lookup, which takes some microseconds per call.
-    return getattr(torch.ops.sparse_opt_native, op).default
+    return getattr(getattr(torch.ops, NATIVE), op).default
 
 
 def functions(device: torch.device, backend: str | None = None) -> SimpleNamespace:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from . import registry as registry
+from .namespace import PUBLIC
 from .narrow import can_narrow, narrow_indices
 from .step_functions import StepFunction, step_function
 from .step_ops import STEP_OPS
@@ -49,6 +50,7 @@ __all__ = [
     *STEP_OPS,
 ]
 
+_ops = getattr(torch.ops, PUBLIC)
 
 globals().update({name: step_function(name) for name in STEP_OPS})
 
@@ -88,7 +90,7 @@ def masked_grad_gather_(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    torch.ops.sparse_opt.masked_grad_gather_(
+    _ops.masked_grad_gather_(
         out,
         dense,
         indices,
@@ -142,7 +144,7 @@ def tile_weight_grad_(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    torch.ops.sparse_opt.tile_weight_grad_(
+    _ops.tile_weight_grad_(
         out,
         grad_outputs,
         inputs,
@@ -180,7 +182,7 @@ def indexed_swap_(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    torch.ops.sparse_opt.indexed_swap_(
+    _ops.indexed_swap_(
         dense, compact, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend
     )
 
@@ -212,7 +214,7 @@ def delta_encode(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    return torch.ops.sparse_opt.delta_encode(old, new, backend=backend)
+    return _ops.delta_encode(old, new, backend=backend)
 
 
 @torch.no_grad()
@@ -235,4 +237,4 @@ def delta_apply_(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    torch.ops.sparse_opt.delta_apply_(dense, indices, values, starts, ends, backend=backend)
+    _ops.delta_apply_(dense, indices, values, starts, ends, backend=backend)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import backends
 from . import checks
+from .namespace import NATIVE, PUBLIC
 from .step_ops import STEP_OPS, StepOp
 
 _SEGMENTS = "Tensor indices, SymInt[] starts, SymInt[] ends"
@@ -48,8 +49,9 @@ SCHEMAS = {
     "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, SymInt[] starts, SymInt[] ends, *", "()"),
 }
 
-_library = torch.library.Library("sparse_opt", "DEF")
-_native = torch.library.Library("sparse_opt_native", "FRAGMENT")
+_library = torch.library.Library(PUBLIC, "DEF")
+_native = torch.library.Library(NATIVE, "FRAGMENT")
+_ops = getattr(torch.ops, PUBLIC)
 
 
 def _native_schema(name: str) -> str:
@@ -72,7 +74,7 @@ def _device(name: str, args: tuple[Any, ...]) -> torch.device:
 
 def _with_defaults(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the arguments that the dispatcher leaves out because they equal their default."""
-    schema = getattr(torch.ops.sparse_opt, name).default._schema
+    schema = getattr(_ops, name).default._schema
     positional = [a for a in schema.arguments if not a.kwarg_only]
     args = args + tuple(kwargs.get(a.name, a.default_value) for a in positional[len(args) :])
     named = {a.name: kwargs.get(a.name, a.default_value) for a in schema.arguments if a.kwarg_only}
@@ -102,7 +104,7 @@ def _register(name: str) -> None:
     check = checks.of(name)
     mutated = [
         (i, a.name)
-        for i, a in enumerate(getattr(torch.ops.sparse_opt, name).default._schema.arguments)
+        for i, a in enumerate(getattr(_ops, name).default._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     ]
 
@@ -122,7 +124,7 @@ def _register(name: str) -> None:
         return _fake_delta_encode(*args) if name == "delta_encode" else None
 
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparse_opt::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{PUBLIC}::{name}", fake, lib=_library)
 
 
 def _fake_delta_encode(old: list[Tensor], new: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

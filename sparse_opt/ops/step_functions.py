@@ -10,7 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .namespace import PUBLIC
 from .step_ops import STEP_OPS
+
+_ops = getattr(torch.ops, PUBLIC)
 
 _DOCSTRING = """\
 {summary}: updates `params`, {states} and `master` in place.
@@ -106,13 +109,13 @@ def _docstring(name: str) -> str:
 
 
 def step_function(name: str) -> StepFunction:
-    """Return a function with the signature of step op `name` that calls torch.ops.sparse_opt.<name>."""
+    """Return a function with the signature of step op `name` that calls the op of torch."""
     signature = _signature(name)
     names = (f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in signature.parameters.values())
-    source = f"def {name}{signature}:\n    torch.ops.sparse_opt.{name}({', '.join(names)})"
+    source = f"def {name}{signature}:\n    _ops.{name}({', '.join(names)})"
     # Compiled, as in dataclasses, so that Python binds the arguments and torch.compile traces a plain function.
     defined: dict[str, Any] = {}
     exec(compile(source, f"<sparse_opt.ops.{name}>", "exec", dont_inherit=True), globals(), defined)
     function = defined[name]
-    function.__module__, function.__doc__ = "sparse_opt.ops", _docstring(name)
+    function.__module__, function.__doc__ = __name__.rpartition(".")[0], _docstring(name)
     return torch.no_grad()(function)

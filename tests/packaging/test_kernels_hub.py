@@ -1,0 +1,98 @@
+"""The folder for Hugging Face's `kernels`, with the extension that is built: its package works without sparse_opt."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_opt import backends, ops
+
+# In a process of its own, because a process loads a library once. `kernels` imports by path and name, too.
+LOAD = {
+    "import": """
+import importlib.util, json
+name = json.loads((variant / "metadata.json").read_text())["id"]
+spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
+package = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+""",
+    "get_local_kernel": """
+import kernels
+package = kernels.get_local_kernel(variant.parents[1])
+assert [loaded.metadata.name.python_name for loaded in kernels.get_loaded_kernels()] == ["sparse_opt"]
+""",
+}
+RUN = """
+import sys
+from pathlib import Path
+import torch
+variant, data = map(Path, sys.argv[1:])
+{load}
+assert not [name for name in sys.modules if name.split(".")[0] in ("sparse_opt", "xxhash")]
+arguments = torch.load(data)
+before = arguments["adamw"][0][0]._version
+package.indexed_adamw_(*arguments["adamw"], grad=arguments["grad"])
+assert arguments["adamw"][0][0]._version > before
+package.masked_grad_gather_(*arguments["gather"])
+try:
+    package.masked_grad_gather_(*arguments["gather"], backend="triton")
+except package.BackendUnavailable as error:
+    assert "'triton'" in str(error)
+else:
+    raise AssertionError("triton ran")
+torch.save(arguments, data)
+"""
+
+
+@pytest.fixture(scope="module")
+def variant(checkout, tmp_path_factory) -> Path:
+    library, cause = backends.native_module()
+    if library is None:
+        pytest.skip("needs the extension: " + cause)
+    write = runpy.run_path(str(checkout / ".ci/kernels_hub.py"))["write"]
+    names = {"public": "sparse_opt", "native": "sparse_opt_native"}
+    return write(Path(library.__file__), library.build_info(), tmp_path_factory.mktemp("hub"), hash="test", **names)
+
+
+def adamw_and_gather() -> dict[str, object]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(64, 48, generator=generator), torch.randn(300, generator=generator)]
+    grads = [torch.randn(p.shape, generator=generator) for p in params]
+    counts = [600, 70]
+    positions = [
+        torch.randperm(p.numel(), generator=generator)[:n].sort()[0] for p, n in zip(params, counts, strict=True)
+    ]
+    segments = torch.cat(positions).int(), [0, 600], [600, 670]
+    exp_avg, exp_avg_sq = torch.randn(670, generator=generator), torch.rand(670, generator=generator)
+    return {
+        "adamw": [params, *segments, exp_avg, exp_avg_sq, torch.tensor(1e-2), torch.tensor([3.0, 7.0])],
+        "grad": torch.randn(670, generator=generator),
+        "gather": [torch.full((670,), torch.nan), grads, *segments],
+    }
+
+
+@pytest.mark.parametrize("loader", LOAD)
+def test_the_package_computes_what_sparse_opt_does(variant, loader, python, tmp_path):
+    if loader == "get_local_kernel" and importlib.util.find_spec("kernels") is None:
+        pytest.skip("needs the package kernels")
+    expected = adamw_and_gather()
+    torch.save(expected, tmp_path / "data.pt")
+    ran = python("-c", RUN.format(load=LOAD[loader]), variant, tmp_path / "data.pt", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    ops.indexed_adamw_(*expected["adamw"], grad=expected["grad"], backend="cpu")
+    ops.masked_grad_gather_(*expected["gather"], backend="cpu")
+    found = torch.load(tmp_path / "data.pt")
+    assert not torch.equal(found["adamw"][0][0], adamw_and_gather()["adamw"][0][0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_library_of_another_name_is_refused(checkout, tmp_path):
+    (tmp_path / "_kernels.abi3.so").write_bytes(b"sparse_opt_native_cpu_1\0")
+    write = runpy.run_path(str(checkout / ".ci/kernels_hub.py"))["write"]
+    names = {"hash": "2", "public": "sparse_opt_cpu_2", "native": "sparse_opt_native_cpu_2"}
+    with pytest.raises(ValueError, match="not built for the namespace sparse_opt_native_cpu_2"):
+        write(tmp_path / "_kernels.abi3.so", {"cuda": False}, tmp_path, **names)
