@@ -1,4 +1,4 @@
-"""Runs a function of a test in several processes of one process group, gloo or NCCL.
+"""Runs a function of a test, or a command, in several processes of one process group, gloo or NCCL.
 
 The processes are forked from a server that has imported torch and transformers and has run nothing: in a new process,
 importing them takes several seconds.
@@ -12,10 +12,12 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -97,6 +99,71 @@ def launch(
             outputs = {r: (Path(folder) / f"output{r}").read_text(errors="replace") for r in range(n)}
             raise AssertionError("\n".join([failure[1], *(f"--- rank {r}\n{text}" for r, text in outputs.items())]))
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(n)]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: the exit code of the rank that failed first, or 0, and what all ranks have printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(n: int, words: Sequence[str], environment: Mapping[str, str], *, timeout: float = 120.0) -> Ended:
+    """Run `sparse-opt` with these words in `n` processes, as torchrun does: if a rank fails, the others are terminated.
+
+    A single process has no rank.
+
+    Raises:
+        AssertionError: not all processes ended in time; has what they have printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="launch") as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        free.close()
+        processes = []
+        for rank in range(n):
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+            variables = {**shared, **(ranks if n > 1 else {}), "OMP_NUM_THREADS": "1"}
+            process = _SERVER.Process(target=_run_command, args=(folder, rank, list(words), variables), daemon=True)
+            processes.append(process)
+            processes[-1].start()
+        failed, deadline = 0, time.monotonic() + timeout
+        while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+            if not failed and (failed := next((code for process in processes if (code := process.exitcode)), 0)):
+                for process in processes:
+                    process.terminate()
+            time.sleep(0.02)
+        in_time = all(process.exitcode is not None for process in processes)
+        for process in processes:
+            process.kill()
+            process.join()
+        failed = failed or next((code for process in processes if (code := process.exitcode)), 0)
+        stdout, stderr = (
+            "".join((Path(folder) / f"{name}{rank}").read_text(errors="replace") for rank in range(n))
+            for name in ("stdout", "stderr")
+        )
+        assert in_time, f"not all ranks ended in {timeout} seconds\n{stdout}{stderr}"
+        return Ended(failed, stdout, stderr)
+
+
+def _run_command(folder: str, rank: int, words: list[str], variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    for stream in (sys.stdout, sys.stderr):
+        with open(Path(folder) / f"{stream.name.strip('<>')}{rank}", "wb") as output:
+            os.dup2(output.fileno(), stream.fileno())
+    torch.set_num_threads(1)
+    from sparse_opt.cli.main import main
+
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _wait(processes: list[ForkServerProcess], timeout: float) -> tuple[int | None, str] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -191,6 +192,22 @@ def joined() -> Iterator[None]:
             raise SparseOptError(f"another rank ended or does not respond: {one_line(error)}") from error
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def sigterm_deferred() -> Iterator[None]:
+    """A context in which a SIGTERM waits for the end of the block, so that what it removes is removed as a whole."""
+    if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread alone
+        yield
+        return
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+        if received:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import launch
+from launch import launch, run_command
 from safetensors.torch import load_file
 from stopping import StoppedError, rows
 
@@ -44,17 +44,13 @@ def environment(tmp_path_factory):
     return {**os.environ, "HF_DATASETS_CACHE": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
 
 
+def train_words(options, *words):
+    return ["train", *words, *(f"--{name}={value}" for name, value in options.items())]
+
+
 def command_line(options, n, *words):
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)] if n > 1 else []
-    return [sys.executable, *torchrun, "-m", "sparse_opt", "train", *words, *flags]
-
-
-def run(options, n, environment, *words):
-    """The ended process; its stderr without the lines of torchrun and gloo is its `errors`."""
-    return subprocess.run(
-        command_line(options, n, *words), env=environment, capture_output=True, text=True, timeout=180
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)]
+    return [sys.executable, *torchrun, "-m", "sparse_opt", *train_words(options, *words)]
 
 
 def own_lines(ended):
@@ -143,7 +139,7 @@ def test_rft_samples_the_same_in_several_processes(options, tmp_path):
 def test_the_error_of_one_rank_is_shown_once(options, environment, tmp_path, parallel):
     options |= {"parallel": parallel, "n_generations": 4, "max_completion_length": 4}
     options |= {"reward_functions": "token_rewards:fails_on_rank_1"}
-    ended = run(options, 2, environment, "grpo")
+    ended = run_command(2, train_words(options, "grpo"), environment)
     assert ended.returncode == 1
     (line,) = own_lines(ended)
     assert line.startswith("sparse-opt: rank 1: error: reward function 'fails_on_rank_1' failed: ValueError")
@@ -153,7 +149,8 @@ def test_the_error_of_one_rank_is_shown_once(options, environment, tmp_path, par
 
 def test_torchrun_trains_and_prints_once(options, environment, mask_file, tmp_path):
     options |= {"mode": "sparse", "mask": mask_file, "delta_log_dir": tmp_path / "log", "report_to": "tensorboard"}
-    ended = run(options, 2, environment, "sft", "--json")
+    command = command_line(options, 2, "sft", "--json")
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert own_lines(ended) == []
@@ -161,8 +158,8 @@ def test_torchrun_trains_and_prints_once(options, environment, mask_file, tmp_pa
     assert logged.keys() == saved.keys() and all(torch.equal(logged[name], saved[name]) for name in saved)
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
     assert b"rank1/peak_host_memory_bytes" in events.read_bytes()
-    again = run(options, 2, environment, "sft")
-    assert again.returncode == 1
+    again = run_command(2, train_words(options, "sft"), environment)
+    assert again.returncode == 2
     (line,) = own_lines(again)
     assert "option 'output_dir'" in line and "exists and is not empty" in line
     assert "sparse_opt/trainers" not in again.stderr  # no traceback
@@ -179,7 +176,7 @@ def test_torchrun_trains_and_prints_once(options, environment, mask_file, tmp_pa
     ids=["none", "one process", "batch", "typo"],
 )
 def test_a_refused_run_leaves_nothing_and_says_why_once(options, environment, tmp_path, changes, n, message):
-    ended = run({**options, **changes}, n, environment, "sft")
+    ended = run_command(n, train_words({**options, **changes}, "sft"), environment)
     assert ended.returncode != 0
     (line,) = own_lines(ended)
     assert message in line

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launch import launch
+from launch import launch, run_command
 from stopping import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_stand_in import serving
@@ -172,14 +170,7 @@ def test_an_error_of_the_server_is_shown_once(options, server_of, tmp_path, mode
     given = options(mode, tmp_path / "run", server.url) | {"parallel": parallel, "eval_steps": None}
     flags = [f"--{name}={','.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
     flags = [flag for flag in flags if not flag.endswith("=None")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = subprocess.run(
-        [*command, "-m", "sparse_opt", "train", "grpo", *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    ended = run_command(2, ["train", "grpo", *flags], os.environ)
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("sparse-opt: ")]
     assert f"{server.url}{route} answered 500: " in line and "the worker has failed" in line

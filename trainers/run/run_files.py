@@ -17,7 +17,7 @@ from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import ConfigError
 
 from ..options import TrainingOptions, model_slug
-from ..ranks import Ranks
+from ..ranks import Ranks, sigterm_deferred
 from .checkpoints import Checkpoints, Stateful
 from .delta_log import RunDeltaLog
 from .lock import RunLock, require_unlocked
@@ -141,11 +141,12 @@ class RunFiles:
         # Once the lock is lost, the files may be another run's.
         if kind is None or self.metrics.rows or self._lock.loss() is not None:
             return
-        discard_outputs(self.output_dir)
-        for folder in self._further.values():
-            shutil.rmtree(folder, ignore_errors=True)
-        if self._delta_log is not None:
-            self._delta_log.discard()
+        with sigterm_deferred():  # torchrun sends it to a rank that is here because another one failed
+            discard_outputs(self.output_dir)
+            for folder in self._further.values():
+                shutil.rmtree(folder, ignore_errors=True)
+            if self._delta_log is not None:
+                self._delta_log.discard()
 
     def _close(self) -> None:
         for file in self._row_files:

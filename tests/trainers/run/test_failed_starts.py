@@ -6,6 +6,7 @@ import builtins
 import dataclasses
 import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.trainers import dpo, grpo, ppo, rlt
 from sparse_opt.trainers.rft import sampling as rft_sampling
 from sparse_opt.trainers.rft.datagen import DatagenConfig, datagen
-from sparse_opt.trainers.run import outputs
+from sparse_opt.trainers.run import outputs, run_files
 from sparse_opt.trainers.run.training_run import TrainingRun
 
 FULL = "No space left on device"
@@ -237,3 +238,23 @@ def test_the_engine_of_sampling_is_made_before_the_folder(start, monkeypatch, tm
     with pytest.raises(ValueError, match="is shorter"):  # the engine has nothing to say
         start("rft")
     assert seen == [False]
+
+
+def test_a_sigterm_does_not_interrupt_the_removal_of_a_failed_start(monkeypatch, dpo_options, tmp_path):
+    def discard(folder):
+        signal.raise_signal(signal.SIGTERM)
+        discard_outputs(folder)
+
+    def end(number, frame):
+        raise SystemExit(128 + number)
+
+    discard_outputs = run_files.discard_outputs
+    monkeypatch.setattr(run_files, "discard_outputs", discard)
+    monkeypatch.setattr(TrainingRun, "update", lambda self: 1 / 0)
+    handler = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            dpo.train(dpo_options(delta_log_dir=tmp_path / "log"))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert not list(tmp_path.glob("run/*")) and not (tmp_path / "log").exists()
