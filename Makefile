@@ -100,13 +100,16 @@ test-others: $(VENV)/.test build
 $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 	$(PYTEST) tests/$*
 
-test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py -k "not distributed"
+# Without what does not depend on the backend: examples of the docs, interrupts, damaged states.
+OF_BACKEND := not distributed and not documented and not interrupts and not damaged
 
-# Without what does not depend on the backend: examples of the docs, interrupts, damaged states; and with two of four dtypes.
+test-reference: $(VENV)/.test build
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py -k "$(OF_BACKEND)"
+
+# With two of four dtypes.
 test-triton: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim -k "(not test_runs or many_steps) and not distributed \
-	  and not documented and not interrupts and not damaged and not (test_torch_defaults and (bfloat16 or float64))"
+	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim \
+	  -k "$(OF_BACKEND) and (not test_runs or many_steps) and not (test_torch_defaults and (bfloat16 or float64))"
 
 test-triton-ops: $(VENV)/.test build
 	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops tests/weight_sync -k triton
