@@ -42,7 +42,7 @@ def build_hash() -> str:
 
 def load(library: Path) -> ModuleType:
     """Import the library, which needs torch."""
-    import torch  # noqa: F401
+    import torch  # noqa: F401  # loads the libraries that the extension is linked with
 
     spec = importlib.util.spec_from_file_location("_kernels", library)
     module = importlib.util.module_from_spec(spec)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import operator
+import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, SparseOptError
 from .option_parser import CommandParser
 from .option_values import type_name, without_none
 
@@ -73,6 +74,22 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str], *, prog: str 
         ConfigError: as in `parse_words`. Errors of the dataclass's `__post_init__` propagate.
     """
     return config_class(**vars(add_options(CommandParser(prog=prog), config_class).parse_words(argv)))
+
+
+def run_module(
+    config_class: type[ConfigT], work: Callable[[ConfigT], object], argv: Sequence[str] | None, *, prog: str
+) -> int:
+    """Print what `work` returns for the options in `argv`, by default the process's: the main of a `python -m` module.
+
+    Returns:
+        0; 1 if `work` failed, or 2 if the call was wrong (ConfigError), after the error in one line on stderr.
+    """
+    try:
+        print(work(parse_config(config_class, sys.argv[1:] if argv is None else argv, prog=prog)))
+    except SparseOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
 
 
 def option(

@@ -34,8 +34,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparse_opt.config import option, parse_config, require_number_ranges
-from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.config import option, require_number_ranges, run_module
+from sparse_opt.errors import ConfigError
 from sparse_opt.files import new_folder
 
 from .run.outputs import check_new_folder, save_checkpoint, writing
@@ -270,20 +270,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
         return LlamaForCausalLM(config)
 
 
+def _make(config: ArithmeticConfig) -> Path:
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    return make_arithmetic(options.pop("output_dir"), **options)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
     from .run.progress import hide_progress_bars
 
     hide_progress_bars()
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        config = parse_config(ArithmeticConfig, words, prog="python -m sparse_opt.trainers.arithmetic")
-        options = {field.name: getattr(config, field.name) for field in fields(config)}
-        print(make_arithmetic(options.pop("output_dir"), **options))
-    except SparseOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_module(ArithmeticConfig, _make, argv, prog="python -m sparse_opt.trainers.arithmetic")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,6 @@ tensors' device, or may be left out. The optimizer, masks and other backends are
 
 from . import ops
 from .errors import BackendUnavailable
-from .ops import *  # noqa: F403
+from .ops import *  # noqa: F403  # all ops, whose names follow from the table of step ops
 
 __all__ = ["BackendUnavailable", *ops.__all__]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sparse_opt.config import option, parse_config
+from sparse_opt.config import option, run_module
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers.run.outputs import check_new_folder, save_checkpoint
 
@@ -134,6 +134,11 @@ def completion(model: Any, tokenizer: Any, text: str, max_new_tokens: int = 8) -
     return str(tokenizer.decode(ids[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+def _make(config: ModelConfig) -> str:
+    made = make_model(config.output_dir, config.dtypes)
+    return "\n".join(f"{folder}: {MODEL_NAME}, dequantized from Q4_1 to {dtype}" for dtype, folder in made.items())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folders. Returns 0, 1 if the work failed, or 2 if the call was wrong or a package is missing."""
     from sparse_opt.trainers.run.progress import hide_progress_bars
@@ -141,15 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing is downloaded. transformers would ask the hub for the file of a folder without config.json.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     hide_progress_bars(always=True)
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        config = parse_config(ModelConfig, words, prog="python -m sparse_opt.bench.study.model")
-        for dtype, folder in make_model(config.output_dir, config.dtypes).items():
-            print(f"{folder}: {MODEL_NAME}, dequantized from Q4_1 to {dtype}")
-    except SparseOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_module(ModelConfig, _make, argv, prog="python -m sparse_opt.bench.study.model")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_opt.config import option, parse_config, require_number_ranges
-from sparse_opt.errors import ConfigError, DataError, SparseOptError
+from sparse_opt.config import option, require_number_ranges, run_module
+from sparse_opt.errors import DataError
 from sparse_opt.files import one_line
 from sparse_opt.trainers.rft.parts import write_lines
 
@@ -73,17 +73,13 @@ def write_pairs(answers: Path, output: Path, pairs_per_prompt: int = 2) -> int:
     return len(found)
 
 
+def _write(config: PreferencesConfig) -> str:
+    return f"{config.output}: {write_pairs(config.answers, config.output, config.pairs_per_prompt)} pairs"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file. Returns 0, 1 if the work failed, or 2 if the call was wrong."""
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        config = parse_config(PreferencesConfig, words, prog="python -m sparse_opt.bench.study.preferences")
-        n = write_pairs(config.answers, config.output, config.pairs_per_prompt)
-        print(f"{config.output}: {n} pairs")
-    except SparseOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_module(PreferencesConfig, _write, argv, prog="python -m sparse_opt.bench.study.preferences")
 
 
 if __name__ == "__main__":

@@ -238,6 +238,7 @@ def mask_file(world: World, run: Run) -> Path:
     model = load_causal_lm(world.start, torch.float32).to(world.device)
     method = {"magnitude": "weight_magnitude"}.get(trained.source, trained.source)
     sequences = [] if method == "weight_magnitude" else _first_batch(world, run)
+    # `Trained.parse` has checked the source, which the type checker cannot see.
     return find_from_model(model, method=method, sequences=sequences, **options).mask.save(file)  # type: ignore[arg-type]
 
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sparse_opt.config import option, parse_config, require_number_ranges
-from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.config import option, require_number_ranges, run_module
+from sparse_opt.errors import ConfigError
 from sparse_opt.files import new_folder
 from sparse_opt.trainers.data.records import Text
 from sparse_opt.trainers.rewards.functions import completion_text
@@ -157,17 +157,14 @@ def answer_of(completion: str, kind: Literal["number", "line"]) -> str | None:
     return completion.strip().partition("\n")[0].strip().rstrip(".") or None
 
 
+def _make(config: TaskConfig) -> Path:
+    sizes = {"n_train": config.n_train, "n_tune": config.n_tune, "n_test": config.n_test}
+    return make_questions(config.output_dir, config.task, **sizes, seed=config.seed)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder. Returns 0, 1 if the work failed, or 2 if the call was wrong or a package is missing."""
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        config = parse_config(TaskConfig, words, prog="python -m sparse_opt.bench.study.tasks")
-        sizes = {"n_train": config.n_train, "n_tune": config.n_tune, "n_test": config.n_test}
-        print(make_questions(config.output_dir, config.task, **sizes, seed=config.seed))
-    except SparseOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_module(TaskConfig, _make, argv, prog="python -m sparse_opt.bench.study.tasks")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,8 @@ def _advice(torch: Any) -> dict[str, Any]:
     from sparse_opt.trainers.memory import LENGTH, SHARE, advice
 
     if not torch.cuda.is_available():
-        has_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        # The op is not there in a torch without oneDNN.
+        has_bf16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         return {"device": "cpu", "has_bf16": has_bf16, "rows": []}
     properties = torch.cuda.get_device_properties(0)
     has_bf16 = properties.major >= 8

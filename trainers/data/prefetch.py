@@ -55,7 +55,7 @@ class StepBatches(Dataset[list[TokenBatch]]):
         """Yield the batches of these steps in order, made by worker processes two steps ahead each.
 
         Args:
-            pin_memory: put them into page-locked memory, from which copies to a GPU run beside its work.
+            pin_memory: put them into page-locked memory, from which a GPU copies them while it computes.
         """
         loader: DataLoader[list[TokenBatch]] = DataLoader(
             self,

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sparse_opt.config import option, parse_config
-from sparse_opt.errors import ConfigError, DataError, SparseOptError
+from sparse_opt.config import option, run_module
+from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import one_line
 
 from ..run.outputs import write_text, writing
@@ -122,14 +122,12 @@ def _kept(row: dict[str, Any]) -> tuple[str, Any, str | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows of the given options. Returns 0, 1 if the data was wrong, or 2 if the call was wrong."""
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        config = parse_config(QuestionPairsConfig, words, prog="python -m sparse_opt.trainers.data.question_pairs")
-        print(f"{write_rows(config)} rows in {config.output}")
-    except SparseOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_module(
+        QuestionPairsConfig,
+        lambda config: f"{write_rows(config)} rows in {config.output}",
+        argv,
+        prog="python -m sparse_opt.trainers.data.question_pairs",
+    )
 
 
 if __name__ == "__main__":

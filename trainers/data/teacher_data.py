@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_opt.config import option, parse_config, require_number_ranges
-from sparse_opt.errors import ConfigError, DataError, SparseOptError
+from sparse_opt.config import option, require_number_ranges, run_module
+from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.option_parser import read_yaml
 
 from ..policy.pretrained import load_tokenizer_from
@@ -264,14 +264,12 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows of the given options. Returns 0, 1 if the data was wrong, or 2 if the call was wrong."""
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        config = parse_config(TeacherDataConfig, words, prog="python -m sparse_opt.trainers.data.teacher_data")
-        print(f"{write_demonstrations(config)} rows in {config.output}")
-    except SparseOptError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_module(
+        TeacherDataConfig,
+        lambda config: f"{write_demonstrations(config)} rows in {config.output}",
+        argv,
+        prog="python -m sparse_opt.trainers.data.teacher_data",
+    )
 
 
 if __name__ == "__main__":
