@@ -53,6 +53,24 @@ def llama_config(sizes: Mapping[str, int], max_length: int, *, tie_word_embeddin
     )
 
 
+def qwen2_config(sizes: Mapping[str, int], max_length: int) -> Any:
+    """The transformers configuration of a Qwen2 without tied embeddings; ``sizes`` as for `llama_matrices`."""
+    from transformers import Qwen2Config
+
+    if sizes["n_heads"] * sizes["head_dim"] != sizes["hidden"]:
+        raise ValueError(f"{sizes['n_heads']} heads of {sizes['head_dim']} are not the hidden size {sizes['hidden']}")
+    return Qwen2Config(
+        vocab_size=sizes["vocab"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_hidden_layers=sizes["n_layers"],
+        num_attention_heads=sizes["n_heads"],
+        num_key_value_heads=sizes["n_kv_heads"],
+        max_position_embeddings=max(2048, max_length),
+        tie_word_embeddings=False,
+    )
+
+
 def random_model(config: Any, device: torch.device, seed: int) -> nn.Module:
     """The causal language model of a configuration with random bf16 weights, created on the device."""
     from transformers import AutoModelForCausalLM
@@ -85,6 +103,31 @@ LLAMA_3_70B_SIZES = {
     "head_dim": 128,
     "vocab": 128256,
 }
+
+# 8.03 B elements, output layer not tied. https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
+LLAMA_3_1_8B_SIZES = {
+    "hidden": 4096,
+    "intermediate": 14336,
+    "n_layers": 32,
+    "n_heads": 32,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 128256,
+}
+
+# 14.8 B elements, output layer not tied. https://huggingface.co/Qwen/Qwen2.5-14B/blob/main/config.json
+QWEN_2_5_14B_SIZES = {
+    "hidden": 5120,
+    "intermediate": 13824,
+    "n_layers": 48,
+    "n_heads": 40,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 152064,
+}
+
+# 32.8 B elements, output layer not tied. https://huggingface.co/Qwen/Qwen2.5-32B/blob/main/config.json
+QWEN_2_5_32B_SIZES = {**QWEN_2_5_14B_SIZES, "intermediate": 27648, "n_layers": 64}
 
 # 85 matrices, 64 M elements: a small language model's proportions.
 LLAMA_64M = llama_matrices(

@@ -56,7 +56,9 @@ def make_model(
     """
     model: Any = _without_weights(config)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.23 renamed the method and warns under the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     seeds = {name: seed * 1_000_003 + i for i, (name, _) in enumerate(model.named_parameters())}
     for name, layer in model.model.layers.named_children():
         _fill(layer, f"model.layers.{name}.", seeds, device)
@@ -82,11 +84,12 @@ def _without_weights(config: Any) -> nn.Module:
 
 @torch.no_grad()
 def _fill(module: nn.Module, prefix: str, seeds: dict[str, int], device: torch.device) -> None:
-    """Make the module's parameters that are on the meta device: vectors of ones, and matrices of random values."""
+    """Make the module's parameters that are on the meta device: biases of zeros, other vectors of ones, and matrices of
+    random values."""
     for owner, name, parameter in list(_meta_parameters(module)):
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.ndim == 1:
-            values.fill_(1)
+            values.fill_(0 if name.endswith("bias") else 1)
         elif (full_name := f"{prefix}{name}") in seeds:  # a tied parameter has one name; its second is replaced
             values.normal_(0.0, STD, generator=torch.Generator(device).manual_seed(seeds[full_name]))
         setattr(owner, name.rpartition(".")[2], nn.Parameter(values))

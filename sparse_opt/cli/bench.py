@@ -42,6 +42,10 @@ BENCHMARKS = {
         "training.profiles.main",
         "RFT's profiles compared with plain training: time, memory, accuracy, and each setting alone",
     ),
+    "scale": (
+        "scale.main",
+        "the largest model of one GPU: peak memory and time of a DPO step, by model size, dense, LoRA and sparse",
+    ),
     "study": (
         "study.main",
         "claims about sparse training on a pretrained model: runs, tables and verdicts; resumable",

@@ -21,7 +21,7 @@ from ..tensors import (
     tensor_digest,
 )
 from . import files as mask_files
-from .checks import checked_positions, index_dtype, positions_of_bool, require_own_memory
+from .checks import checked_positions, positions_of_bool, require_own_memory
 from .parameters import Part, group_by_layer, group_by_part
 from .patterns import PATTERNS, most_specific_pattern
 from .positions import intersection_size
@@ -129,10 +129,7 @@ class MaskSet:
         else:
             for name, item in model_or_shapes.items():
                 shapes[name] = tuple(item.shape) if isinstance(item, Tensor) else tuple(map(int, item))
-        indices = {
-            name: random_indices(name, shape, density, pattern, seed).to(index_dtype(math.prod(shape)))
-            for name, shape in shapes.items()
-        }
+        indices = {name: random_indices(name, shape, density, pattern, seed) for name, shape in shapes.items()}
         metadata = {"method": "random", "sparsity": f"{100 * (1 - density):.10g}", "seed": str(seed)}
         return cls._of_checked(indices, shapes, pattern, metadata)
 

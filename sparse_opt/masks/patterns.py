@@ -102,10 +102,11 @@ def most_specific_pattern(masks: Iterable[tuple[Tensor, Sequence[int]]]) -> str:
 
 
 def expand_units(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
-    """Return the sorted int64 positions of all elements of some units.
+    """Return the sorted positions of all elements of some units, in the dtype of `units`.
 
     Args:
-        units: [k] int64, sorted and unique, numbered row by row over `unit_grid`.
+        units: [k] int32 or int64, sorted and unique, numbered row by row over `unit_grid`. With int32, all positions
+            must be below 2**31.
     """
     height, width = PATTERNS[pattern]
     if pattern == "element":
@@ -113,12 +114,12 @@ def expand_units(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
     rows, columns = matrix_shape(shape)
     _, units_across = unit_grid(shape, pattern)
     unit_row, first_column = units // units_across, units % units_across * width
-    column = first_column[:, None] + torch.arange(width, device=units.device)
+    column = first_column[:, None] + torch.arange(width, dtype=units.dtype, device=units.device)
     if height == 1:
         return (unit_row[:, None] * columns + column)[column < columns]
     unit_rows, counts = torch.unique_consecutive(unit_row, return_counts=True)
     parts = []
     for r, in_row in zip(unit_rows.tolist(), column.split(counts.tolist()), strict=True):
-        row = torch.arange(r * height, min((r + 1) * height, rows), device=units.device)
+        row = torch.arange(r * height, min((r + 1) * height, rows), dtype=units.dtype, device=units.device)
         parts.append((row[:, None] * columns + in_row[in_row < columns]).view(-1))
     return torch.cat(parts) if parts else units

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from .checks import index_dtype
 from .patterns import expand_units, unit_grid
 
 # Bounds the scratch of one round of draws to 128 MiB.
@@ -17,11 +18,15 @@ _DRAWS_PER_ROUND = 2**24
 
 
 def random_indices(name: str, shape: Sequence[int], density: float, pattern: str, seed: int) -> Tensor:
-    """Return the sorted int64 positions of floor(density * units + 0.5) units of a pattern, drawn uniformly."""
+    """Return the sorted positions of floor(density * units + 0.5) units of a pattern, drawn uniformly.
+
+    Their dtype is `checks.index_dtype`'s, from the start, because a mask may have a billion positions.
+    """
     units = math.prod(unit_grid(shape, pattern))
     # The raw stream of a numpy bit generator never changes between versions; those of its distributions may.
     source = np.random.PCG64(xxhash.xxh3_128_intdigest(f"{seed}:{name}".encode()))
-    return expand_units(_sample(units, math.floor(density * units + 0.5), source), shape, pattern)
+    drawn = _sample(units, math.floor(density * units + 0.5), source)
+    return expand_units(drawn.to(index_dtype(math.prod(shape))), shape, pattern)
 
 
 def _sample(n: int, k: int, source: np.random.PCG64) -> Tensor:

@@ -90,27 +90,52 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     """
     if job.mode in ("sparse", "tiles"):
         mask = MaskSet.load(job.mask, policy)
-        sparse = SparseAdamW(policy, mask, lr=job.learning_rate, grad_dtype=torch.bfloat16)
-        return Trained(
-            policy,
-            policy,
-            sparse.base_weights,
-            lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM),
-            sparse,
-            len(sparse.tiled_parameters),
-            lambda: {"weights": _nbytes(policy.parameters()), **sparse.nbytes()},
-        )
-    reference, reference_weights = policy, None
+        return sparse_training(policy, mask, job.learning_rate, grad_dtype=torch.bfloat16)
+    if job.mode == "dense":
+        return dense_training(policy, job.learning_rate)
     if job.mode == "lora":
         torch.manual_seed(job.seed)
-        reference_weights = add_lora(policy, job.lora_rank).disable_adapter
-    elif job.mode == "shira":
-        assert job.shira_rank is not None
-        reference_weights = add_shira(policy, job.shira_rank, job.seed).disable_adapter
+        adapted = add_lora(policy, job.lora_rank)
     else:
-        reference = frozen_copy(policy)
+        assert job.shira_rank is not None
+        adapted = add_shira(policy, job.shira_rank, job.seed)
+    return adapter_training(policy, adapted.disable_adapter, job.learning_rate)
+
+
+def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float, **options: Any) -> Trained:
+    """SparseAdamW under a mask, with `options` of its own; the reference is `base_weights()`."""
+    sparse = SparseAdamW(policy, mask, lr=learning_rate, **options)
+    return Trained(
+        policy,
+        policy,
+        sparse.base_weights,
+        lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM),
+        sparse,
+        len(sparse.tiled_parameters),
+        lambda: {"weights": _nbytes(policy.parameters()), **sparse.nbytes()},
+    )
+
+
+def dense_training(policy: nn.Module, learning_rate: float) -> Trained:
+    """Full fine-tuning with fused AdamW; the reference is a frozen copy."""
+    return _adamw_training(policy, frozen_copy(policy), nullcontext, learning_rate)
+
+
+def adapter_training(
+    policy: nn.Module, reference_weights: Callable[[], AbstractContextManager[Any]], learning_rate: float
+) -> Trained:
+    """Fused AdamW on what requires a gradient; in `reference_weights()` the policy is its own reference."""
+    return _adamw_training(policy, policy, reference_weights, learning_rate)
+
+
+def _adamw_training(
+    policy: nn.Module,
+    reference: nn.Module,
+    reference_weights: Callable[[], AbstractContextManager[Any]],
+    learning_rate: float,
+) -> Trained:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=job.learning_rate, fused=True)
+    adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
 
     def parts() -> dict[str, int]:
         moments = [value for state in adamw.state.values() for key, value in state.items() if key != "step"]
@@ -125,7 +150,7 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     return Trained(
         policy,
         reference,
-        reference_weights or nullcontext,
+        reference_weights,
         lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
         adamw,
         0,

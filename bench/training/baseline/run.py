@@ -173,11 +173,28 @@ def run(job: Job) -> dict[str, Any]:
         data = [[_prompt(row[0], longest) for row in rows] for rows in chosen]
         step = grpo_step(job, trained, data, pad_id, tokenizer.eos_token_id, section)
 
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    steps = take_steps(step, job.n_steps, section, device)
+    on_gpu = device.type == "cuda"
+    return {
+        "mode": job.mode,
+        "n_trained": trained.n_trained,
+        "n_tiled": trained.n_tiled,
+        "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "bytes": trained.parts(),
+        "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1)) if job.kernel_time else None,
+        "steps": steps,
+    }
+
+
+def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device) -> list[dict[str, Any]]:
+    """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     steps = []
-    for i in range(job.n_steps):
+    for i in range(n_steps):
         synchronize()
         began = time.perf_counter()
         metrics = step(i)
@@ -194,18 +211,7 @@ def run(job: Job) -> dict[str, Any]:
                 "section_host_s": on_host,
             }
         )
-    on_gpu = device.type == "cuda"
-    return {
-        "mode": job.mode,
-        "n_trained": trained.n_trained,
-        "n_tiled": trained.n_tiled,
-        "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "bytes": trained.parts(),
-        "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1)) if job.kernel_time else None,
-        "steps": steps,
-    }
+    return steps
 
 
 def _prompt(sequence: TokenSequence, longest: int) -> list[int]:

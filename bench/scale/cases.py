@@ -1,0 +1,139 @@
+"""The cases of `sparse-opt bench scale`: model shapes, methods, and the bytes that each cannot do without."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from sparse_opt.masks.parameters import select_names
+
+from ..common.shapes import (
+    LLAMA_3_1_8B_SIZES,
+    LLAMA_3_2_3B_SIZES,
+    QWEN_2_5_14B_SIZES,
+    QWEN_2_5_32B_SIZES,
+    llama_config,
+    qwen2_config,
+)
+from ..training.baseline.inputs import without_weights
+
+Method = Literal["dense", "lora", "sparse", "lean"]
+
+# Sizes that hold whole tiles of 64 by 64, so that every method runs on a CPU.
+TINY_SIZES = {
+    "hidden": 256,
+    "intermediate": 512,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 512,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's family and sizes; ``sizes`` as for `llama_matrices`."""
+
+    family: Literal["llama", "qwen2"]
+    sizes: Mapping[str, int]
+    tied: bool = False  # whether the output layer's weight is the embedding
+
+    def config(self, max_length: int) -> Any:
+        """The transformers configuration."""
+        if self.family == "qwen2":
+            return qwen2_config(self.sizes, max_length)
+        return llama_config(self.sizes, max_length, tie_word_embeddings=self.tied)
+
+
+SHAPES = {
+    "3b": Shape("llama", LLAMA_3_2_3B_SIZES, tied=True),
+    "8b": Shape("llama", LLAMA_3_1_8B_SIZES),
+    "14b": Shape("qwen2", QWEN_2_5_14B_SIZES),
+    "32b": Shape("qwen2", QWEN_2_5_32B_SIZES),
+    "tiny": Shape("llama", TINY_SIZES, tied=True),
+    "tiny_qwen2": Shape("qwen2", TINY_SIZES),
+}
+# The options of SparseAdamW by method. Weights are bf16 and rounded at random, without fp32 master weights.
+SPARSE_OPTIONS: dict[str, dict[str, Any]] = {
+    "sparse": {"stochastic_rounding": True, "grad_dtype": torch.bfloat16},
+    "lean": {"stochastic_rounding": True, "grad_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row. Its values go through JSON.
+
+    A limit keeps torch's allocator below as many GiB, as on a smaller GPU.
+    """
+
+    shape: str
+    method: Method
+    checkpointing: bool  # of activations
+    compile: bool  # the layers, with torch.compile
+    sequence_length: int
+    density: float
+    pattern: str
+    exclude: list[str] | None  # patterns of names of matrices that the mask leaves out
+    lora_rank: int
+    learning_rate: float
+    n_steps: int
+    seed: int
+    device: str
+    limit_gib: float | None
+
+    @property
+    def name(self) -> str:
+        extra = [
+            *(["checkpointing"] if self.checkpointing else []),
+            *(["compiled"] if self.compile else []),
+            *([] if self.limit_gib is None else [f"limited to {self.limit_gib:g} GiB"]),
+        ]
+        return ", ".join([f"{self.shape} {self.method}, {self.sequence_length} tokens", *extra])
+
+    def key(self) -> tuple[Any, ...]:
+        """What identifies the row in a results file: everything but the number of steps."""
+        return tuple(str(value) for name, value in asdict(self).items() if name != "n_steps")
+
+    def config(self) -> Any:
+        """The model's transformers configuration."""
+        return SHAPES[self.shape].config(self.sequence_length)
+
+    def masked(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the matrices that the mask is drawn for."""
+        matrices = {name: shape for name, shape in parameter_shapes(self.shape).items() if len(shape) == 2}
+        return {name: matrices[name] for name in select_names(matrices, exclude=self.exclude)}
+
+    def least_bytes(self) -> int:
+        """Bytes that a step holds at once for certain: weights, reference, gradients and moments, no activations.
+
+        LoRA's adapters, the indices of whole tiles, and the rounding of the density to whole tiles are left out.
+        """
+        n = sum(_numel(shape) for shape in parameter_shapes(self.shape).values())
+        if self.method == "dense":
+            return 10 * n  # weights, reference, gradients, two moments, all bf16
+        if self.method == "lora":
+            return 2 * n
+        moment = SPARSE_OPTIONS[self.method].get("state_dtype", torch.float32).itemsize
+        active = int(self.density * sum(map(_numel, self.masked().values())))
+        return 2 * n + active * (2 + 2 + 2 * moment)  # base weights, compact gradients, two moments
+
+
+@functools.cache
+def parameter_shapes(shape: str) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a model's parameters, tied ones once."""
+    return {name: tuple(p.shape) for name, p in without_weights(SHAPES[shape].config(1)).named_parameters()}
+
+
+def n_parameters(shape: str) -> int:
+    """The number of parameters, tied ones counted once."""
+    return sum(_numel(dims) for dims in parameter_shapes(shape).values())
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,113 @@
+"""One case of `sparse-opt bench scale`, in a process of its own.
+
+    python -m sparse_opt.bench.scale.run JOB RESULT
+
+The step is that of `sparse-opt bench baseline dpo`: the log-probabilities and the loss are the trainers', the logits
+are computed in slices, and the reference is the base weights, the model without adapters, or a frozen copy.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from sparse_opt import MaskSet
+from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
+from sparse_opt.trainers.policy.adapters import add_lora
+from sparse_opt.trainers.policy.models import make_masks_skippable
+
+from ..common.environment import commit
+from ..common.harness import job_main
+from ..distributed.models import make_model, pair
+from ..training.baseline.modes import Trained, adapter_training, dense_training, sparse_training
+from ..training.baseline.run import Sections, dpo_step, take_steps
+from .cases import SPARSE_OPTIONS, Case
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Build the model, take the steps, and return what was measured; `fits` is False if memory ran out."""
+    device = torch.device(case.device)
+    on_gpu = device.type == "cuda"
+    row = {
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "commit": commit(),
+        "least_bytes": case.least_bytes(),
+    }
+    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else math.inf
+    usable = total if case.limit_gib is None else min(total, case.limit_gib * 2**30)
+    if case.least_bytes() > usable:  # it would run out of memory, but later
+        return row | {"fits": False, "needs_more_than_bytes": case.least_bytes(), "error": "not tried"}
+    if on_gpu:
+        torch.cuda.set_per_process_memory_fraction(usable / total, device)
+    try:
+        measured = _measure(case, device)
+    except torch.OutOfMemoryError as error:
+        reached = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        return row | {
+            "fits": False,
+            "needs_more_than_bytes": max(reached, case.least_bytes()),
+            "error": str(error).partition(". ")[0],
+        }
+    return row | {"fits": True, **measured}
+
+
+def _measure(case: Case, device: torch.device) -> dict[str, Any]:
+    began = time.perf_counter()
+    trained = make_training(case, device)
+    build_s = time.perf_counter() - began
+    on_gpu = device.type == "cuda"
+    build_peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    vocab = case.config().vocab_size
+    batches = [random_pair(case, i, vocab).to(device) for i in range(case.n_steps)]
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    section = Sections(device)
+    steps = take_steps(dpo_step(trained, batches, section), case.n_steps, section, device)
+    return {
+        "n_trained": trained.n_trained,
+        "n_tiled": trained.n_tiled,
+        "bytes": trained.parts(),
+        "build_s": build_s,
+        "build_peak_bytes": build_peak,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "steps": steps,
+    }
+
+
+def make_training(case: Case, device: torch.device) -> Trained:
+    """The model with random weights, made layer by layer on the device, and what trains it."""
+    torch.manual_seed(case.seed)
+    policy: Any = make_model(case.config(), device, case.seed, checkpointing=case.checkpointing, compiled=case.compile)
+    make_masks_skippable(policy)
+    policy.train()  # transformers checkpoints activations only then
+    if case.method == "dense":
+        return dense_training(policy, case.learning_rate)
+    if case.method == "lora":
+        adapted: Any = add_lora(policy, case.lora_rank)
+        return adapter_training(policy, adapted.disable_adapter, case.learning_rate)
+    mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
+    return sparse_training(policy, mask, case.learning_rate, **SPARSE_OPTIONS[case.method])
+
+
+def random_pair(case: Case, index: int, vocab: int) -> TokenBatch:
+    """A pair of random sequences of `sequence_length` tokens, an eighth of them the prompt, which both share."""
+    chosen, rejected = pair(case.seed + index, case.sequence_length, vocab, torch.device("cpu")).tolist()
+    n_prompt = case.sequence_length // 8
+    rejected[:n_prompt] = chosen[:n_prompt]
+    return collate([TokenSequence(ids, n_prompt) for ids in (chosen, rejected)], pad_id=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the case that a JSON file describes and write the measurements to another."""
+    return job_main(lambda job: run(Case(**job)) | {"case": asdict(Case(**job))}, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
