@@ -11,31 +11,37 @@ A finished run is a line of JSON in the results file. A call that was stopped co
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import xxhash
 import yaml
-from tqdm import tqdm
 
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.trainers.run.lock import RunLock
 
 from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable
 from ..common.training import beyond
-from .plan import CLAIMS, FINDING_SEED, TUNING_SEED, Run, Subject, all_subjects, first_rates
+from .plan import CLAIMS, FINDING_SEED, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
+from .pool import Pool
 from .report import report
 from .results import Results
-from .runs import ALGORITHMS, World, before, do, make_world
+from .runs import Chore, before, chore_of, do, do_chore, is_done
+from .world import World, make_world
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 # Rates beyond the lowest or highest that tuning tries at most.
 WIDEN = 2
+# Until a run of its algorithm is finished, a run is taken to last this long in an estimate.
+SECONDS_A_RUN = 150
 
 _EPILOG = """examples:
   sparse-opt bench study --dry_run                    # the runs, and how long they take
@@ -60,43 +66,134 @@ def tuning_runs(settings: dict[str, Any], subject: Subject, results: Results) ->
     return missing(beyond(tried, best)) if len(tried) < len(first) + WIDEN else []
 
 
-def seed_runs(subject: Subject, seeds: Sequence[int], results: Results) -> list[Run]:
-    """The runs of the seeds at the best rate that are not finished."""
-    rate = results.best_rate(subject)
+def runs_left(settings: dict[str, Any], part: Part, results: Results) -> list[Run]:
+    """The runs of a part that are not finished, and can begin: those of its tuning, then those at the best rate."""
+    subject, tuned_by = part.subject, part.tuned_by
+    if runs := tuning_runs(settings, tuned_by, results):
+        return runs if tuned_by == subject else []
+    rate = results.best_rate(tuned_by)
     assert rate is not None
+    seeds = part.seeds if tuned_by == subject else (TUNING_SEED, *part.seeds)
     runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed) for seed in seeds]
     return [run for run in runs if run not in results]
 
 
-def study(world: World, subjects: Sequence[Subject], seeds: Sequence[int], results: Results, deadline: float) -> bool:
-    """Do the missing runs of the subjects, one after the other; return whether all are finished in time."""
-    with tqdm(total=len(subjects), unit="subject", disable=None) as bar:
+def parts_of(choice: Choice, results: Results, settings: dict[str, Any]) -> list[Part]:
+    """The plan, as far as the results decide it."""
+
+    def chosen(subjects: list[Subject]) -> Subject | None:
+        scores = {}
         for subject in subjects:
-            while runs := tuning_runs(world.settings, subject, results) or seed_runs(subject, seeds, results):
-                for run in runs:
-                    if time.monotonic() >= deadline:
-                        return False
-                    results.add(run, do(world, run))
-            bar.update()
-    return True
+            if (rate := results.best_rate(subject)) is None or (
+                subject.trained.startswith("random") and tuning_runs(settings, subject, results)
+            ):
+                return None
+            runs = results.of(subject, [TUNING_SEED])
+            scores[subject] = next(row["tune_accuracy"] for row in runs if row["learning_rate"] == rate)
+        return max(scores, key=lambda subject: scores[subject])
+
+    return plan(choice.claims, choice.tasks, choice.seeds, chosen)
 
 
-def estimate(settings: dict[str, Any], subjects: Sequence[Subject], seeds: Sequence[int], results: Results) -> str:
-    """The runs that are left of each subject, and their time by the median of the algorithm's finished runs."""
-    lines, total, unknown = [], 0.0, set()
-    for subject in subjects:
-        n = len(tuning_runs(settings, subject, results))
-        # The best rate is not known before tuning ends; its runs are counted all the same.
-        n += len(seeds) if n else len(seed_runs(subject, seeds, results))
+class Study:
+    """The runs that are left, and those that failed in this call.
+
+    Args:
+        jobs: runs at once; 1 does them in this process.
+    """
+
+    def __init__(self, world: World, choice: Choice, results: Results, jobs: int):
+        self.world, self.choice, self.results, self.jobs = world, choice, results, jobs
+        self.failures: dict[Run | Chore, str] = {}
+
+    def next(self, running: Collection[Run | Chore]) -> Run | Chore | None:
+        """The most informative run that can begin, or what it needs; None if all wait or are done."""
+        for task in self.choice.tasks:
+            chore = Chore("before", task)
+            if not is_done(self.world, chore) and chore not in running and chore not in self.failures:
+                return chore
+        for part in parts_of(self.choice, self.results, self.world.settings):
+            for run in runs_left(self.world.settings, part, self.results):
+                found = chore_of(self.world, run) or run
+                if found not in running and found not in self.failures:
+                    return found
+        return None
+
+    def ended(self, job: Run | Chore, result: Any, failure: str | None) -> None:
+        """Write the result of a job, or report why there is none."""
+        if failure is not None:
+            self.failures[job] = failure
+            print(f"failed: {job.name}: {failure}", file=sys.stderr, flush=True)
+        elif isinstance(job, Run):
+            self.results.add(job, {**result, "jobs": self.jobs})
+            print(
+                f"{job.name}: {result['accuracy']:.3f} (tune {result['tune_accuracy']:.3f}), {result['seconds']:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def run(self, deadline: float, kill: bool) -> bool:
+        """Do the runs; return whether all were done in time.
+
+        Args:
+            deadline: begin none later, by `time.monotonic()`.
+            kill: at the deadline end those that still run.
+        """
+        if self.jobs == 1:
+            while (job := self.next(())) is not None:
+                if time.monotonic() >= deadline:
+                    return False
+                self.ended(job, work(self.world, job), None)
+            return True
+        with Pool(work, self.world, self.jobs) as pool:
+            while True:
+                while not pool.is_full and time.monotonic() < deadline and (job := self.next(pool.running)) is not None:
+                    pool.start(job)
+                if not pool.running:
+                    return not self.failures and self.next(()) is None
+                late = time.monotonic() >= deadline
+                if late and kill:
+                    for job in pool.stop():
+                        print(f"stopped: {job.name}", file=sys.stderr, flush=True)
+                    return False
+                for ended in pool.wait(float("inf") if late else deadline - time.monotonic()):
+                    self.ended(*ended)
+
+
+def work(world: World, job: Run | Chore) -> dict[str, Any] | None:
+    """Do a run or a chore."""
+    if isinstance(job, Run):
+        return do(world, job)
+    do_chore(world, job)
+    return None
+
+
+def estimate(settings: dict[str, Any], parts: Sequence[Part], results: Results, jobs: int) -> str:
+    """The runs that are left of each part, and their time by the median of the algorithm's finished runs."""
+    lines, total, n_total, guessed = [], 0.0, 0, False
+    for part in parts:
+        subject = part.subject
+        own = part.tuned_by == subject
+        n = len(tuning_runs(settings, subject, results)) if own else 0
+        left = runs_left(settings, part, results)
+        # The best rate is not known before tuning ends; the runs at it are counted all the same.
+        if n:
+            n += len(part.seeds)
+        elif results.best_rate(part.tuned_by) is None or tuning_runs(settings, part.tuned_by, results):
+            n = 1 + len(part.seeds)
+        else:
+            n = len(left)
         seconds = results.seconds_per_run(subject.algorithm)
-        if n and seconds is None:
-            unknown.add(subject.algorithm)
-        total += n * (seconds or 0.0)
-        lines.append(f"{subject.algorithm:<5} {subject.task:<18} {subject.trained:<22} {n} runs")
-    if total or not unknown:
-        lines.append(f"about {total / 3600:.2f} hours, without rates beyond the first, by the times of finished runs")
-    if unknown:
-        lines.append(f"not counted, because no run is finished: {' '.join(sorted(unknown))}")
+        guessed = guessed or (n > 0 and seconds is None)
+        total += n * (SECONDS_A_RUN if seconds is None else seconds)
+        n_total += n
+        claims = " ".join(map(str, part.claims))
+        lines.append(f"{subject.algorithm:<5} {subject.task:<10} {subject.trained:<22} claims {claims:<8} {n} runs")
+    how = f"{SECONDS_A_RUN} s a run is a guess" if guessed else "by the times of finished runs"
+    lines.append(
+        f"{n_total} runs, about {total / jobs / 60:.0f} minutes with --jobs {jobs} ({how}), without rates beyond the "
+        "first and without further runs of masks that are chosen on the way"
+    )
     return "\n".join(lines)
 
 
@@ -124,20 +221,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         **environment(device),
     }
     results = Results(path, header)
-    subjects = all_subjects(args.claims, tasks, args.algorithms)
+    choice = Choice(args.claims, tasks, args.seeds)
     if args.dry_run:
-        print(estimate(settings, subjects, args.seeds, results))
+        print(estimate(settings, parts_of(choice, results, settings), results, args.jobs))
         return 0
     deadline = time.monotonic() + args.stop_after
-    make_world(world, tasks)
-    finished = study(world, subjects, args.seeds, results, deadline)
-    starts = {task: before(world, task)["test"] for task in tasks}
-    page = report(results, args.claims, tasks, args.algorithms, args.seeds, starts)
-    (args.output_dir / "report.md").write_text(page, encoding="utf-8")
+    signal.signal(signal.SIGTERM, _interrupt)
+    with RunLock(world.folder):
+        make_world(world, tasks)
+        study = Study(world, choice, results, args.jobs)
+        finished = study.run(deadline, args.kill)
+        starts = {task: before(world, task) for task in tasks if is_done(world, Chore("before", task))}
+        page = report(results, parts_of(choice, results, settings), choice, starts)
+        (args.output_dir / "report.md").write_text(page, encoding="utf-8")
     print(page, end="")
-    if not finished:
+    if study.failures:
+        print(f"{len(study.failures)} failed; the same call tries them again", file=sys.stderr)
+    elif not finished:
         print("the time is up; the same call continues", file=sys.stderr)
     return 0 if finished else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _parser() -> CommandParser:
@@ -148,13 +254,17 @@ def _parser() -> CommandParser:
     claims = "; ".join(f"{number}: {text}" for number, text in CLAIMS.items())
     parser.add_argument("--claims", nargs="+", type=int, choices=CLAIMS, default=list(CLAIMS), help=claims)
     parser.add_argument("--tasks", nargs="+", help="tasks (all of the size)")
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="the loops of claim 1 (all)"
-    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each (0 1 2)")
     parser.add_argument("--dry_run", action="store_true", help="print the runs that are left and their time")
     parser.add_argument(
         "--stop_after", type=float, default=float("inf"), metavar="SECONDS", help="begin no run later than this"
+    )
+    parser.add_argument("--kill", action="store_true", help="at --stop_after end the runs that are not finished")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs at once on the device, each in a process of its own; their times are not compared (%(default)s)",
     )
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU where there is one")
     return parser
@@ -166,6 +276,8 @@ def _problem(args: Namespace, settings: dict[str, Any]) -> str:
         return f"--seeds {reserved.pop()}: this seed is used for tuning or for finding masks"
     if unknown := set(args.tasks or ()) - set(settings["tasks"]):
         return f"--tasks {unknown.pop()}: expected some of {' '.join(settings['tasks'])}"
+    if args.jobs < 1:
+        return f"--jobs {args.jobs}: expected at least 1"
     return numbers_out_of_range(args)
 
 

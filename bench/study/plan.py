@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,42 +122,99 @@ CLAIMS = {
 }
 DENSITIES = (10, 2.5, 1, 0.1)
 RANKS = (1, 8, 64)
+# Where masks of all sources are compared.
+SWEEPS = ("2.5:tile64", "1")
 
 
-def subjects(claim: int, tasks: Sequence[str], algorithms: Sequence[str]) -> list[Subject]:
-    """What a claim compares, each of which is tuned and then run with every seed.
+@dataclass(frozen=True)
+class Choice:
+    """What a call of the study is about."""
+
+    claims: Sequence[int]
+    tasks: Sequence[str]
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A subject of the plan, with the seeds that it is run with after tuning, and the claims whose tables have it.
+
+    `tuned_by` is the subject whose tuning chooses its learning rate. Is it another one, then the subject itself has one
+    run with the tuning seed, at that rate.
+    """
+
+    subject: Subject
+    tuned_by: Subject
+    seeds: tuple[int, ...]
+    claims: tuple[int, ...]
+
+
+def plan(
+    claims: Iterable[int], tasks: Sequence[str], seeds: Sequence[int], chosen: Callable[[list[Subject]], Subject | None]
+) -> list[Part]:
+    """The parts of some claims, the most informative first, so that a study can be stopped at any time.
+
+    On the first task, dense training, random masks and LoRA are tuned on their own. Masks of other sources take the
+    learning rate of random ones of their density and pattern, and other tasks that of the first, except in claim 7.
+
+    Args:
+        chosen: the best of some subjects by the questions for tuning, None while one of them is unfinished.
 
     Raises:
         ConfigError: the plan has no such claim.
     """
-    if claim not in CLAIMS:
-        raise ConfigError(f"--claims {claim}: expected some of {' '.join(map(str, CLAIMS))}")
-    if claim == 1:
-        return [Subject(algorithm, task, "dense") for task in tasks for algorithm in algorithms]
-    words = ["dense"]
-    if claim == 4:
-        words += [
-            str(Trained(source, percent, pattern))
-            for percent in DENSITIES
-            for source in SOURCES
-            for pattern in ("element", "tile64")
-        ]
-    elif claim == 5:
-        words += [f"lora:{rank}" for rank in RANKS]
-        words += [
-            str(Trained("random", percent, pattern)) for percent in DENSITIES for pattern in ("element", "tile64")
-        ]
-    else:
-        words += [
-            str(Trained("random", percent, pattern)) for percent in DENSITIES for pattern in ("element", "tile64")
-        ]
-    algorithm = "grpo" if "grpo" in algorithms else algorithms[0]
-    return [Subject(algorithm, task, word) for task in tasks for word in words]
+    for claim in (claims := list(claims)):
+        if claim not in CLAIMS:
+            raise ConfigError(f"--claims {claim}: expected some of {' '.join(map(str, CLAIMS))}")
+    parts: dict[Subject, Part] = {}
+    first, every, one = tasks[0], tuple(seeds), tuple(seeds[:1])
 
+    def add(
+        of: tuple[int, ...],
+        word: str,
+        runs: tuple[int, ...],
+        *,
+        task: str = first,
+        algorithm: str = "grpo",
+        like: Subject | None = None,
+    ) -> Subject:
+        subject = Subject(algorithm, task, word)
+        before = parts.get(subject, Part(subject, like or subject, (), ()))
+        if of := tuple(claim for claim in of if claim in claims):
+            parts[subject] = Part(
+                subject,
+                before.tuned_by,
+                tuple(dict.fromkeys(before.seeds + runs)),
+                tuple(sorted({*before.claims, *of})),
+            )
+        return subject
 
-def all_subjects(claims: Iterable[int], tasks: Sequence[str], algorithms: Sequence[str]) -> list[Subject]:
-    """The subjects of several claims, each once, in order."""
-    return list(dict.fromkeys(subject for claim in claims for subject in subjects(claim, tasks, algorithms)))
+    dense = add((1, 4, 5, 7), "dense", every)
+    add((4, 5, 7), "random:2.5:tile64", every)
+    add((5,), "lora:8", every)
+    for percent in (10, 1, 0.1):
+        add((4, 5, 7), f"random:{percent:g}:tile64", one)
+    best = {}
+    for sweep in SWEEPS:
+        random = add((4,), f"random:{sweep}", every)
+        found = [add((4,), f"{source}:{sweep}", (), like=random) for source in SOURCES if source != "random"]
+        if 4 in claims and (winner := chosen([random, *(s for s in found if s.trained != f"found:{sweep}")])):
+            add((4,), winner.trained, every)
+            best[sweep] = winner.trained
+    for rank in (1, 64):
+        add((5,), f"lora:{rank}", every)
+    add((5,), "random:10:tile64", every)
+    add((5,), "random:1:tile64", every)
+    for algorithm in ("sft", "dpo", "rft"):
+        add((1,), "dense", every, algorithm=algorithm)
+    for task in tasks[1:]:
+        add((1, 4), "dense", every, task=task, like=dense)
+        for sweep, word in best.items():
+            add((4,), word, every, task=task, like=Subject("grpo", first, f"random:{sweep}"))
+    for task in tasks[1:]:
+        for percent in DENSITIES:
+            add((7,), f"random:{percent:g}:tile64", (), task=task)
+    return list(parts.values())
 
 
 def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:

@@ -74,7 +74,7 @@ class Results:
         runs = self.of(subject, [TUNING_SEED])
         if not runs:
             return None
-        return float(min(runs, key=lambda row: (-row["accuracy"], row["learning_rate"]))["learning_rate"])
+        return float(min(runs, key=lambda row: (-row["tune_accuracy"], row["learning_rate"]))["learning_rate"])
 
     def chosen(self, subject: Subject, seeds: Iterable[int]) -> list[dict[str, Any]]:
         """The runs of these seeds at the best learning rate."""

@@ -1,23 +1,24 @@
-"""The runs of the study: the model and the questions, masks, training, and what is measured of a run."""
+"""The runs of the study: masks, training, and what is measured of a run."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, Literal
 
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
 
-from ..common.training import accuracy, config_of, finish
-from .plan import FINDING_SEED, TUNING_SEED, Run, Trained
-from .preferences import write_pairs
+from ..common.training import accuracy, finish, metrics
+from .measures import measure_update
+from .plan import EARLY, FINDING_SEED, Run, Trained
+from .world import DATA, World, make_answers
 
-ALGORITHMS = ("grpo", "dpo", "rft", "sft")
 # Algorithm -> module of its loop, and its config class.
 _LOOPS = {
     "grpo": ("sparse_opt.trainers.grpo", "GRPOConfig"),
@@ -28,115 +29,68 @@ _LOOPS = {
 
 
 @dataclass(frozen=True)
-class World:
-    """The folder, settings and device that all runs share."""
+class Chore:
+    """Work that runs need beforehand: the start's answers, its accuracy, or the log of a dense run to find masks in."""
 
-    folder: Path
-    settings: dict[str, Any]
-    device: str
+    kind: Literal["answers", "before", "log"]
+    task: str
+    algorithm: str = "grpo"
 
     @property
-    def start(self) -> Path:
-        """The folder of the weights that every run starts from."""
-        return self.folder / ("model/fp32" if self.settings["model"] == "smollm2" else "start/final")
-
-    def data(self, task: str, name: str) -> Path:
-        """A file of a task: train, tune, test, and made from train: demonstrations (sft), kept (rft), pairs (dpo)."""
-        return self.folder / "questions" / task / f"{name}.jsonl"
-
-    def options(self, run: Run) -> dict[str, Any]:
-        """Options of the loop's config, without data, folders and mask."""
-        shared = {**self.settings["shared"], **self.settings[run.algorithm], "device": self.device}
-        shared |= {"policy_name": self.start, "learning_rate": run.learning_rate, "seed": run.seed}
-        if run.algorithm == "grpo":
-            shared["reward_functions"] = self.settings["reward_functions"]
-        return shared
-
-    def asking(self, kind: str, model: Path, file: Path, seed: int) -> dict[str, Any]:
-        """Options of `rft test` for the answers of a model to a file's questions; kind is test or answers."""
-        options = {**self.settings[kind], "reward_functions": self.settings["reward_functions"], "seed": seed}
-        return options | {
-            "policy_name": model,
-            "dataset": file,
-            "device": self.device,
-            "dtype": self.settings["shared"]["dtype"],
-        }
+    def name(self) -> str:
+        """Name in messages."""
+        return f"{self.kind} of {self.task}" + (f" by {self.algorithm}" if self.kind == "log" else "")
 
 
-def make_world(world: World, tasks: Iterable[str]) -> None:
-    """Make the model and the files of the tasks that do not exist yet."""
-    settings = world.settings
-    if settings["model"] == "smollm2":
-        from .model import make_model
-        from .tasks import make_questions
+def chore_of(world: World, run: Run) -> Chore | None:
+    """What must be done before a run can be; None if it can begin."""
+    trained = Trained.parse(run.trained)
+    chores = []
+    if run.algorithm != "grpo" or trained.source in ("fisher", "snip"):
+        chores.append(Chore("answers", run.task))
+    if trained.needs_finding_run:
+        chores.append(Chore("log", run.task, run.algorithm))
+    return next((chore for chore in chores if not is_done(world, chore)), None)
 
-        if not world.start.is_dir():
-            make_model(world.folder / "model", ["fp32"])
-        for task in tasks:
-            if not world.data(task, "train").parent.is_dir():
-                make_questions(world.data(task, "train").parent, task, **settings["questions"])
+
+def is_done(world: World, chore: Chore) -> bool:
+    """Whether the results of a chore exist."""
+    if chore.kind == "answers":
+        return world.data(chore.task, "pairs").is_file()
+    if chore.kind == "before":
+        return (world.folder / f"before_{chore.task}" / "summary.json").is_file()
+    return (world.folder / "runs" / finding_run(world, chore.algorithm, chore.task).name / "summary.json").is_file()
+
+
+def do_chore(world: World, chore: Chore) -> None:
+    """Do a chore unless it is done."""
+    if chore.kind == "answers":
+        make_answers(world, chore.task)
+    elif chore.kind == "before":
+        before(world, chore.task)
     else:
-        _make_arithmetic(world, tasks)
-    for task in tasks:
-        _make_data(world, task)
-
-
-def _make_arithmetic(world: World, tasks: Iterable[str]) -> None:
-    """The small model after SFT, and sums to train on, to tune with, and held out."""
-    from sparse_opt.trainers import sft
-    from sparse_opt.trainers.arithmetic import make_arithmetic
-
-    made = world.folder / "arithmetic"
-    if not made.is_dir():
-        make_arithmetic(made, **world.settings["world"])
-    start = {
-        **world.settings["shared"],
-        **world.settings["start"],
-        "device": world.device,
-        "policy_name": made / "model",
-    }
-    finish(sft, "SFTConfig", start, made / "data" / "demonstrations.jsonl", world.start.parent)
-    for task in tasks:
-        folder = world.data(task, "train").parent
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = (made / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        n_tune = world.settings["questions"]["n_tune"]
-        (folder / "tune.jsonl").write_text("".join(rows[:n_tune]), encoding="utf-8")
-        (folder / "train.jsonl").write_text("".join(rows[n_tune:]), encoding="utf-8")
-        shutil.copyfile(made / "data" / "test.jsonl", folder / "test.jsonl")
-
-
-def _make_data(world: World, task: str) -> None:
-    """The training data of sft, rft and dpo: the right answers, and the start's own answers to the same questions."""
-    if not world.data(task, "demonstrations").is_file():
-        lines = []
-        for line in world.data(task, "train").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            is_text = isinstance(row["prompt"], str)
-            completion = row["answer"] if is_text else [{"role": "assistant", "content": row["answer"]}]
-            lines.append(json.dumps({"prompt": row["prompt"], "completion": completion}) + "\n")
-        world.data(task, "demonstrations").write_text("".join(lines), encoding="utf-8")
-    answers = world.folder / "answers" / task
-    asked = world.asking("answers", world.start, world.data(task, "train"), seed=0)
-    if not world.data(task, "kept").is_file():
-        from sparse_opt.trainers.rft import train as rft
-
-        if not (answers / "datagen" / "report.json").is_file():
-            options = {**asked, "output_dir": answers / "datagen", "resume": True}
-            rft.datagen(config_of(rft, "DatagenConfig", options))
-        shutil.copyfile(answers / "datagen" / "kept.jsonl", world.data(task, "kept"))
-    if not world.data(task, "pairs").is_file():
-        summary = accuracy({**asked, "dataset": world.data(task, "train")}, answers / "test")
-        write_pairs(Path(summary["results_file"]), world.data(task, "pairs"))
+        finding_log(world, chore.algorithm, chore.task)
 
 
 def before(world: World, task: str) -> dict[str, float]:
-    """The accuracy of the start on the questions for tuning and on the held-out ones."""
+    """The accuracy of the start, as `scores`."""
+    return scores(world, task, world.start, world.folder / f"before_{task}", seed=0)
+
+
+def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dict[str, float]:
+    """The accuracy of a model: tune_accuracy on the questions for tuning, accuracy on the held-out ones, and its
+    standard error."""
+    summary = accuracy(world.asking("test", model, world.data(task, "asked"), seed), folder)
+    with open(summary["results_file"], encoding="utf-8") as lines:
+        right = [mean(json.loads(line)["right"]) for line in lines]
+    with open(world.data(task, "tune"), encoding="utf-8") as lines:
+        n_tune = sum(1 for _ in lines)
+    tune, test = right[:n_tune], right[n_tune:]
+    share = mean(test)
     return {
-        name: accuracy(
-            world.asking("test", world.start, world.data(task, name), seed=0), world.folder / f"before_{task}_{name}"
-        )["accuracy"]
-        for name in ("tune", "test")
+        "tune_accuracy": mean(tune),
+        "accuracy": share,
+        "accuracy_stderr": math.sqrt(share * (1 - share) / len(test)),
     }
 
 
@@ -144,10 +98,9 @@ def do(world: World, run: Run) -> dict[str, Any]:
     """Train and measure, then remove the weights of the run.
 
     Returns:
-        accuracy on the questions for tuning if the seed is `TUNING_SEED`, else on the held-out ones; seconds of the
-        run, of its steps and of its optimizer (median); peak_memory_bytes on a GPU; optimizer_bytes; n_trained, the
-        number of trained values of a mask or of adapters; and the shares of all weights that differ from the start:
-        changed in the dtype of the run, changed_bf16 rounded to bf16.
+        `scores`; seconds of the run, of its training, of its steps and of its optimizer (median); peak_memory_bytes on
+        a GPU; optimizer_bytes; n_trained, the number of trained values of a mask or of adapters; rewards, the mean
+        reward of every fifth step (GRPO); and what `measure_update` returns.
     """
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
@@ -160,22 +113,24 @@ def do(world: World, run: Run) -> dict[str, Any]:
     else:
         options["mode"] = "dense"
     module, config = _LOOPS[run.algorithm]
-    data = world.data(
-        run.task, {"grpo": "train", "dpo": "pairs", "rft": "kept", "sft": "demonstrations"}[run.algorithm]
+    started = time.perf_counter()
+    summary = finish(
+        importlib.import_module(module), config, options, world.data(run.task, DATA[run.algorithm]), folder
     )
-    summary = finish(importlib.import_module(module), config, options, data, folder)
-    questions = world.data(run.task, "tune" if run.seed == TUNING_SEED else "test")
+    trained_seconds = time.perf_counter() - started
     final = Path(summary["checkpoint"])
-    asked = accuracy(world.asking("test", final, questions, run.seed), folder / "test")
     measured = {
-        "accuracy": asked["accuracy"],
-        "accuracy_stderr": asked["accuracy_stderr"],
+        **scores(world, run.task, final, folder / "test", run.seed),
+        "train_seconds": trained_seconds,
         "step_time_s": summary["median"]["step_time_s"],
         "optimizer_time_s": summary["median"]["optimizer_time_s"],
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "optimizer_bytes": sum(summary["optimizer_bytes"].values()),
-        **_changes(world.start, final, world.settings["shared"]["dtype"]),
+        **measure_update(world, run, final),
     }
+    if run.algorithm == "grpo":
+        rows = metrics(summary)
+        measured["rewards"] = {row["step"]: round(row["reward"], 4) for row in rows if row["step"] % 5 == 0}
     if trained.is_mask:
         from sparse_opt.masks.mask_set import MaskSet
 
@@ -190,21 +145,6 @@ def _numel(file: Path) -> int:
     from safetensors.torch import load_file
 
     return sum(tensor.numel() for tensor in load_file(file).values())
-
-
-def _changes(start: Path, final: Path, dtype: str) -> dict[str, float]:
-    """The shares of the weights that a run changed, in its own dtype and rounded to bf16."""
-    import torch
-    from safetensors.torch import load_file
-
-    own = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    first, second = (load_file(folder / "model.safetensors") for folder in (start, final))
-    numel = sum(tensor.numel() for tensor in second.values())
-    counts = {
-        name: sum(int((first[key].to(own).to(to) != tensor.to(own).to(to)).sum()) for key, tensor in second.items())
-        for name, to in (("changed", own), ("changed_bf16", torch.bfloat16))
-    }
-    return {name: count / numel for name, count in counts.items()}
 
 
 def mask_file(world: World, run: Run) -> Path:
@@ -228,13 +168,15 @@ def mask_file(world: World, run: Run) -> Path:
         return mask.save(file)
     import torch
 
+    from sparse_opt.delta.log import DeltaLog
     from sparse_opt.mask_finding.find import find_from_log, find_from_model
 
     # Tiles are few in a small tensor: a share of each tensor kept would be most of a mask of 0.1 %.
     options: dict[str, Any] = {"sparsity": 100 - trained.amount, "pattern": trained.pattern, "min_tensor_keep": 0.0}
     if trained.needs_finding_run:
-        log, step = _finding_log(world, run, trained.source)
-        return find_from_log(log, target_step=step, **options).mask.save(file)
+        log_dir, steps = finding_log(world, run.algorithm, run.task)
+        step = steps[100 if trained.source == "found" else int(trained.source.removeprefix("early"))]
+        return find_from_log(DeltaLog.open(log_dir), target_step=step, **options).mask.save(file)
     model = load_causal_lm(world.start, torch.float32).to(world.device)
     method = {"magnitude": "weight_magnitude"}.get(trained.source, trained.source)
     sequences = [] if method == "weight_magnitude" else _first_batch(world, run)
@@ -242,27 +184,24 @@ def mask_file(world: World, run: Run) -> Path:
     return find_from_model(model, method=method, sequences=sequences, **options).mask.save(file)  # type: ignore[arg-type]
 
 
-def _finding_log(world: World, run: Run, source: str) -> tuple[Any, int]:
-    """The log of the dense run that masks are found from, and the step; the run is done now unless it exists."""
-    from sparse_opt.delta.log import DeltaLog
+def finding_run(world: World, algorithm: str, task: str) -> Run:
+    """The dense run that masks are found from: at the settings' rate, with a seed of its own."""
+    return Run(algorithm, task, "dense", float(world.settings["learning_rates"][algorithm]), FINDING_SEED)
 
-    from .plan import EARLY
 
-    n_steps = world.settings[run.algorithm]["n_steps"]
+def finding_log(world: World, algorithm: str, task: str) -> tuple[Path, dict[int, int]]:
+    """The delta log of `finding_run`, which is done now unless it exists, and percent of its steps -> step."""
+    run = finding_run(world, algorithm, task)
+    n_steps = world.settings[algorithm]["n_steps"]
     early = {percent: max(1, round(percent * n_steps / 100)) for percent in EARLY}
-    rate = float(world.settings["learning_rates"][run.algorithm])
-    finding = Run(run.algorithm, run.task, "dense", rate, FINDING_SEED)
-    folder = world.folder / "runs" / finding.name
-    log_dir = world.folder / f"delta_logs_{run.algorithm}_{run.task}"
+    folder = world.folder / "runs" / run.name
+    log_dir = world.folder / f"delta_logs_{algorithm}_{task}"
     steps = ",".join([*map(str, sorted(set(early.values()))), "last"])
-    options = world.options(finding) | {"delta_log_dir": log_dir, "delta_log_steps": steps, "mode": "dense"}
-    module, config = _LOOPS[run.algorithm]
-    data = world.data(
-        run.task, {"grpo": "train", "dpo": "pairs", "rft": "kept", "sft": "demonstrations"}[run.algorithm]
-    )
-    finish(importlib.import_module(module), config, options, data, folder)
+    options = world.options(run) | {"delta_log_dir": log_dir, "delta_log_steps": steps, "mode": "dense"}
+    module, config = _LOOPS[algorithm]
+    finish(importlib.import_module(module), config, options, world.data(task, DATA[algorithm]), folder)
     shutil.rmtree(folder / "final", ignore_errors=True)
-    return DeltaLog.open(log_dir), early[int(source.removeprefix("early"))] if source != "found" else n_steps
+    return log_dir, {**early, 100: n_steps}
 
 
 def _first_batch(world: World, run: Run) -> list[Any]:

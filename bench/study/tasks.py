@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,15 +46,47 @@ class Task:
         answer: what the scorer gets of a completion: its last number, or its first line without a full stop.
         config: options of the generator.
         system: the system message, which asks for a short answer.
+        question: words an entry of the generator as a question; None takes the generator's own words.
+        example: a question with its answer that comes before each question, so that answers are short.
     """
 
     dataset: str
     answer: Literal["number", "line"]
     config: dict[str, Any] = field(default_factory=dict)
     system: str = _NUMBER_ONLY
+    question: Callable[[dict[str, Any]], str] | None = None
+    example: tuple[str, str] | None = None
+
+    def messages(self, entry: dict[str, Any]) -> list[dict[str, str]]:
+        """The prompt of an entry."""
+        question = entry["question"] if self.question is None else self.question(entry)
+        said = [("system", self.system)]
+        if self.example is not None:
+            said += [("user", self.example[0]), ("assistant", self.example[1])]
+        return [{"role": role, "content": text} for role, text in [*said, ("user", question.strip())]]
+
+
+def _sum(entry: dict[str, Any]) -> str:
+    return f"What is {entry['metadata']['expression']}?"
+
+
+def _which(entry: dict[str, Any]) -> str:
+    # The scorer accepts an error below 0.01, so that numbers with two decimals have the answer among them.
+    numbers = ", ".join(f"{number:.2f}" for number in entry["metadata"]["candidates"])
+    return f"Which is the {entry['metadata']['size']}: {numbers}?"
 
 
 TASKS = {
+    "sums": Task(
+        "chain_sum", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, question=_sum
+    ),
+    "largest": Task(
+        "number_format",
+        "number",
+        {"min_num_candidates": 3, "max_num_candidates": 4, "min_n": 20, "max_n": 80, "max_delta": 19},
+        question=_which,
+        example=("Which is the largest: 41.50, 87.25, 60.75?", "87.25"),
+    ),
     "products": Task("products", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
     "letter_counting": Task("letter_counting", "number", {"min_words": 5, "max_words": 10}),
 }
@@ -118,14 +150,15 @@ def different_questions(task: str, seed: int) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     n_repeated = 0
     for entry in dataset:
-        question = entry["question"].strip()
+        messages = chosen.messages(entry)
+        question = messages[-1]["content"]
         n_repeated = n_repeated + 1 if question in seen else 0
         if n_repeated == 1000:
             return
         if question not in seen:
             seen.add(question)
             yield {
-                "prompt": [{"role": "system", "content": chosen.system}, {"role": "user", "content": question}],
+                "prompt": messages,
                 "answer": str(entry["answer"]),
                 # As JSON: metadata differs from question to question, and the columns of a dataset have one type.
                 "entry": json.dumps({"task": task, **entry}, default=str),

@@ -63,6 +63,7 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
     """Of loops that train on sampled completions. Their batches count completions, not prompts, like TRL's."""
 
     batch_size: int = option(8, "completions per forward pass of training")
+    share_prompts: bool = option(False, "engine generate: compute a prompt once for all of its completions")
     n_minibatches: int = option(1, "optimizer steps in one pass over a rollout", at_least=1)
     num_iterations: int = option(1, "passes over each rollout", at_least=1, aliases=("ppo_epochs",))
     min_completion_length: int = option(
@@ -100,6 +101,11 @@ class RolloutOptions(CompletionOptions, ReferenceOptions):
             raise ConfigError(
                 f"option 'min_completion_length' is {self.min_completion_length}: expected at most "
                 f"max_completion_length {self.max_completion_length}"
+            )
+        if self.share_prompts and (self.rollout_engine != "generate" or not self.gather_for_generation):
+            raise ConfigError(
+                f"option 'share_prompts' is true with rollout_engine {self.rollout_engine} and gather_for_generation "
+                f"{str(self.gather_for_generation).lower()}: expected generate and true"
             )
         if self.min_completion_length and self.rollout_engine == "continuous_batching":
             raise ConfigError(

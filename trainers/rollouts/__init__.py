@@ -145,6 +145,7 @@ def configured_engine(config: RolloutOptions, model: Any, tokenizer: Any, *, at_
         config.rollout_engine,
         model,
         tokenizer,
+        share_prompts=config.share_prompts,
         max_length=config.max_prompt_length + config.max_completion_length,
         **vllm_settings(config),
         mask=load_mask(config, model) if config.rollout_engine == "vllm" and config.mode == "sparse" else None,

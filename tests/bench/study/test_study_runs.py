@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from sparse_opt.bench.study import main as study_main
-from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Run, Subject, Trained, all_subjects, first_rates, subjects
+from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.report import Score, not_below, report, verdict
 from sparse_opt.bench.study.results import Results
 from sparse_opt.errors import ConfigError
@@ -19,14 +19,29 @@ SETTINGS = {"learning_rates": {"grpo": 1e-5}, "factors": [0.3, 1, 3]}
 DENSE = Subject("grpo", "sums", "dense")
 
 
+def first_of(subjects):
+    return subjects[0]
+
+
 @pytest.mark.parametrize("size", ["smollm2", "small"])
 def test_every_run_of_the_plan_can_be_read_and_has_rates(size):
     settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))[size]
-    every = all_subjects(CLAIMS, settings["tasks"], list(settings["learning_rates"]))
-    assert len(set(every)) == len(every)
-    for subject in every:
-        assert str(Trained.parse(subject.trained)) == subject.trained
-        assert len(first_rates(settings, subject)) == len(settings["factors"])
+    parts = plan(CLAIMS, [*settings["tasks"], "another"], [0, 1, 2], first_of)
+    assert len({part.subject for part in parts}) == len(parts)
+    assert {claim for part in parts for claim in part.claims} == set(CLAIMS)
+    for part in parts:
+        assert str(Trained.parse(part.subject.trained)) == part.subject.trained
+        assert len(first_rates(settings, part.subject)) == len(settings["factors"])
+        tuned_by = next(other for other in parts if other.subject == part.tuned_by)
+        assert tuned_by.tuned_by == tuned_by.subject
+
+
+def test_a_mask_is_run_with_every_seed_once_it_is_chosen():
+    def seeds_of(trained, chosen):
+        return {part.subject.trained: part.seeds for part in plan([4], ["sums"], [0, 1], chosen)}[trained]
+
+    assert seeds_of("snip:1", lambda subjects: None) == ()
+    assert seeds_of("snip:1", lambda subjects: Subject("grpo", "sums", "snip:1")) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +63,7 @@ def results(tmp_path):
 
 
 def measured(accuracy=0.5, **others):
-    return {"accuracy": accuracy, "changed_bf16": 0.2, "seconds": 2.0, **others}
+    return {"accuracy": accuracy, "tune_accuracy": accuracy, "changed_bf16": 0.2, "seconds": 2.0, "jobs": 1, **others}
 
 
 def test_a_killed_write_is_dropped_and_the_rest_kept(results):
@@ -76,15 +91,20 @@ def test_tuning_goes_past_an_end_twice_and_seeds_use_the_best_rate(results):
             assert run.seed == TUNING_SEED
             results.add(run, measured(accuracies[run.learning_rate]))
     assert len(results.of(DENSE, [TUNING_SEED])) == 5
-    assert [run.learning_rate for run in study_main.seed_runs(DENSE, [0, 1], results)] == [3e-4, 3e-4]
+    part = Part(DENSE, DENSE, (0, 1), (4,))
+    assert [run.learning_rate for run in study_main.runs_left(SETTINGS, part, results)] == [3e-4, 3e-4]
+    like = Part(Subject("grpo", "sums", "snip:1"), DENSE, (0,), (4,))
+    found = [(run.learning_rate, run.seed) for run in study_main.runs_left(SETTINGS, like, results)]
+    assert found == [(3e-4, TUNING_SEED), (3e-4, 0)]
 
 
 def test_an_estimate_counts_what_is_left(results):
-    text = study_main.estimate(SETTINGS, [DENSE], [0, 1, 2], results)
-    assert "6 runs" in text and "not counted, because no run is finished: grpo" in text
+    part = Part(DENSE, DENSE, (0, 1, 2), (4,))
+    text = study_main.estimate(SETTINGS, [part], results, 2)
+    assert "6 runs, about" in text and "a guess" in text
     for rate, accuracy in ((3e-6, 0.1), (1e-5, 0.2), (3e-5, 0.1)):
         results.add(Run("grpo", "sums", "dense", rate, TUNING_SEED), measured(accuracy, seconds=1200.0))
-    assert "about 1.00 hours" in study_main.estimate(SETTINGS, [DENSE], [0, 1, 2], results)
+    assert "3 runs, about 30 minutes with --jobs 2 (by the times" in study_main.estimate(SETTINGS, [part], results, 2)
 
 
 @pytest.mark.parametrize(
@@ -101,35 +121,45 @@ def test_not_below(first, expected):
     assert not_below(first, Score(0.50, 0.0, 3)) is expected
 
 
-def with_scores(results, claim, accuracy, **others):
-    """Fill in the runs of a claim: `accuracy(trained)` for every seed."""
-    for subject in subjects(claim, ["sums"], ["grpo", "sft"]):
-        rate = first_rates({**SETTINGS, "learning_rates": {"grpo": 1e-5, "sft": 1e-5}}, subject)[1]
-        for seed in (TUNING_SEED, 0, 1, 2):
-            run = Run(subject.algorithm, "sums", subject.trained, rate, seed)
+def with_scores(results, parts, accuracy):
+    """Fill in the runs of the parts: `accuracy(trained, seed)`."""
+    for part in parts:
+        for seed in (TUNING_SEED, *part.seeds):
+            run = Run("grpo", "sums", part.subject.trained, 1e-5, seed)
             if run not in results:
-                results.add(run, measured(accuracy(Trained.parse(subject.trained)), **others))
+                results.add(run, measured(accuracy(part.subject.trained) + seed / 10**4 * (seed < 3)))
 
 
-def test_the_verdict_on_cheap_masks(results, tmp_path):
+def test_the_verdict_on_cheap_masks(tmp_path):
+    parts = plan([4], ["sums"], [0, 1, 2], first_of)
+
     def verdict_with(name, accuracy):
         found = Results(tmp_path / name, HEADER)
-        with_scores(found, 4, accuracy)
-        return verdict(4, found, ["sums"], ["grpo"], [0, 1, 2])
+        with_scores(found, parts, accuracy)
+        return verdict(4, found, parts, ["sums"])
 
-    good = Trained("random", 2.5, "tile64")
-    assert verdict_with("a", lambda trained: 0.7 if trained in (good, Trained("dense")) else 0.1) == "holds"
-    # Masks that need a dense run are not cheap, and 10 % is not little.
-    dear = lambda trained: 0.7 if trained.source in ("dense", "found", "early5") or trained.amount == 10 else 0.1  # noqa: E731
-    assert verdict_with("b", dear) == "does not hold"
+    good = ("dense", "random:2.5:tile64")
+    assert verdict_with("a", lambda trained: 0.7 if trained in good else 0.1) == "holds"
+    # A mask of a whole dense run is not cheap, 10 % is not little, and one that was not chosen is not compared.
+    dear = ("dense", "found:2.5:tile64", "random:10:tile64", "snip:1")
+    assert verdict_with("b", lambda trained: 0.7 if trained in dear else 0.1) == "does not hold"
+
+
+def test_several_comparisons_need_more():
+    first, second = Score(0.48, 0.01, 3), Score(0.5, 0.0, 3)
+    assert not_below(Score(0.481, 0.009, 3), second) is True
+    assert not_below(Score(0.481, 0.009, 3), second, n_comparisons=3) is None
+    assert not_below(first, second) is None
 
 
 def test_the_page_says_what_is_missing(results):
+    dense, sft = (Subject(algorithm, "sums", "dense") for algorithm in ("grpo", "sft"))
+    parts = [Part(subject, subject, (0, 1), (1,)) for subject in (dense, sft)]
     results.add(Run("grpo", "sums", "dense", 1e-5, TUNING_SEED), measured())
     results.add(Run("grpo", "sums", "dense", 1e-5, 0), measured(0.75))
-    page = report(results, [1], ["sums"], ["grpo", "sft"], [0, 1], {"sums": 0.25})
+    page = report(results, parts, Choice([1], ["sums"], [0, 1]), {"sums": {"accuracy": 0.25}})
     assert "**not shown**" in page and "2 of 2 rows are not finished" in page
-    assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 |  | 1 | 20.0% | 2 |" in page
+    assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 | 0.750 |  | 1 | 20.0% | 2 |" in page
 
 
 @pytest.fixture
@@ -147,21 +177,11 @@ def tiny_settings(tmp_path, monkeypatch):
 
 def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, tmp_path, monkeypatch, capsys):
     """Dense, and a mask of the first batch's Fisher information: two runs each, of two steps."""
-    whole = [DENSE, Subject("grpo", "sums", "fisher:10:tile64")]
-    monkeypatch.setattr(study_main, "all_subjects", lambda *args: whole)
-    monkeypatch.setattr("sparse_opt.bench.study.report.subjects", lambda *args: whole)
-    words = [
-        "--size",
-        "small",
-        "--claims",
-        "1",
-        "--seeds",
-        "0",
-        "--device",
-        "cpu",
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
+    fisher = Subject("grpo", "sums", "fisher:10:tile64")
+    parts = [Part(DENSE, DENSE, (0,), (1,)), Part(fisher, DENSE, (0,), (1,))]
+    monkeypatch.setattr(study_main, "plan", lambda *args: parts)
+    words = ["--size", "small", "--claims", "1", "--seeds", "0", "--device", "cpu"]
+    words += ["--output_dir", str(tmp_path / "out")]
     original = study_main.do
     done = []
 
@@ -184,13 +204,14 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
     assert [row["seed"] for row in rows] == [TUNING_SEED, 0, TUNING_SEED, 0]
     assert all(0 < row["changed"] <= 1 for row in rows) and rows[2]["n_trained"] > 0
     assert rows[2]["changed"] < rows[0]["changed"]
+    assert 0 < rows[1]["ranks"]["effective"] <= rows[1]["ranks"]["numerical"] <= 1
 
     (tmp_path / "out" / "results.jsonl").unlink()
     for folder in ("runs", "masks"):
         (tmp_path / "out" / folder).rename(tmp_path / folder)
-    assert study_main.main(words) == 0
+    assert study_main.main([*words, "--jobs", "2"]) == 0
     assert table_without_times(capsys.readouterr().out) == resumed
 
 
 def table_without_times(page):
-    return [re.sub(r"\d+ \|$", "", line) for line in page.splitlines() if line.startswith("| sums")]
+    return [re.sub(r"[\d ]+\|$", "", line) for line in page.splitlines() if line.startswith("| sums")]

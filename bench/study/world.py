@@ -1,0 +1,123 @@
+"""What all runs of the study share: the model, the questions and the training data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.training import accuracy, config_of, finish
+from .plan import Run
+from .preferences import write_pairs
+
+ALGORITHMS = ("grpo", "dpo", "rft", "sft")
+# Algorithm -> the file of a task that it trains on.
+DATA = {"grpo": "train", "dpo": "pairs", "rft": "kept", "sft": "demonstrations"}
+
+
+@dataclass(frozen=True)
+class World:
+    """The folder, settings and device that all runs share."""
+
+    folder: Path
+    settings: dict[str, Any]
+    device: str
+
+    @property
+    def start(self) -> Path:
+        """The folder of the weights that every run starts from."""
+        return self.folder / ("model/fp32" if self.settings["model"] == "smollm2" else "start/final")
+
+    def data(self, task: str, name: str) -> Path:
+        """A file of a task: train, tune, test, and made from train: demonstrations (sft), kept (rft), pairs (dpo)."""
+        return self.folder / "questions" / task / f"{name}.jsonl"
+
+    def options(self, run: Run) -> dict[str, Any]:
+        """Options of the loop's config, without data, folders and mask."""
+        shared = {**self.settings["shared"], **self.settings[run.algorithm], "device": self.device}
+        shared |= {"policy_name": self.start, "learning_rate": run.learning_rate, "seed": run.seed}
+        if run.algorithm == "grpo":
+            shared["reward_functions"] = self.settings["reward_functions"]
+        return shared
+
+    def asking(self, kind: str, model: Path, file: Path, seed: int) -> dict[str, Any]:
+        """Options of `rft test` for the answers of a model to a file's questions; kind is test or answers."""
+        options = {**self.settings[kind], "reward_functions": self.settings["reward_functions"], "seed": seed}
+        return options | {
+            "share_prompts": True,
+            "policy_name": model,
+            "dataset": file,
+            "device": self.device,
+            "dtype": self.settings["shared"]["dtype"],
+        }
+
+
+def make_world(world: World, tasks: Iterable[str]) -> None:
+    """Make the model and the questions that do not exist yet; they may come from another machine."""
+    settings = world.settings
+    if settings["model"] == "smollm2":
+        from .model import make_model
+        from .tasks import make_questions
+
+        if not world.start.is_dir():
+            make_model(world.folder / "model", ["fp32"])
+        for task in tasks:
+            if not world.data(task, "train").is_file():
+                make_questions(world.data(task, "train").parent, task, **settings["questions"])
+    else:
+        _make_arithmetic(world, tasks)
+    for task in tasks:
+        asked = "".join(world.data(task, name).read_text(encoding="utf-8") for name in ("tune", "test"))
+        world.data(task, "asked").write_text(asked, encoding="utf-8")
+
+
+def _make_arithmetic(world: World, tasks: Iterable[str]) -> None:
+    """The small model after SFT, and sums to train on, to tune with, and held out."""
+    from sparse_opt.trainers import sft
+    from sparse_opt.trainers.arithmetic import make_arithmetic
+
+    made = world.folder / "arithmetic"
+    if not made.is_dir():
+        make_arithmetic(made, **world.settings["world"])
+    start = {
+        **world.settings["shared"],
+        **world.settings["start"],
+        "device": world.device,
+        "policy_name": made / "model",
+    }
+    finish(sft, "SFTConfig", start, made / "data" / "demonstrations.jsonl", world.start.parent)
+    for task in tasks:
+        folder = world.data(task, "train").parent
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = (made / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        n_tune = world.settings["questions"]["n_tune"]
+        (folder / "tune.jsonl").write_text("".join(rows[:n_tune]), encoding="utf-8")
+        (folder / "train.jsonl").write_text("".join(rows[n_tune:]), encoding="utf-8")
+        shutil.copyfile(made / "data" / "test.jsonl", folder / "test.jsonl")
+
+
+def make_answers(world: World, task: str) -> None:
+    """The training data of sft, rft and dpo: the right answers, and the start's own answers to the same questions."""
+    if not world.data(task, "demonstrations").is_file():
+        lines = []
+        for line in world.data(task, "train").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            is_text = isinstance(row["prompt"], str)
+            completion = row["answer"] if is_text else [{"role": "assistant", "content": row["answer"]}]
+            lines.append(json.dumps({"prompt": row["prompt"], "completion": completion}) + "\n")
+        world.data(task, "demonstrations").write_text("".join(lines), encoding="utf-8")
+    answers = world.folder / "answers" / task
+    asked = world.asking("answers", world.start, world.data(task, "train"), seed=0)
+    if not world.data(task, "kept").is_file():
+        from sparse_opt.trainers.rft import train as rft
+
+        if not (answers / "datagen" / "report.json").is_file():
+            options = {**asked, "output_dir": answers / "datagen", "resume": True}
+            rft.datagen(config_of(rft, "DatagenConfig", options))
+        shutil.copyfile(answers / "datagen" / "kept.jsonl", world.data(task, "kept"))
+    if not world.data(task, "pairs").is_file():
+        summary = accuracy({**asked, "dataset": world.data(task, "train")}, answers / "test")
+        write_pairs(Path(summary["results_file"]), world.data(task, "pairs"))
