@@ -46,7 +46,7 @@ class Task:
         answer: what the scorer gets of a completion: its last number, or its first line without a full stop.
         config: options of the generator.
         system: the system message, which asks for a short answer.
-        question: words an entry of the generator as a question; None takes the generator's own words.
+        words: an entry's question and answer in other words; None takes the generator's own.
         example: a question with its answer that comes before each question, so that answers are short.
     """
 
@@ -54,37 +54,37 @@ class Task:
     answer: Literal["number", "line"]
     config: dict[str, Any] = field(default_factory=dict)
     system: str = _NUMBER_ONLY
-    question: Callable[[dict[str, Any]], str] | None = None
+    words: Callable[[dict[str, Any]], tuple[str, str]] | None = None
     example: tuple[str, str] | None = None
 
-    def messages(self, entry: dict[str, Any]) -> list[dict[str, str]]:
-        """The prompt of an entry."""
-        question = entry["question"] if self.question is None else self.question(entry)
+    def asked(self, entry: dict[str, Any]) -> tuple[list[dict[str, str]], str]:
+        """The prompt of an entry, and its answer."""
+        question, answer = (entry["question"], str(entry["answer"])) if self.words is None else self.words(entry)
         said = [("system", self.system)]
         if self.example is not None:
             said += [("user", self.example[0]), ("assistant", self.example[1])]
-        return [{"role": role, "content": text} for role, text in [*said, ("user", question.strip())]]
+        said.append(("user", question.strip()))
+        return [{"role": role, "content": text} for role, text in said], answer
 
 
-def _sum(entry: dict[str, Any]) -> str:
-    return f"What is {entry['metadata']['expression']}?"
+def _sum(entry: dict[str, Any]) -> tuple[str, str]:
+    return f"What is {entry['metadata']['expression']}?", entry["answer"]
 
 
-def _which(entry: dict[str, Any]) -> str:
-    # The scorer accepts an error below 0.01, so that numbers with two decimals have the answer among them.
-    numbers = ", ".join(f"{number:.2f}" for number in entry["metadata"]["candidates"])
-    return f"Which is the {entry['metadata']['size']}: {numbers}?"
+def _which(entry: dict[str, Any]) -> tuple[str, str]:
+    # The scorer accepts an error below 0.01, so that numbers rounded to two decimals have the answer among them.
+    metadata = entry["metadata"]
+    numbers = ", ".join(f"{number:.2f}" for number in metadata["candidates"])
+    return f"Which is the {metadata['size']}: {numbers}?", f"{metadata['solution']:.2f}"
 
 
 TASKS = {
-    "sums": Task(
-        "chain_sum", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, question=_sum
-    ),
+    "sums": Task("chain_sum", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, words=_sum),
     "largest": Task(
         "number_format",
         "number",
         {"min_num_candidates": 3, "max_num_candidates": 4, "min_n": 20, "max_n": 80, "max_delta": 19},
-        question=_which,
+        words=_which,
         example=("Which is the largest: 41.50, 87.25, 60.75?", "87.25"),
     ),
     "products": Task("products", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
@@ -150,7 +150,7 @@ def different_questions(task: str, seed: int) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     n_repeated = 0
     for entry in dataset:
-        messages = chosen.messages(entry)
+        messages, answer = chosen.asked(entry)
         question = messages[-1]["content"]
         n_repeated = n_repeated + 1 if question in seen else 0
         if n_repeated == 1000:
@@ -159,7 +159,7 @@ def different_questions(task: str, seed: int) -> Iterator[dict[str, Any]]:
             seen.add(question)
             yield {
                 "prompt": messages,
-                "answer": str(entry["answer"]),
+                "answer": answer,
                 # As JSON: metadata differs from question to question, and the columns of a dataset have one type.
                 "entry": json.dumps({"task": task, **entry}, default=str),
             }
