@@ -216,8 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     hide_progress_bars(always=True)
     device = resolve_device(args.device)
     world = World(args.output_dir.resolve(), settings, str(device))
+    # Which runs there are may differ between calls; rows say their task and learning rate.
+    of_runs = {name: value for name, value in settings.items() if name not in ("tasks", "factors", "learning_rates")}
     header = {
-        "settings": xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode()),
+        "settings": xxhash.xxh3_64_hexdigest(json.dumps(of_runs, sort_keys=True).encode()),
         **environment(device),
     }
     results = Results(path, header)
