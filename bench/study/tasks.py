@@ -68,7 +68,9 @@ class Task:
 
 
 def _sum(entry: dict[str, Any]) -> tuple[str, str]:
-    return f"What is {entry['metadata']['expression']}?", entry["answer"]
+    # The model is right more often if it repeats the sum.
+    expression = entry["metadata"]["expression"]
+    return f"What is {expression}?", f"{expression.replace(' ', '')}={entry['answer']}"
 
 
 def _which(entry: dict[str, Any]) -> tuple[str, str]:
