@@ -81,7 +81,14 @@ def _which(entry: dict[str, Any]) -> tuple[str, str]:
 
 
 TASKS = {
-    "sums": Task("chain_sum", "number", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, words=_sum),
+    "sums": Task(
+        "chain_sum",
+        "number",
+        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+        system="Answer shortly.",
+        words=_sum,
+        example=("What is 35 + 17?", "35+17=52"),
+    ),
     "largest": Task(
         "number_format",
         "number",
