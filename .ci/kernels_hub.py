@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / ".ci/kernels_hub"
 MODULES = (
     "errors.py",
-    *(f"ops/{name}.py" for name in ("__init__", "checks", "narrow", "registry", "step_functions", "step_ops", "tiles")),
+    *(
+        f"ops/{name}.py"
+        for name in ("__init__", "bound", "checks", "narrow", "registry", "step_functions", "step_ops", "tiles")
+    ),
 )
 VERSION = 1  # of the interface: users of `kernels` name it
 MINIMUM_KERNELS = "0.17.2"  # the only version that was tested

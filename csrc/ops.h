@@ -134,6 +134,7 @@ KernelTable::OfDevice table_of() {
 #undef SPARSE_OPT_ENTER
   table.gather = &OnDevice::gather;
   table.tiles = &OnDevice::tiles;
+  table.swap = &OnDevice::swap;
   return table;
 }
 

@@ -25,3 +25,7 @@ def function(op: str, device: torch.device, backend: str | None = None) -> Calla
     if backend not in (None, "auto", device.type):
         raise BackendUnavailable(f"backend {backend!r} (argument backend): {device.type} tensors need {device.type!r}")
     return getattr(getattr(torch.ops, NATIVE), op).default
+
+
+def bind(*args: Any, **kwargs: Any) -> None:
+    """Return None: the library has no tensors that are converted once, which depend on the version of torch."""

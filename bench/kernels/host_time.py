@@ -1,4 +1,4 @@
-"""Host time of an optimizer step and of a gradient hook, on as many small tensors as a 3B model has.
+"""Host time of a step, clipping, single ops and a gradient hook, on as many small tensors as a 3B model has.
 
 The steps follow each other directly, so the CPU caches are warm; `sparse-opt bench kernels` times a step after other
 work. On a GPU the time ends when the calls return. The time of a hook is the increase of the backward pass per
@@ -8,6 +8,7 @@ parameter.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet, SparseAdamW, ops
 
 from ..common.harness import Benchmark, Report
 from ..common.report import render
@@ -26,7 +27,7 @@ from .optimizers import Gradients, step_again
 
 GRADIENTS: tuple[Gradients, ...] = ("compact", "dense")
 N_TENSORS, SIDE, DENSITY = len(LLAMA_3_2_3B), 8, 0.2
-N_STEPS = 50  # consecutive steps, fewer than fit into a GPU's launch queue
+N_STEPS = 50  # consecutive calls, fewer than fit into a GPU's launch queue
 HOOKS = ("no hooks", "empty Python hooks", "SparseAdamW's hooks")
 
 
@@ -41,13 +42,48 @@ def step_us(grads: Gradients, device: torch.device, n_rounds: int) -> float:
     optimizer = SparseAdamW(model, MaskSet.random(model, density=DENSITY), grads=grads)
     backward(model, torch.ones(SIDE, SIDE, device=device))
 
-    def steps() -> float:
+    return _call_us(lambda: step_again(optimizer), device, n_rounds)
+
+
+def clip_us(device: torch.device, n_rounds: int) -> float:
+    """Host time of `clip_grad_norm_` on gathered gradients in microseconds; the best of `n_rounds` means."""
+    model = model_of(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=DENSITY))
+    backward(model, torch.ones(SIDE, SIDE, device=device))
+    return _call_us(lambda: optimizer.clip_grad_norm_(1.0), device, n_rounds)
+
+
+def ops_us(device: torch.device, n_rounds: int) -> dict[str, float]:
+    """Host time of single ops in microseconds, as functions and bound; the best of `n_rounds` means each."""
+    model = model_of(device)
+    mask = MaskSet.random(model, density=DENSITY)
+    params = [parameter.detach() for parameter in model.values()]
+    grads = [torch.randn_like(parameter) for parameter in params]
+    indices = torch.cat([mask[name] for name in model]).to(device)
+    ends = list(itertools.accumulate(mask[name].numel() for name in model))
+    segments = indices, [0, *ends[:-1]], ends
+    compact, exp_avg, exp_avg_sq = (torch.zeros(ends[-1], device=device) for _ in range(3))
+    state = exp_avg, exp_avg_sq, torch.full((1,), 1e-3, device=device), torch.ones(len(params), device=device)
+    bound = ops.bind(params, *segments)
+    calls: dict[str, Callable[[], object]] = {
+        "ops.indexed_adamw_": lambda: ops.indexed_adamw_(params, *segments, *state, grad=compact),
+        "ops.bind(...).indexed_adamw_": lambda: bound.indexed_adamw_(*state, grad=compact),
+        "ops.indexed_swap_": lambda: ops.indexed_swap_(params, compact, *segments),
+        "ops.bind(...).indexed_swap_": lambda: bound.indexed_swap_(compact),
+        "ops.masked_grad_gather_": lambda: ops.masked_grad_gather_(compact, grads, *segments),
+        "ops.bind(...).masked_grad_gather_": lambda: bound.masked_grad_gather_(compact, grads),
+    }
+    return {name: _call_us(call, device, n_rounds) for name, call in calls.items()}
+
+
+def _call_us(call: Callable[[], object], device: torch.device, n_rounds: int) -> float:
+    def calls() -> float:
         began = time.perf_counter()
         for _ in range(N_STEPS):
-            step_again(optimizer)
+            call()
         return 1e6 * (time.perf_counter() - began) / N_STEPS
 
-    return min(_from_rest(steps, device) for _ in range(n_rounds))
+    return min(_from_rest(calls, device) for _ in range(n_rounds))
 
 
 def backward_us(device: torch.device, n_rounds: int) -> dict[str, float]:
@@ -96,6 +132,8 @@ def run(args: Namespace, report: Report) -> None:
         f"SparseAdamW.step, {grads} gradients, {N_TENSORS} tensors": f"{step_us(grads, device, args.n_rounds):.1f}"
         for grads in GRADIENTS
     }
+    rows["SparseAdamW.clip_grad_norm_"] = f"{clip_us(device, args.n_rounds):.1f}"
+    rows |= {name: f"{us:.1f}" for name, us in ops_us(device, args.n_rounds).items()}
     passes = backward_us(device, args.n_rounds)
     rows |= {f"backward pass, {hooks}": f"{passes[hooks]:.0f}" for hooks in HOOKS}
     rows |= {f"one of {hooks}": f"{(passes[hooks] - passes[HOOKS[0]]) / N_TENSORS:.2f}" for hooks in HOOKS[1:]}

@@ -73,10 +73,28 @@ void BoundParams::step(const c10::OperatorHandle& op, torch::jit::Stack argument
   };
   const bool check_only = argument("check_only").toBool();
   for (const auto& [name, value] : bound_) argument(name) = value;
-  if (argument("grad").isNone()) argument("dense_grads") = held_grads(check_only);
-  argument("count_steps") = true;
+  if (argument("grad").isNone() && argument("dense_grads").isNone()) argument("dense_grads") = held_grads(check_only);
   direct::step(op, std::move(arguments));
   if (!check_only) bump_versions();
+}
+
+void BoundParams::swap(const at::Tensor& compact) const {
+  check_numels();
+  direct::indexed_swap_(params_, compact, indices_, starts_, ends_, run_length_, index_bases_);
+  bump_versions();
+}
+
+void BoundParams::gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,
+                         const std::optional<at::Tensor>& scale, bool accumulate,
+                         const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf) const {
+  const std::vector<at::Tensor>& list = dense.has_value() ? *dense : params_;
+  SPARSE_OPT_CHECK(list.size() == numels_.size(), "dense holds ", list.size(), " tensors, expected ", numels_.size());
+  for (size_t i = 0; i < list.size(); ++i) {
+    SPARSE_OPT_CHECK(list[i].numel() == numels_[i], "dense[", i, "] has ", list[i].numel(), " elements, expected ",
+                     numels_[i]);
+  }
+  direct::masked_grad_gather_(out, list, indices_, starts_, ends_, scale, accumulate, sum_sq, found_inf, run_length_,
+                              index_bases_);
 }
 
 }  // namespace sparse_opt

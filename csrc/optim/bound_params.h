@@ -38,11 +38,19 @@ class BoundParams {
   // Free the gradients that take_grads() keeps.
   void release_grads();
 
-  // Call the step op on the list. `arguments` are those of its schema; set here are the bound ones, count_steps, and
-  // dense_grads unless `grad` is given: the gradients kept by take_grads(), which are released. The parameters'
-  // versions are incremented, because kernels write through pointers, which autograd does not see. With check_only the
-  // arguments are checked, and nothing else happens.
+  // Call the step op on the list. `arguments` are those of its schema; set here are the bound ones, and without `grad`
+  // and `dense_grads` the gradients kept by take_grads(), which are released. The parameters' versions are incremented,
+  // because kernels write through pointers, which autograd does not see. With check_only the arguments are checked, and
+  // nothing else happens.
   void step(const c10::OperatorHandle& op, torch::jit::Stack arguments);
+
+  // indexed_swap_ on the list; versions are incremented as by step().
+  void swap(const at::Tensor& compact) const;
+
+  // masked_grad_gather_ of `dense`, tensors of the sizes of the list; of the list itself without them.
+  void gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,
+              const std::optional<at::Tensor>& scale, bool accumulate, const std::optional<at::Tensor>& sum_sq,
+              const std::optional<at::Tensor>& found_inf) const;
 
  private:
   c10::IValue held_grads(bool keep);

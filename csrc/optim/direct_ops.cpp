@@ -106,20 +106,35 @@ void step(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
 }
 
 void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
-                         at::IntArrayRef ends, bool accumulate, const at::Tensor& sum_sq,
-                         const OptionalAtTensor& found_inf, int64_t run_length, const OptionalAtTensor& index_bases) {
+                         at::IntArrayRef ends, const OptionalAtTensor& scale, bool accumulate,
+                         const OptionalAtTensor& sum_sq, const OptionalAtTensor& found_inf, int64_t run_length,
+                         const OptionalAtTensor& index_bases) {
   if (is_dispatched()) {
     using Signature = void(const at::Tensor&, Lists, const at::Tensor&, Numbers, Numbers, const OptionalAtTensor&, bool,
                            const OptionalAtTensor&, const OptionalAtTensor&, int64_t, const OptionalAtTensor&);
     static const auto op = dispatched<Signature>("sparse_opt_native::masked_grad_gather_");
-    return op.call(out, dense, indices, starts, ends, std::nullopt, accumulate, sum_sq, found_inf, run_length,
-                   index_bases);
+    return op.call(out, dense, indices, starts, ends, scale, accumulate, sum_sq, found_inf, run_length, index_bases);
   }
   RECORD_FUNCTION("sparse_opt_native::masked_grad_gather_", c10::ArrayRef<const c10::IValue>());
   const std::vector<TensorView> list = views_of(dense);
-  const GatherCall call(view_of(out), list, view_of(indices), view_of(starts), view_of(ends), std::nullopt, accumulate,
+  const GatherCall call(view_of(out), list, view_of(indices), view_of(starts), view_of(ends), view_of(scale), accumulate,
                         view_of(sum_sq), view_of(found_inf), run_length, view_of(index_bases));
   of(indices).gather(call.args, indices.device().index());
+}
+
+void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
+                   at::IntArrayRef ends, int64_t run_length, const OptionalAtTensor& index_bases) {
+  if (is_dispatched()) {
+    using Signature =
+        void(Lists, const at::Tensor&, const at::Tensor&, Numbers, Numbers, int64_t, const OptionalAtTensor&);
+    static const auto op = dispatched<Signature>("sparse_opt_native::indexed_swap_");
+    return op.call(dense, compact, indices, starts, ends, run_length, index_bases);
+  }
+  RECORD_FUNCTION("sparse_opt_native::indexed_swap_", c10::ArrayRef<const c10::IValue>());
+  const std::vector<TensorView> list = views_of(dense);
+  const MoveCall call(list, "compact", view_of(compact), view_of(indices), view_of(starts), view_of(ends), run_length,
+                      view_of(index_bases));
+  of(indices).swap(call.args, indices.device().index());
 }
 
 void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,

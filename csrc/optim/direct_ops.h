@@ -21,9 +21,11 @@ const KernelTable& table();
 void step(const c10::OperatorHandle& op, torch::jit::Stack arguments);
 
 void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
-                         at::IntArrayRef ends, bool accumulate, const at::Tensor& sum_sq,
-                         const std::optional<at::Tensor>& found_inf, int64_t run_length,
-                         const std::optional<at::Tensor>& index_bases);
+                         at::IntArrayRef ends, const std::optional<at::Tensor>& scale, bool accumulate,
+                         const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf,
+                         int64_t run_length, const std::optional<at::Tensor>& index_bases);
+void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
+                   at::IntArrayRef ends, int64_t run_length, const std::optional<at::Tensor>& index_bases);
 void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
                     at::IntArrayRef ends, at::IntArrayRef numbers, int64_t of, bool accumulate,
                     const at::Tensor& partial_sums, at::IntArrayRef first_partials,

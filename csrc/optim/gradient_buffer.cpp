@@ -194,7 +194,7 @@ void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate,
   if (!partial_sums_.defined()) {
     for (const auto& [i, grad] : list) {
       const int64_t start = bound_->start(i), end = bound_->end(i);
-      direct::masked_grad_gather_(values_, grad.contiguous(), bound_->indices(), start, end, accumulate,
+      direct::masked_grad_gather_(values_, grad.contiguous(), bound_->indices(), start, end, std::nullopt, accumulate,
                                   sum_sq_.narrow(0, static_cast<int64_t>(i), 1), found_inf, bound_->run_length(),
                                   own_bases_[i]);
     }

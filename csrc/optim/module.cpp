@@ -134,6 +134,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads, Unlocked())
       .def("release_grads", &BoundParams::release_grads, Unlocked())
+      .def("swap", &BoundParams::swap, "compact"_a, Unlocked())
+      .def("gather", &BoundParams::gather, "out"_a, "dense"_a, "scale"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a,
+           Unlocked())
       .def("step", &step, "op"_a);
 
   py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")

@@ -19,6 +19,8 @@ The tensors of a list share one device and one dtype and are contiguous; a Value
 Positions are not checked, because comparing them with the tensors' sizes would read them back from the device;
 `MaskSet` has checked them. `backend` is one of reference, cpu, triton, cuda or auto; see `sparse_opt.backends`.
 
+`bind` prepares the ops for a fixed list of tensors, so that repeated calls take less host time.
+
 The same ops are `torch.ops.sparse_opt.*`, with fakes and mutation schemas, for torch.compile and export.
 """
 
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 
 from . import registry as registry
+from .bound import BoundOps, bind
 from .namespace import PUBLIC
 from .narrow import can_narrow, narrow_indices
 from .step_functions import StepFunction, step_function
@@ -39,6 +42,8 @@ from .tiles import tile_table
 
 __all__ = [
     "STEP_OPS",
+    "BoundOps",
+    "bind",
     "can_narrow",
     "delta_apply_",
     "delta_encode",

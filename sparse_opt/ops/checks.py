@@ -44,7 +44,8 @@ def _dense(op: str, name: str, tensors: Sequence[Tensor], device: torch.device, 
             _fail(op, f"{name}[{i}] of shape {list(t.shape)} has strides {list(t.stride())}, expected contiguous")
 
 
-def _same_shapes(op: str, name: str, tensors: Sequence[Tensor], like_name: str, like: Sequence[Tensor]) -> None:
+def same_shapes(op: str, name: str, tensors: Sequence[Tensor], like_name: str, like: Sequence[Tensor]) -> None:
+    """Raise a ValueError unless two lists of tensors have the same shapes."""
     if len(tensors) != len(like):
         _fail(op, f"{name} holds {len(tensors)} tensors, {like_name} holds {len(like)}")
     for i, (t, u) in enumerate(zip(tensors, like, strict=True)):
@@ -147,7 +148,7 @@ def _gradient(
     if grad is not None:
         _compact(op, "grad", grad, FLOAT_DTYPES, indices, run_length)
     if dense_grads is not None:
-        _same_shapes(op, "dense_grads", dense_grads, "params", params)
+        same_shapes(op, "dense_grads", dense_grads, "params", params)
         _dense(op, "dense_grads", dense_grads, indices.device, FLOAT_DTYPES)
 
 
@@ -254,11 +255,17 @@ def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_ba
     _like_dense(op, "compact", compact, dense, indices, run_length)
 
 
+def bind(tensors, indices, starts, ends, run_length, index_bases) -> None:  # type: ignore[no-untyped-def]
+    """What the ops have in common that `ops.bind` binds: tensors and segments."""
+    _movable("bind", "tensors", tensors, indices.device)
+    _segments("bind", "tensors", tensors, indices, starts, ends, run_length, index_bases)
+
+
 def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]
     op = "delta_encode"
     if not len(new):
         _fail(op, "new holds no tensor, expected at least one")
-    _same_shapes(op, "old", old, "new", new)
+    same_shapes(op, "old", old, "new", new)
     _movable(op, "new", new, new[0].device)
     if new[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

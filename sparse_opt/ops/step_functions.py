@@ -119,3 +119,20 @@ def step_function(name: str) -> StepFunction:
     function = defined[name]
     function.__module__, function.__doc__ = __name__.rpartition(".")[0], _docstring(name)
     return torch.no_grad()(function)
+
+
+_BOUND = ("params", "indices", "starts", "ends", "run_length", "index_bases", "backend")  # arguments of `ops.bind`
+
+
+def bound_step_method(name: str) -> Any:
+    """Return a method of `BoundOps` with the signature of step op `name` without the bound arguments."""
+    parameters = [p for p in _signature(name).parameters.values() if p.name not in _BOUND]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([own, *parameters], return_annotation="None")
+    arguments = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
+    source = f"def {name}{signature}:\n    self._step({name!r}, {{{arguments}}})"
+    defined: dict[str, Any] = {}
+    exec(compile(source, f"<sparse_opt.ops.bind.{name}>", "exec", dont_inherit=True), globals(), defined)
+    method = defined[name]
+    method.__qualname__, method.__doc__ = f"BoundOps.{name}", f"`ops.{name}` on the bound tensors and segments."
+    return torch.no_grad()(method)

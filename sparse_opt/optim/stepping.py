@@ -109,7 +109,7 @@ class NativeStepper(Stepper):
     def prepare(self, op: StepOp, received: list[bool] | None, arguments: dict[str, Any]) -> BucketStep | None:
         if not (self.bound.take_grads() if received is None else all(received)):
             return super().prepare(op, received, arguments)
-        call = functools.partial(self.bound.step, op.name, **arguments, steps=self.bucket.steps)
+        call = functools.partial(self.bound.step, op.name, **arguments, steps=self.bucket.steps, count_steps=True)
         return BucketStep(self.bucket, call, functools.partial(call, check_only=True), received is None, [])
 
     def release_grads(self) -> None:
