@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -14,13 +15,36 @@ from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 CHECKOUT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((CHECKOUT / "csrc").rglob("*.cu"))
 BUILD = runpy.run_path(str(CHECKOUT / "csrc/build_native.py"))
-BUILT_FOR = "90a"
-ALSO_FOR = ("80", "100")
+OLDEST, WITH_WGMMA, NEWEST = "80", "90a", "100"
 # Nothing here runs the code, and most of the time goes into optimizing it for each GPU. Where it is not, an instruction
 # that the GPU lacks, too much shared memory, an unresolved function and every warning are errors all the same.
 UNOPTIMIZED = "--Ofast-compile=max"
-# Compiled exactly as in a build, because only then ptxas reports whether products overlap.
+# The host compiler checks its code and does not assemble the file, with all device code in it, which takes longer than
+# all else.
+HOST_SYNTAX = ("-c", "-Xcompiler=-fsyntax-only")
+# Optimized as in a build, because only then ptxas reports whether products overlap.
 OPTIMIZED_SOURCES = ("tile_weight_grad.cu",)
+
+
+def with_headers(source: Path) -> set[Path]:
+    """The file and the files in csrc that it includes, directly or not."""
+    found, unread = {source}, [source]
+    while unread:
+        file = unread.pop()
+        included = {(file.parent / name).resolve() for name in re.findall(r'#include "([^"]+)"', file.read_text())}
+        unread += included - found
+        found |= included
+    return found
+
+
+def differs_by_gpu(source: Path) -> bool:
+    """Whether the preprocessor selects code by GPU, and not only code for any GPU by `#ifdef __CUDA_ARCH__`."""
+    texts = [file.read_text().replace("#ifdef __CUDA_ARCH__\n", "") for file in with_headers(source)]
+    return any("__CUDA_ARCH" in text for text in texts)
+
+
+# What compiles for the oldest GPU compiles for all later ones, except where the source selects code by GPU.
+DIFFER_BY_GPU = [source for source in SOURCES if differs_by_gpu(source)]
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of CUDA 12.8 or newer, on PATH")
 
@@ -29,9 +53,10 @@ def test_there_are_sources_to_compile():
     assert set(OPTIMIZED_SOURCES) < {source.name for source in SOURCES}
     products = [source.name for source in SOURCES if "tile_product.cuh" in source.read_text()]
     assert products == list(OPTIMIZED_SOURCES)
+    assert [source.name for source in DIFFER_BY_GPU] == ["tile_weight_grad.cu"]
 
 
-def compile_for(archs: Sequence[str], source: Path, output: Path, *flags: str) -> None:
+def compile_for(archs: Sequence[str], source: Path, folder: Path, *flags: str) -> None:
     flags = (
         *flags,
         *COMMON_NVCC_FLAGS,
@@ -41,23 +66,24 @@ def compile_for(archs: Sequence[str], source: Path, output: Path, *flags: str) -
         f"-I{CHECKOUT / 'csrc'}",
         *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
     )
-    compiled = subprocess.run(["nvcc", str(source), "-o", str(output), *flags], capture_output=True, text=True)
+    command = ["nvcc", str(source), "-o", str(folder / "compiled"), *flags]
+    compiled = subprocess.run(command, capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
     assert "wgmma" not in compiled.stdout + compiled.stderr  # ptxas makes a note, no warning, where it serializes them
-    assert output.stat().st_size > 0
 
 
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path, tmp_path: Path):
+    arch = WITH_WGMMA if source in DIFFER_BY_GPU else OLDEST
     flags = () if source.name in OPTIMIZED_SOURCES else (UNOPTIMIZED,)
-    compile_for([BUILT_FOR], source, tmp_path / "kernels.o", "-c", *flags)
+    compile_for([arch], source, tmp_path, *HOST_SYNTAX, *flags)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("source", DIFFER_BY_GPU, ids=lambda path: path.name)
 def test_device_code_compiles_for_other_gpus(source: Path, tmp_path: Path):
-    compile_for(ALSO_FOR, source, tmp_path / "kernels.fatbin", "-fatbin", UNOPTIMIZED)
+    compile_for([OLDEST, NEWEST], source, tmp_path, "-fatbin", UNOPTIMIZED)
 
 
 @needs_nvcc
@@ -71,8 +97,16 @@ def test_device_code_compiles_for_other_gpus(source: Path, tmp_path: Path):
     ],
     ids=["instruction", "shared-memory", "unresolved", "warning"],
 )
-def test_unoptimized_code_is_checked_as_strictly(statement: str, error: str, tmp_path: Path):
+def test_errors_are_found(statement: str, error: str, tmp_path: Path):
     source = tmp_path / "kernel.cu"
     source.write_text(f"__device__ float missing(float);\n__global__ void kernel(float* x) {{ {statement} }}\n")
     with pytest.raises(AssertionError, match=error):
-        compile_for(ALSO_FOR, source, tmp_path / "kernels.fatbin", "-fatbin", UNOPTIMIZED)
+        compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)
+
+
+@needs_nvcc
+def test_errors_in_host_code_are_found(tmp_path: Path):
+    source = tmp_path / "host.cu"
+    source.write_text("template <typename T> T call(T) { return T::missing; }\nint main() { return call(1); }\n")
+    with pytest.raises(AssertionError, match="missing"):
+        compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)
