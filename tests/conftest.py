@@ -109,15 +109,17 @@ def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
-def one_patch_of_triton_in_a_kernel() -> Iterator[None]:
-    """Patch `triton.language` once per kernel in Triton's interpreter, and undo it when the kernel has finished.
+def one_patch_of_triton() -> Iterator[None]:
+    """Patch `triton.language` once for all kernels in Triton's interpreter, and find the numpy type of a dtype once.
 
-    The interpreter also patches it in each call of a function in the kernel, which takes longer than most functions.
+    The interpreter patches it in each launch, and in each call of a function in the kernel, which takes longer than
+    most functions. In each operation it makes a table of all numpy types.
     """
     from triton.runtime import interpreter
 
-    patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    done: set[frozenset[str]] = set()
+    patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+    numpy_types: dict[str, Any] = {}
+    scopes: dict[frozenset[str], Any] = {}
 
     @functools.cache
     def patched_by(fn: Callable[..., Any]) -> frozenset[str]:
@@ -126,19 +128,22 @@ def one_patch_of_triton_in_a_kernel() -> Iterator[None]:
         return frozenset({"triton.language", "triton.language.core"}.intersection(found))
 
     def patch_once(fn: Callable[..., Any]) -> Any:
-        if (modules := patched_by(fn)) in done:
-            return None  # nested function calls undo nothing
-        done.add(modules)
-        return patch(fn)
+        if (modules := patched_by(fn)) not in scopes:
+            scopes[modules] = patch(fn)
+        return interpreter._LangPatchScope()  # restores nothing when the kernel has finished
 
-    def run_kernel(*args: Any, **kwargs: Any) -> Any:
-        done.clear()
-        return run(*args, **kwargs)
+    def cached_numpy_type(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(dtype)
+        return numpy_types[name]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_kernel)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", cached_numpy_type)
         yield
+    for scope in reversed(scopes.values()):
+        scope.restore()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
