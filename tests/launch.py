@@ -11,6 +11,7 @@ import faulthandler
 import importlib.util
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -110,10 +111,15 @@ class Ended:
     stderr: str
 
 
-def run_command(n: int, words: Sequence[str], environment: Mapping[str, str], *, timeout: float = 120.0) -> Ended:
+def run_command(
+    n: int, words: Sequence[str], environment: Mapping[str, str], *, script: Path | None = None, timeout: float = 120.0
+) -> Ended:
     """Run `sparse-opt` with these words in `n` processes, as torchrun does: if a rank fails, the others are terminated.
 
-    A single process has no rank.
+    A single process has no rank, except of a script.
+
+    Args:
+        script: run instead of `sparse-opt`.
 
     Raises:
         AssertionError: not all processes ended in time; has what they have printed.
@@ -125,8 +131,9 @@ def run_command(n: int, words: Sequence[str], environment: Mapping[str, str], *,
         processes = []
         for rank in range(n):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-            variables = {**shared, **(ranks if n > 1 else {}), "OMP_NUM_THREADS": "1"}
-            process = _SERVER.Process(target=_run_command, args=(folder, rank, list(words), variables), daemon=True)
+            variables = {**shared, **(ranks if n > 1 or script else {}), "OMP_NUM_THREADS": "1"}
+            arguments = (folder, rank, script, list(words), variables)
+            process = _SERVER.Process(target=_run_command, args=arguments, daemon=True)
             processes.append(process)
             processes[-1].start()
         failed, deadline = 0, time.monotonic() + timeout
@@ -148,7 +155,7 @@ def run_command(n: int, words: Sequence[str], environment: Mapping[str, str], *,
         return Ended(failed, stdout, stderr)
 
 
-def _run_command(folder: str, rank: int, words: list[str], variables: dict[str, str]) -> None:
+def _run_command(folder: str, rank: int, script: Path | None, words: list[str], variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     for stream in (sys.stdout, sys.stderr):
@@ -158,7 +165,12 @@ def _run_command(folder: str, rank: int, words: list[str], variables: dict[str, 
     from sparse_opt.cli.main import main
 
     try:
-        code = main(words)
+        if script is None:
+            code = main(words)
+        else:
+            sys.argv = [str(script), *words]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     sys.stdout.flush()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from launch import run_command
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -43,10 +44,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "with_lightning, manual": (["--manual"], ["2"]),
 }
 NEEDS = {"bare_loop": [], "with_accelerate": without("accelerate"), "with_lightning": without("lightning")}
-# The examples that run in several processes, and how to start them in n.
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes"]
-LAUNCHERS = {"with_torchrun": TORCHRUN, "with_fsdp2": TORCHRUN, "with_accelerate": ACCELERATE}
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")
 ALL = [pytest.param(name, marks=NEEDS[name.split(",")[0]]) for name in RUNS]
 
 
@@ -149,13 +147,28 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name, tmp_path):
     assert changed > 0.9 * sum(i.numel() for i in mask.indices.values())
 
 
+WITHOUT_GPUS = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+
 def run_script(name: str, options: list[str], launcher: tuple[str, ...] = ()) -> str:
     """Run an example as a script, without GPUs, and return what it prints."""
-    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **quiet})
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **WITHOUT_GPUS})
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+def run_ranks(name: str, options: list[str], n: int) -> str:
+    """Run an example in `n` processes with the variables of torchrun, without GPUs, and return what they print."""
+    run = run_command(n, options, {**os.environ, **WITHOUT_GPUS}, script=EXAMPLES / f"{name}.py", timeout=200)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def run_distributed(name: str, options: list[str], n: int) -> str:
+    if name != "with_accelerate":
+        return run_ranks(name, options, n)
+    return run_script(name, options, (*ACCELERATE, str(n)) if n > 1 else ())
 
 
 def weights_in(checkpoint: Path) -> dict[str, Tensor]:
@@ -169,13 +182,12 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", ["with_torchrun", "with_fsdp2", "with_accelerate"])
 def test_distributed_runs_equal_torch_adamw_and_resume_in_one_process(name, tmp_path):
     options = ["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)]
     first, last = tmp_path / "first", tmp_path / "last"
-    printed = run_script(name, [*options, "--stop_at", "4", "--checkpoint", str(first)], (*LAUNCHERS[name], "2"))
-    alone = (*TORCHRUN, "1") if LAUNCHERS[name] is TORCHRUN else ()
-    printed += run_script(name, [*options, "--resume", str(first), "--checkpoint", str(last)], alone)
+    printed = run_distributed(name, [*options, "--stop_at", "4", "--checkpoint", str(first)], 2)
+    printed += run_distributed(name, [*options, "--resume", str(first), "--checkpoint", str(last)], 1)
     assert [int(step) for step in re.findall(r"^step (\d+)  loss", printed, re.MULTILINE)] == [*range(1, STEPS + 1)]
     mask = MaskSet.random(start(), density=0.1)
     dense, norms = dense_run(mask, 4)
