@@ -16,7 +16,7 @@ import functools
 from . import weight_sync
 from .delta_codec import delta_apply_, delta_encode
 from .indexed_swap import indexed_swap_
-from .launch import interpreted
+from .launch import interpreted, set_tuning
 from .masked_grad_gather import masked_grad_gather_
 from .step_rules import RULES
 from .steps import step
@@ -28,6 +28,7 @@ __all__ = [
     "indexed_swap_",
     "interpreted",
     "masked_grad_gather_",
+    "set_tuning",
     "tile_weight_grad_",
     "weight_sync",
     *RULES,

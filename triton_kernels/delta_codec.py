@@ -13,15 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import (
-    CHANGE_OPTIONS,
-    CHANGES,
-    ELEMENT_OPTIONS,
-    ELEMENTS,
-    FEW_SLOTS,
-    SLOT_OPTIONS,
-    TRITON_BITS_DTYPE,
-)
+from .launch import CHANGE_OPTIONS, ELEMENT_OPTIONS, SLOT_OPTIONS, TRITON_BITS_DTYPE, tuning_of
 from .segments import address_of, bits, bits_addresses, block_of, segments
 from .tables import block_table, pointer_table
 
@@ -147,13 +139,15 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
     device, dtype = new[0].device, new[0].dtype
     index_dtype = torch.int64 if any(t.numel() > 2**31 - 1 for t in new) else torch.int32
     with torch.cuda.device_of(new[0]):
-        blocks = block_table([0] * len(new), [t.numel() for t in new], ELEMENTS, device)
+        tuning = tuning_of(device)
+        elements = tuning.encode_elements
+        blocks = block_table([0] * len(new), [t.numel() for t in new], elements, device)
         if not blocks.programs:
             counts = torch.zeros(len(new), dtype=torch.int64, device="cpu")
             return torch.empty(0, dtype=index_dtype, device=device), torch.empty(0, dtype=dtype, device=device), counts
         new_table = pointer_table("new", new, device)
-        constants = {"BITS": TRITON_BITS_DTYPE[new[0].element_size()], "BLOCK": ELEMENTS}
-        marks = torch.empty(blocks.programs * ELEMENTS // 32, dtype=torch.int32, device=device)
+        constants = {"BITS": TRITON_BITS_DTYPE[new[0].element_size()], "BLOCK": elements}
+        marks = torch.empty(blocks.programs * elements // 32, dtype=torch.int32, device=device)
         block_counts = torch.empty(blocks.programs, dtype=torch.int32, device=device)
         _delta_mark_kernel[(blocks.programs,)](
             pointer_table("old", old, device),
@@ -179,7 +173,7 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
                 offsets,
                 indices,
                 bits(values),
-                CHANGES=CHANGES,
+                CHANGES=tuning.encode_changes,
                 **constants,
                 **CHANGE_OPTIONS,
             )
@@ -194,7 +188,8 @@ def delta_apply_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        plan = segments(dense, starts, ends, device, FEW_SLOTS)
+        slots = tuning_of(device).apply_slots
+        plan = segments(dense, starts, ends, device, slots)
         if not plan.programs:
             return
         _delta_apply_kernel[(plan.programs,)](
@@ -205,6 +200,6 @@ def delta_apply_(
             plan.start,
             plan.end,
             BITS=TRITON_BITS_DTYPE[values.element_size()],
-            BLOCK=FEW_SLOTS,
+            BLOCK=slots,
             **SLOT_OPTIONS,
         )

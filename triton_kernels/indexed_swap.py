@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SLOT_OPTIONS, SLOTS, TRITON_BITS_DTYPE
+from .launch import SLOT_OPTIONS, TRITON_BITS_DTYPE, tuning_of
 from .segments import address_of, bits, bits_addresses, block_of, positions_of, segments
 
 
@@ -56,7 +56,8 @@ def indexed_swap_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        plan = segments(dense, starts, ends, device)
+        slots = tuning_of(device).swap_slots
+        plan = segments(dense, starts, ends, device, slots)
         if not plan.programs:
             return
         _indexed_swap_kernel[(plan.programs,)](
@@ -68,7 +69,7 @@ def indexed_swap_(
             plan.start,
             plan.end,
             BITS=TRITON_BITS_DTYPE[compact.element_size()],
-            BLOCK=SLOTS,
+            BLOCK=slots,
             RUN=run_length,
             **SLOT_OPTIONS,
         )

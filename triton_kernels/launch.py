@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Compact slots of one program. With 4 warps a thread has 8 of them, so that 8 independent gathers are in flight; or 4,
-# with which AdamW and delta_apply_ are up to 8 % faster on an H200, and never slower by 1 %; the other steps use 4 too.
-SLOTS, FEW_SLOTS = 1024, 512
-# Dense elements of a program of delta_encode: with 8 warps a thread has 32, four 16-byte loads of 2-byte elements; and
-# the changes that a program writes at a time, with 2 warps. On an H200, 2^30 bf16: 1.03 ms to mark, and 0.20 and 0.81
-# to write where 1 and 10 % changed; with half the elements 1.03, and 0.27 and 0.85.
-ELEMENTS, CHANGES = 8192, 128
+# Compact slots of one program of a gather, whose sums of squares are added in an order that depends on it: with 4 warps
+# a thread has 8 of them, so that 8 independent gathers are in flight.
+SLOTS = 1024
+
+
+class Tuning(NamedTuple):
+    """Launch sizes that depend on the GPU and change no bit of any result.
+
+    `sparse_opt.tuning` has the same entries, which it describes, and tables of GPUs. These values are used where none
+    was set.
+    """
+
+    step_slots: int = 512
+    swap_slots: int = 512
+    apply_slots: int = 512
+    encode_elements: int = 4096
+    encode_changes: int = 128
+    tile64_stages: int = 3
+    tile128_stages: int = 2
+    tile128_registers: int = 0
+
+
+_DEFAULT = Tuning()
+_tunings: dict[torch.device, Tuning] = {}
+
+
+def set_tuning(device: torch.device, **entries: int) -> None:
+    """Set all launch sizes of the kernels on `device`, which has an index unless it is the CPU."""
+    _tunings[device] = Tuning(**entries)
+
+
+def tuning_of(device: torch.device) -> Tuning:
+    """The launch sizes of the kernels on the device of a tensor."""
+    return _tunings.get(device, _DEFAULT)
+
 
 # An FMA rounds a product and a sum once; the reference rounds each of them.
 SLOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

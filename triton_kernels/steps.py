@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import FEW_SLOTS, SLOT_OPTIONS, element_dtype
+from .launch import SLOT_OPTIONS, element_dtype, tuning_of
 from .rounding import differs, philox_key, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, positions_of, segments
 from .step_rules import RULES
@@ -153,7 +153,8 @@ def step(
     rule = RULES[name](*states, **options)
     device = indices.device
     with torch.cuda.device_of(indices):
-        plan = segments(params, starts, ends, device, FEW_SLOTS)
+        slots = tuning_of(device).step_slots
+        plan = segments(params, starts, ends, device, slots)
         if not plan.programs:
             return
         scalars, width = None, 0
@@ -187,7 +188,7 @@ def step(
             PARAM=element_dtype(params),
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,
-            BLOCK=FEW_SLOTS,
+            BLOCK=slots,
             RUN=run_length,
             **SLOT_OPTIONS,
         )

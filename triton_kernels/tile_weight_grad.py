@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SLOT_OPTIONS, SLOTS, element_dtype, interpreted
+from .launch import SLOT_OPTIONS, SLOTS, Tuning, element_dtype, interpreted, tuning_of
 from .masked_grad_gather import _sum_partials_kernel
 from .rounding import round_nearest, widen
 from .tables import block_table, check_list, operand_rows, operand_table
 
 
 class TileOptions(NamedTuple):
-    """Tuned options of the kernel."""
+    """Options of the kernel. The step and the warps decide in which order products and squares are added up."""
 
     step: int  # tokens of one tl.dot
     num_warps: int
     num_stages: int  # steps in shared memory at a time
-    max_registers: int | None = None  # of a thread, if operands are aligned; on NVIDIA GPUs
+    max_registers: int  # of a thread, if operands are aligned; 0 is the compiler's choice
 
     def compiler_options(self, aligned: bool) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -32,26 +32,28 @@ class TileOptions(NamedTuple):
             "enable_fp_fusion": False,  # as in SLOT_OPTIONS; does not affect tl.dot
         }
         # Triton's AMD backend rejects unknown options, such as this one.
-        if aligned and self.max_registers is not None and torch.version.hip is None:
+        if aligned and self.max_registers and torch.version.hip is None:
             options["maxnreg"] = self.max_registers
         return options
 
 
-# By tile size and operand size, chosen by the resources of sm_90; large calls on an H200 take 0.95 to 1.18 times as
-# long as with the CUDA kernel (docs/notebook.md). 16-bit operands use 64 and 96 KiB of shared memory (tiles of 64 and
-# 128), so that three and two programs fit on a multiprocessor with 227 KiB; 4 warps compute 64 rows of a wgmma; two
-# programs of 8 warps have 128 registers for each thread. fp32 operands are multiplied by FMAs from registers, which
-# would spill with more tokens in a step.
-TILE_OPTIONS = {
-    (64, 2): TileOptions(64, 4, 4),
-    (128, 2): TileOptions(64, 8, 3, 128),
-    (64, 4): TileOptions(16, 4, 2),
-    (128, 4): TileOptions(16, 8, 2),
-}
+def tile_options(tile_size: int, operand_size: int, tuning: Tuning) -> TileOptions:
+    """The options for tiles of 64 or 128 and operands of 2 or 4 bytes.
+
+    4 warps compute 64 rows of a wgmma. fp32 operands are multiplied by FMAs from registers, which would spill with more
+    tokens in a step. Large calls on an H200 take 0.95 to 1.18 times as long as with the CUDA kernel (docs/notebook.md).
+    """
+    if operand_size == 4:
+        return TileOptions(16, 4 if tile_size == 64 else 8, 2, 0)
+    if tile_size == 64:
+        return TileOptions(64, 4, tuning.tile64_stages, 0)
+    return TileOptions(64, 8, tuning.tile128_stages, tuning.tile128_registers)
+
+
 # If active tiles are few, the tokens of a tile are split into as many parts as give PROGRAMS programs for each
 # multiprocessor, with at least LEAST_TOKENS each and sums of at most SCRATCH_BYTES. Calls of fewer than WHOLE_BELOW
 # tokens are not split. Chosen on an H200: "Tuning tables" in docs/notebook.md. bench/kernels/tile_gradients.py times
-# such calls.
+# such calls. No table of a GPU has these numbers, because the parts decide in which order products are added up.
 PROGRAMS = {64: 3, 128: 1}
 WHOLE_BELOW = 2048  # tokens
 LEAST_TOKENS = 512
@@ -355,7 +357,7 @@ def tile_weight_grad_(
                 sum_sq.zero_()
             return
         operand_size = grad_outputs[0].element_size()
-        options = TILE_OPTIONS[tile_size, operand_size]
+        options = tile_options(tile_size, operand_size, tuning_of(device))
         matrices = operand_rows(grad_outputs, inputs)
         splits = _splits(active, max(m.tokens for m in matrices), tile_size, device)
         bands = tile_size // BAND if splits > 1 else 1

@@ -23,6 +23,7 @@ from cases import VARIANTS as OTHER_OPTIONS
 
 from sparse_opt.backends import TRITON_MINIMUM
 from sparse_opt.ops import STEP_OPS
+from sparse_opt.tuning import H200, Tuning
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -252,19 +253,30 @@ ON_OTHER_GPUS = (
 STEPS_ON_OTHER_GPUS = tuple(f"{op}-stochastic" for op in STEP_OPS)
 
 
-def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
+def _sizes(name: str, table: Tuning) -> dict[str, int]:
+    """The constants of a variant that a table of launch sizes has."""
+    if name.startswith("swap"):
+        return {"BLOCK": table.triton_swap_slots}
+    if name.startswith("delta-apply"):
+        return {"BLOCK": table.triton_apply_slots}
+    written = {"CHANGES": table.triton_encode_changes} if name.startswith("delta-write") else {}
+    return {"BLOCK": table.triton_encode_elements, **written} if name.startswith("delta") else {}
+
+
+def _options(name: str, expected: dict[str, Any], table: Tuning) -> dict[str, Any]:
     """In the child: what the launcher has a variant compiled with."""
     from sparse_opt.triton_kernels import launch, tile_weight_grad, weight_sync
 
     if name in PRODUCTS:
-        tile = tile_weight_grad.TILE_OPTIONS[expected["TILE"], 4 if expected["OPERAND"] == "float32" else 2]
+        tuning = launch.Tuning(**table.of("triton"))
+        operand_size = 4 if expected["OPERAND"] == "float32" else 2
+        tile = tile_weight_grad.tile_options(expected["TILE"], operand_size, tuning)
         assert tile.step == expected["STEP"]
         return tile.compiler_options(aligned=expected["ALIGN"] > 1)
     if name in TILES:
         assert tile_weight_grad.BAND == expected["ROWS"]
         return tile_weight_grad.BAND_OPTIONS
     if name.startswith(("delta-mark", "delta-write")):
-        assert expected["BLOCK"] == launch.ELEMENTS and expected.get("CHANGES", launch.CHANGES) == launch.CHANGES
         return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
     if name.startswith("weights"):
         tiled = expected.get("TILE", 0) > 0
@@ -273,8 +285,7 @@ def _options(name: str, expected: dict[str, Any]) -> dict[str, Any]:
             name.split("-")[1], weight_sync.TILE_BLOCK if tiled else weight_sync.BLOCK
         )
         return weight_sync.OPTIONS
-    few = name.startswith("delta-apply")
-    assert expected.get("BLOCK", launch.FEW_SLOTS) == (launch.FEW_SLOTS if few else launch.SLOTS), name
+    assert "BLOCK" in _sizes(name, table) or expected.get("BLOCK", launch.SLOTS) == launch.SLOTS, name
     return launch.SLOT_OPTIONS
 
 
@@ -288,8 +299,10 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
     from triton.compiler import ASTSource
 
     compiled = {}
+    table = H200 if capability == 90 else Tuning()
     for name in names:
         module, kernel_name, expected = VARIANTS[name]
+        expected = {**expected, **_sizes(name, table)}
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         signature, constants, specialized = {}, {}, []
         for p in kernel.params:
@@ -305,7 +318,8 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
                     specialized.append(f"{p.name} (width by value)")
         assert set(signature) == set(expected), name
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(name, expected))
+        options = _options(name, expected, table)
+        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         compiled[name] = {
             "ptx": result.asm["ptx"],
             "cubin": len(result.asm["cubin"]),

@@ -20,6 +20,7 @@ import torch
 from cases import make, step_call
 
 from sparse_opt.ops import STEP_OPS
+from sparse_opt.tuning import Tuning
 
 pytest.importorskip("triton.backends.amd", reason="needs a triton with its AMD backend")
 
@@ -111,6 +112,7 @@ def _compile_delta_encode() -> list[str]:
     compiled = []
     for name in ("delta-mark", "delta-write"):
         module, kernel_name, expected = variants.VARIANTS[name]
+        expected = {**expected, **variants._sizes(name, Tuning())}
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         constants = {
             p.name: getattr(tl, expected[p.name]) if isinstance(expected[p.name], str) else expected[p.name]
@@ -120,7 +122,9 @@ def _compile_delta_encode() -> list[str]:
         signature = {p.name: "constexpr" if p.is_constexpr else expected[p.name] for p in kernel.params}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         target = GPUTarget("hip", "gfx942", WAVEFRONT)
-        assert "amdgcn" in triton.compile(source, target=target, options=variants._options(name, expected)).asm
+        assert (
+            "amdgcn" in triton.compile(source, target=target, options=variants._options(name, expected, Tuning())).asm
+        )
         compiled.append(kernel_name)
     return compiled
 

@@ -33,6 +33,7 @@ LAYERS = (
         "tensor_file",
         "pt_file",
         "cuda_archs",
+        "tuning",
         "option_values",
         "option_parser",
         "config",

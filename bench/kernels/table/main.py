@@ -20,12 +20,13 @@ from torch import Tensor
 from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.tensors import as_bits
+from sparse_opt.tuning import files
 
 from ...common.harness import Benchmark, Report, comma_separated
 from ...common.report import Columns, machine_name, render
 from ...common.report import cells as cells_of
 from ...common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
-from .. import bounds, inputs
+from .. import bounds, inputs, tune
 from ..cases import Active
 from . import backward, targets, tile_gradients
 from .recorder import TORCH, Recorder, Row, Work
@@ -58,6 +59,33 @@ def add_options(parser: CommandParser) -> None:
         "--only", type=comma_separated, metavar="PARTS", default=PARTS, help=f"time these alone, of {','.join(PARTS)}"
     )
     parser.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
+
+
+def _add_all_options(parser: CommandParser) -> None:
+    add_options(parser)
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="instead of the table, measure launch sizes of the kernels on this GPU, and save the fastest ones",
+    )
+
+
+# Options of the table that --tune has no use for.
+_OF_THE_TABLE = ("quick", "numel", "delta_numel", "no_peers", "no_backward", "no_tiles", "only", "strict")
+
+
+def _why_wrong(args: Namespace) -> str:
+    if not args.tune:
+        return why_wrong(args)
+    defaults = CommandParser()
+    add_options(defaults)
+    for name in _OF_THE_TABLE:
+        if getattr(args, name) != defaults.get_default(name):
+            return f"--{name} is not valid with --tune"
+    if torch.device(args.device).type != "cuda" or torch.version.hip is not None:
+        return f"--tune measures on an NVIDIA GPU, and the device is {args.device}"
+    cause = files.why_unwritable()
+    return f"--tune cannot save its table: {cause}" if cause else ""
 
 
 def why_wrong(args: Namespace) -> str:
@@ -159,7 +187,9 @@ def missed(kernels: Mapping[str, Any]) -> list[targets.Verdict]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The table, the rows left out, the missed targets, and the counts of both."""
+    """The table, the rows left out, the missed targets, and the counts of both; or the launch sizes of --tune."""
+    if "tuning" in report:
+        return tune.text(report["tuning"])
     found, missing = report["kernels"], missed(report["kernels"])
     verdicts = targets.judge(found["rows"])
     return "\n".join(
@@ -202,7 +232,12 @@ def _print_row(row: Row) -> None:
 
 
 def _measure(args: Namespace, report: Report) -> None:
-    report["failures"] = run_table(report, args)
+    if args.tune:
+        device = torch.device(args.device)
+        report["tuning"] = tune.measured(device, seed=args.seed, n_rounds=args.n_rounds, on_row=tune.print_row)
+        report["failures"] = []
+    else:
+        report["failures"] = run_table(report, args)
 
 
 def failures(report: Report, args: Namespace) -> list[str]:
@@ -218,8 +253,8 @@ def failures(report: Report, args: Namespace) -> list[str]:
 main = Benchmark(
     name="kernels",
     doc=__doc__,
-    options=add_options,
-    problem=why_wrong,
+    options=_add_all_options,
+    problem=_why_wrong,
     measure=_measure,
     text=text,
     failures=failures,

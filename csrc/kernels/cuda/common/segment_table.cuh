@@ -11,6 +11,7 @@
 #include <string>
 
 #include "../../arguments.h"
+#include "../tuning.h"
 
 namespace sparse_opt::cuda {
 
@@ -93,6 +94,13 @@ __device__ __forceinline__ BlockRange block_range(const SegmentTable<Capacity>& 
 
 inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
   return end > start ? (end - aligned_start(start) + slots_per_block - 1) / slots_per_block : 0;
+}
+
+// Of the current device.
+inline const Tuning& current_tuning() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return tuning_of(device);
 }
 
 inline void check_launch(const char* op) {

@@ -230,13 +230,13 @@ struct RunSlots {
   }
 };
 
-// Whether active elements are single elements, and no more than there are granules of 64 bytes. Kernels are then faster
-// with fewer elements in flight, because the writes to neighbouring elements leave the caches together
-// (docs/notebook.md).
-inline bool is_scattered(const Segments& segments, int size) {
+// Whether active elements are single elements, and each has at least so many bytes of the dense tensors; never if 0.
+// Kernels may then be faster with fewer elements in flight, because the writes to neighbouring elements leave the
+// caches together (docs/notebook.md): tuning.h has the bytes.
+inline bool is_scattered(const Segments& segments, int size, int bytes_per_active) {
   int64_t active = 0;
   for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];
-  return segments.run_length == 1 && segments.numel * size >= 64 * active;
+  return bytes_per_active > 0 && segments.run_length == 1 && segments.numel * size >= bytes_per_active * active;
 }
 
 // call.template operator()<Layout>(): RunSlots if `vectors`, otherwise ElementSlots, Unroll of each of Threads threads.

@@ -73,7 +73,8 @@ void delta_encode(const DeltaArguments& args, cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const auto most = static_cast<unsigned>(multiprocessors * kEncodeBlocks);
+  const auto most =
+      static_cast<unsigned>(multiprocessors * std::min<int>(tuning_of(device).encode_blocks, kEncodeBlocks));
   dispatch_word(args.element_size, [&]<typename Word>() {
     const int64_t all_tiles = encode_tiles<Word>(args);
     const auto encode = [&]<typename Index>() {

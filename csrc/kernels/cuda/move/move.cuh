@@ -63,8 +63,8 @@ void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
   });
 }
 
-// An element needs few registers, so a thread can have eight in flight. One is faster if the dense elements are only
-// written, and if they are scattered, where a small L1 cache is faster too. Chosen on an H200: "Tuning tables" in
+// An element needs few registers, so a thread can have eight in flight. One is faster on an H200 if the dense elements
+// are only written, and if they are scattered (tuning.h), where a small L1 cache is faster too: "Tuning tables" in
 // docs/notebook.md. `sparse-opt bench kernels` times the swaps.
 template <Move Way>
 void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
@@ -73,8 +73,9 @@ void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
   } else if constexpr (Way == Move::kToCompact) {
     move_by<Way, 8>(op, args, stream);
   } else {
-    is_scattered(args.segments, args.element_size) ? move_by<Way, 1>(op, args, stream)
-                                                   : move_by<Way, 8>(op, args, stream);
+    is_scattered(args.segments, args.element_size, current_tuning().scattered_swap_bytes)
+        ? move_by<Way, 1>(op, args, stream)
+        : move_by<Way, 8>(op, args, stream);
   }
 }
 

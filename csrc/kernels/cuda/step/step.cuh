@@ -196,10 +196,11 @@ inline bool moves_vectors(const StepArguments& args) {
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
 // times. Scattered elements with dense gradients need two cache lines each, of the parameter and of the gradient, so
-// few of them are in flight at a time.
+// few of them are in flight at a time where that is faster (tuning.h).
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, Call call) {
-  const bool scattered = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype));
+  const bool scattered = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype),
+                                                                     current_tuning().scattered_step_bytes);
   if (scattered && args.segments.index_type == IndexType::kOffset16) {
     call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
   } else if (scattered && args.segments.index_type == IndexType::kInt32) {
