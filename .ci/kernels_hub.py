@@ -3,9 +3,9 @@
     kernels_hub.py hash               print the hash of what the folder is made from
     kernels_hub.py write LIBRARY OUT  write OUT/build/VARIANT from a library that was built with SPARSE_OPT_BUILD_HASH
 
-The package is kernels_hub/ and the modules of `sparse_opt` that define the ops. The hash ends the names of the ops and
-of the package, so that several builds, and sparse_opt itself, can be loaded in one process. Package and layout:
-https://huggingface.co/docs/kernels/kernel-requirements
+The package is the folder kernels_hub, and the modules of `sparse_opt` that define the ops and their launch sizes. The
+hash ends the names of the ops and of the package, so that several builds, and sparse_opt itself, can be loaded in one
+process. Package and layout: https://huggingface.co/docs/kernels/kernel-requirements
 """
 
 import argparse
@@ -20,9 +20,10 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / ".ci/kernels_hub"
+PACKAGE = ROOT / "kernels_hub"
 MODULES = (
     "errors.py",
+    "tuning/__init__.py",
     *(
         f"ops/{name}.py"
         for name in ("__init__", "bound", "checks", "narrow", "registry", "step_functions", "step_ops", "tiles")
@@ -71,8 +72,8 @@ def write(library: Path, info: dict[str, Any], out: Path, *, hash: str, public: 
     name = "cu" + info["cuda_version"].replace(".", "") if info["cuda"] else "cpu"
     folder = out / "build" / f"torch-stable-abi210-{name}-{platform.machine()}-{platform.system().lower()}"
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "ops").mkdir(parents=True)
     for module in MODULES:
+        (folder / module).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "sparse_opt" / module, folder / module)
     for path in PACKAGE.glob("*.py"):
         shutil.copy(path, folder)
